@@ -1,0 +1,40 @@
+"""Errors, one class per boundary that can be crossed. Each message names what happened and what to do next."""
+
+
+class HocketError(Exception):
+    """Root of every error that hocket raises on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(HocketError):
+    """A setting is unknown, contradictory or impossible on this machine."""
+
+
+class DataError(HocketError):
+    """A data source or row can't be used; the message names the file, the line and what is missing."""
+
+
+class RewardError(HocketError):
+    """Scoring failed so often that training on what is left would be misleading."""
+
+
+class ServerError(HocketError):
+    """The generation server refused a request or can't be reached.
+
+    Args:
+        message: what happened, and the server's own words where it answered.
+        code: the server's machine-readable error code, or "unreachable" or "timeout".
+        status: the HTTP status, None where there was no answer.
+    """
+
+    def __init__(self, message: str, *, code: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+class SyncError(HocketError):
+    """A published weight version did not land on a server, or can't be shown to have landed."""
+
+
+class TrainerError(HocketError):
+    """The trainer can't go on: too many skipped steps in a row, or a sample that fits no micro-batch."""

@@ -1,0 +1,149 @@
+"""Messages between trainer and server, validated strictly on both sides; all JSON.
+
+The server answers every error as {"error": {"code", "message", "hint"}}.
+"""
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from hocket.types import FinishReason
+
+TokenId = Annotated[int, Field(ge=0)]
+PromptInput = str | list[TokenId] | list[dict[str, Any]]
+"""Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
+
+Status = Literal["loading", "ready", "updating", "asleep", "failed"]
+
+
+class Strict(pydantic.BaseModel):
+    """Base of every message: unknown fields are errors, true is not 1, "1" is not 1, NaN is no number."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Sampling(Strict):
+    """How to sample. The returned log-probs are of this very distribution, temperature included."""
+
+    temperature: float = Field(1.0, ge=0.0, le=10.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(-1, ge=-1)
+    max_tokens: int = Field(16, ge=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop_token_ids: list[TokenId] = []
+    seed: int | None = Field(None, ge=0, lt=2**63)
+
+
+class GenerateRequest(Strict):
+    """POST /generate. With `stream` the answer is NDJSON: one StreamLine per finished completion, then one StreamEnd."""
+
+    prompts: list[PromptInput] = Field(min_length=1)
+    sampling: Sampling = Sampling()
+    n: int = Field(1, ge=1)
+    stream: bool = False
+
+
+class CompletionMessage(Strict):
+    """One sampled completion; `versions` are spans [weight version, start, end] over its tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: FinishReason
+    versions: list[tuple[int, int, int]] = Field(strict=False)
+
+
+class GenerateResponse(Strict):
+    """Answer to /generate: completions[i][j] is the j-th completion of prompt i; `version` is the one held at the end."""
+
+    version: int
+    model: str
+    completions: list[list[CompletionMessage]]
+
+
+class StreamLine(Strict):
+    """One line of the NDJSON answer: the completion with number `index` of prompt `prompt`."""
+
+    prompt: int
+    index: int
+    completion: CompletionMessage
+
+
+class StreamEnd(Strict):
+    """Last line of the NDJSON answer. `error` is set where generation broke off; without this line it was cut."""
+
+    done: Literal[True] = True
+    version: int
+    model: str
+    error: "ErrorBody | None" = None
+
+
+class DiskSource(Strict):
+    """A published version: a folder name under the server's root, never a path."""
+
+    kind: Literal["disk"] = "disk"
+    name: str = Field(min_length=1, max_length=512)
+
+
+class ReloadRequest(Strict):
+    """POST /reload_weights. Idempotent per version: a version already held is answered without loading."""
+
+    version: int = Field(ge=1)
+    source: DiskSource
+
+
+class ReloadResponse(Strict):
+    """What the server holds now. `checksum` is computed from the tensors on their way into the model."""
+
+    version: int
+    seconds: float
+    num_tensors: int
+    checksum: str
+
+
+class Health(Strict):
+    """GET /health, the one route that needs no token. `session` is new after every start of the server."""
+
+    status: Status
+    version: int
+    model: str
+    dtype: str
+    vocab_size: int
+    max_length: int
+    tokenizer_sha256: str
+    session: str
+    in_flight: int
+    root: str
+    error: str | None = None
+
+
+class ErrorBody(Strict):
+    """What went wrong (code for machines, message for people) and what to do about it (hint)."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class ErrorResponse(Strict):
+    """Body of every answer with a status of 400 or more."""
+
+    error: ErrorBody
+
+
+class Manifest(Strict):
+    """manifest.json of a published version: what each tensor must be; `checksum` sums up the whole version."""
+
+    version: int
+    dtype: str
+    tensors: dict[str, "TensorSpec"]
+    checksum: str
+
+
+class TensorSpec(Strict):
+    """One tensor of a published version; the checksum is of its bytes (hocket.manifest.tensor_checksum)."""
+
+    dtype: str
+    shape: list[int]
+    checksum: str

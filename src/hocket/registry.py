@@ -1,0 +1,77 @@
+"""One registry for everything a user can add: an unknown name lists the known ones, a double name raises."""
+
+import difflib
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from hocket.errors import ConfigError
+
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Named things of one kind, filled by a decorator.
+
+    Args:
+        kind: what is registered, in the words of an error message ("reward").
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._items: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that adds the object under `name`. Raises ConfigError where the name is taken."""
+
+        def add(item: T) -> T:
+            if name in self._items:
+                raise ConfigError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
+            self._items[name] = item
+            return item
+
+        return add
+
+    def get(self, name: str) -> T:
+        """Returns the object called `name`. Raises ConfigError that lists the known names."""
+        if name not in self._items:
+            raise ConfigError(
+                f"there is no {self.kind} {name!r}{nearest(name, self._items)}; known: {', '.join(sorted(self._items))}. "
+                f"Your own goes in a Python file named under plugins:"
+            )
+        return self._items[name]
+
+    def names(self) -> list[str]:
+        """All registered names, sorted."""
+        return sorted(self._items)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns ' (did you mean ...?)' for the closest known name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def load_plugins(paths: Iterable[str]) -> None:
+    """Imports plain Python files so that their decorators run; a file is imported once per process."""
+    for path in paths:
+        file = Path(path).expanduser().resolve()
+        if not file.is_file():
+            raise ConfigError(f"plugin {path!r} is not a file; paths are relative to {Path.cwd()}")
+        name = f"hocket_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+        if name in sys.modules:
+            continue
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"plugin {path!r} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception:
+            del sys.modules[name]  # a later attempt must import it again, not find half a module
+            raise

@@ -1,0 +1,174 @@
+"""What flows between the stages: frozen values, standard library only, lengths checked on construction.
+
+Each stage returns a new type and no field ever changes meaning. Token ids are the truth; text is for rewards and
+people and is never encoded again.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+Message = Mapping[str, Any]
+"""One chat message, {"role": ..., "content": ...}."""
+VersionSpan = tuple[int, int, int]
+"""(weight version, start, end): the version that sampled tokens start..end of a completion."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of the data, rendered once.
+
+    Attributes:
+        id: stable name of the row within its source, "source:row".
+        token_ids: the rendered prompt, ready for the engine.
+        messages: the chat it was rendered from; None where the source gave plain text.
+        answer: the reference that rewards compare with, None where there is none.
+        meta: the row's other columns.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...] | None = None
+    answer: str | None = None
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError(f"prompt {self.id} has no tokens")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the engine samples. A temperature of 0 is greedy decoding."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine sampled for one prompt.
+
+    Attributes:
+        token_ids: sampled tokens, the end-of-sequence token included.
+        logprobs: natural log-probability of each token under the distribution it was sampled from.
+        finish_reason: the engine's own word for why it ended.
+        versions: spans of (weight version, start, end) that cover the tokens.
+        text: decoded tokens without the stop token, for rewards and people.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]
+    text: str
+
+    def __post_init__(self) -> None:
+        _same_length(token_ids=self.token_ids, logprobs=self.logprobs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One episode as ONE flat sequence, prompt first.
+
+    Attributes:
+        token_ids: every token of the episode.
+        mask: true where the policy sampled the token; false for prompt and environment tokens.
+        logprobs: the engine's log-probability of each sampled token; 0.0 where the mask is false.
+        version_min, version_max: the oldest and newest weight version that sampled one of its tokens.
+        text: what the policy wrote.
+        turns: how many times the policy was asked.
+    """
+
+    id: str
+    group_id: str
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    version_min: int
+    version_max: int
+    text: str
+    turns: int = 1
+
+    def __post_init__(self) -> None:
+        _same_length(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens the policy sampled: the completion's length."""
+        return sum(self.mask)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The reward of one rollout. `error` says why there is none; an error is never a 0."""
+
+    total: float
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The rollouts of one prompt with their scores, index by index."""
+
+    id: str
+    rollouts: tuple[Rollout, ...]
+    scores: tuple[Score, ...]
+
+    def __post_init__(self) -> None:
+        _same_length(rollouts=self.rollouts, scores=self.scores)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """One sequence to train on. `rollout_logprobs` is 0.0 where the mask is false."""
+
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    rollout_logprobs: tuple[float, ...]
+    advantage: float
+    version_min: int = 0
+
+    def __post_init__(self) -> None:
+        _same_length(token_ids=self.token_ids, mask=self.mask, rollout_logprobs=self.rollout_logprobs)
+        if len(self.token_ids) < 2:
+            raise ValueError("a sample needs at least two tokens: the first one predicts the second")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one optimiser step did, the same on every rank.
+
+    Attributes:
+        loss: the global loss that was minimised.
+        grad_norm: norm of the global gradient before clipping; nan where the step was skipped.
+        skipped: true where loss or gradient was not finite and the weights were left as they were.
+        metrics: the loss function's own measurements, token-weighted over the whole batch.
+        num_tokens: trained (unmasked) tokens.
+        seconds: wall time of forward, backward and update.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    metrics: Mapping[str, float]
+    num_tokens: int
+    num_sequences: int
+    num_micro_batches: int
+    seconds: float
+
+
+def _same_length(**fields: Sequence[Any]) -> None:
+    lengths = {name: len(value) for name, value in fields.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"fields must have equal lengths, got {lengths}")
