@@ -86,7 +86,7 @@ class RolloutConfig(Section):
         if self.top_p != 1.0 or self.top_k != -1:
             raise ValueError(
                 "top_p must be 1 and top_k -1 while training: tokens outside the nucleus have no probability under the "
-                "sampler but some under the trainer, which biases every importance weight; lower the temperature instead"
+                "sampler but some under the trainer, which biases every importance weight; lower the temperature"
             )
         return self
 
@@ -325,7 +325,7 @@ def reference() -> str:
 
 
 def _default(field: pydantic.fields.FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    value = field.get_default(call_default_factory=True)
     if isinstance(value, Section):
         value = value.model_dump(exclude_defaults=True)
     if isinstance(value, dict):

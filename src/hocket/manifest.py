@@ -1,8 +1,8 @@
 """What a weight version must consist of, and checksums that trainer and server compute alike.
 
-The checksum of a tensor is a position-weighted sum of its 32-bit words modulo 2^64, Σ (2i + 1)·K·w_i: every weight is
-odd, so a change of any single word always changes the sum, and swapped words do too. It runs where the tensor lies,
-in plain torch, in bounded memory. The last words are padded with zero bytes.
+The checksum of a tensor reads its bytes as 32-bit words w (padded with zero bytes), in blocks of 2^16 words, and works
+modulo 2^64: a block is s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All factors are odd, so a
+change of any single word always changes the sum. It runs where the tensor lies, in plain torch, in bounded memory.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit integer
-_CHUNK_WORDS = 1 << 22
+_BLOCK_WORDS = 1 << 16  # a block of 64-bit words and its factors fit into a core's cache
 
 
 def tensor_checksum(tensor: "torch.Tensor") -> str:
@@ -28,19 +28,18 @@ def tensor_checksum(tensor: "torch.Tensor") -> str:
     import torch
 
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if raw.storage_offset() % 4:  # a view of 16-bit numbers may start between two words
+        raw = raw.clone()
+    whole = raw.numel() // 4 * 4
+    tail = torch.nn.functional.pad(raw[whole:], (0, -raw.numel() % 4)).view(torch.int32)
+    words = raw[:whole].view(torch.int32)
+    factors = (2 * torch.arange(min(_BLOCK_WORDS, words.numel() + 1), device=raw.device) + 1) * _FACTOR
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for start in range(0, raw.numel(), 4 * _CHUNK_WORDS):
-        part = raw[start : start + 4 * _CHUNK_WORDS]
-        if part.numel() % 4:
-            part = torch.nn.functional.pad(part, (0, 4 - part.numel() % 4))
-        words = (
-            part.clone().view(torch.int32).to(torch.int64)
-            if part.storage_offset() % 4
-            else part.view(torch.int32).long()
-        )
-        first = start // 4
-        index = torch.arange(first, first + words.numel(), dtype=torch.int64, device=raw.device)
-        total += (words * ((2 * index + 1) * _FACTOR)).sum()
+    for start in range(0, words.numel() + tail.numel(), _BLOCK_WORDS):
+        block = words[start : start + _BLOCK_WORDS]
+        if block.numel() < _BLOCK_WORDS:
+            block = torch.cat([block, tail])
+        total = total * _FACTOR + (block.long() * factors[: block.numel()]).sum()
     return f"{int(total.item()) & (1 << 64) - 1:016x}"
 
 

@@ -36,7 +36,7 @@ class Sampling(Strict):
 
 
 class GenerateRequest(Strict):
-    """POST /generate. With `stream` the answer is NDJSON: one StreamLine per finished completion, then one StreamEnd."""
+    """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd."""
 
     prompts: list[PromptInput] = Field(min_length=1)
     sampling: Sampling = Sampling()
@@ -55,7 +55,7 @@ class CompletionMessage(Strict):
 
 
 class GenerateResponse(Strict):
-    """Answer to /generate: completions[i][j] is the j-th completion of prompt i; `version` is the one held at the end."""
+    """Answer to /generate: completions[i][j] is the j-th completion of prompt i; `version` is held at the end."""
 
     version: int
     model: str

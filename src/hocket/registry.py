@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 from hocket.errors import ConfigError
 
-
 T = TypeVar("T")
 
 
@@ -40,7 +39,7 @@ class Registry(Generic[T]):
         """Returns the object called `name`. Raises ConfigError that lists the known names."""
         if name not in self._items:
             raise ConfigError(
-                f"there is no {self.kind} {name!r}{nearest(name, self._items)}; known: {', '.join(sorted(self._items))}. "
+                f"there is no {self.kind} {name!r}{nearest(name, self._items)}; known: {', '.join(self.names())}. "
                 f"Your own goes in a Python file named under plugins:"
             )
         return self._items[name]
