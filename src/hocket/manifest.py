@@ -59,10 +59,10 @@ def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
     return digest.hexdigest()[:32]
 
 
-def build(version: int, tensors: Iterable[tuple[str, "torch.Tensor"]], *, dtype: str) -> Manifest:
+def build(version: int, tensors: Iterable[tuple[str, "torch.Tensor"]]) -> Manifest:
     """Returns the manifest of the tensors, each read once."""
     specs = {name: spec(tensor) for name, tensor in tensors}
-    return Manifest(version=version, dtype=dtype, tensors=specs, checksum=total_checksum(specs))
+    return Manifest(version=version, tensors=specs, checksum=total_checksum(specs))
 
 
 def read(folder: Path) -> Manifest:

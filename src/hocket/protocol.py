@@ -136,7 +136,6 @@ class Manifest(Strict):
     """manifest.json of a published version: what each tensor must be; `checksum` sums up the whole version."""
 
     version: int
-    dtype: str
     tensors: dict[str, "TensorSpec"]
     checksum: str
 

@@ -1,0 +1,108 @@
+"""What a person sees while a run goes on: a line per step and, on a terminal, what is happening right now."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+
+from hocket.observe.metrics import alarms
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+COLUMNS = (  # heading, metric, width, format
+    ("reward", "reward/mean", 7, "{:.3f}"),
+    ("held-out", "eval/accuracy", 8, "{:.3f}"),
+    ("length", "rollout/length_mean", 7, "{:.1f}"),
+    ("cut", "rollout/truncated", 5, "{:.0%}"),
+    ("gap", "train/logprob_gap", 8, "{:.1e}"),
+    ("clipped", "clipped", 7, "{:.2%}"),
+    ("grad", "train/grad_norm", 7, "{:.3f}"),
+    ("gen s", "time/generate", 6, "{:.2f}"),
+    ("train s", "time/train", 7, "{:.2f}"),
+    ("sync s", "time/sync", 6, "{:.2f}"),
+    ("eval s", "time/eval", 6, "{:.2f}"),
+)
+HEADING_EVERY = 25
+
+
+class Console:
+    """Progress of one run.
+
+    Args:
+        mode: "live" shows a status line below the steps, "plain" only prints lines, "auto" asks the terminal.
+        steps: how many steps the run has, for the time that is left.
+    """
+
+    def __init__(self, mode: str, steps: int) -> None:
+        self._rich = RichConsole(highlight=False, soft_wrap=True)
+        self._live = mode == "live" or (mode == "auto" and self._rich.is_terminal)
+        self._status: Status | None = None
+        self._steps = steps
+        self._start: float | None = None
+        self._lines = 0
+        self._said = ("", 0.0)
+        self._alarmed: set[str] = set()
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop_status()
+
+    def say(self, text: str) -> None:
+        """Prints one line."""
+        self._rich.print(escape(text))
+
+    def doing(self, text: str) -> None:
+        """Shows what is going on now; without a terminal a new activity is a line, the same one at most every 15 s."""
+        if self._live:
+            if self._status is None:
+                self._status = self._rich.status(escape(text))
+                self._status.start()
+            self._status.update(escape(text))
+            return
+        said, at = self._said
+        if text != said or time.monotonic() - at > 15:
+            self._said = (text, time.monotonic())
+            self.say(text)
+
+    def progress(self, step: int, phase: str) -> None:
+        """Shows the phase of a step on a terminal; says nothing elsewhere, where the step's line follows anyway."""
+        if self._live:
+            self.doing(f"step {step}/{self._steps}: {phase}{self._eta(step - 1)}")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the line of a finished step, the heading now and then, and what has become unhealthy."""
+        if self._start is None:
+            self._start = time.monotonic() - metrics.get("time/step", 0.0)
+        if self._lines % HEADING_EVERY == 0:
+            heading = " ".join(f"{name:>{width}}" for name, _, width, _ in COLUMNS)
+            self._rich.print(f"[bold]{'step':>9} {heading}[/bold]")
+        self._lines += 1
+        values = dict(metrics)
+        values["clipped"] = metrics.get("train/clip_low", math.nan) + metrics.get("train/clip_high", math.nan)
+        cells = " ".join(f"{_cell(values.get(metric), shape):>{width}}" for _, metric, width, shape in COLUMNS)
+        self.say(f"{f'{step}/{self._steps}':>9} {cells}{self._eta(step)}")
+        unhealthy = alarms(metrics)
+        for name in unhealthy.keys() - self._alarmed:  # said when it begins, not at every step
+            self._rich.print(f"[yellow]          ! {escape(unhealthy[name])}[/yellow]")
+        self._alarmed = set(unhealthy)
+
+    def _eta(self, steps_done: int) -> str:
+        if self._start is None or steps_done < 1 or steps_done >= self._steps:
+            return ""
+        left = (time.monotonic() - self._start) / steps_done * (self._steps - steps_done)
+        return f"  {int(left // 60)}:{int(left % 60):02d} left"
+
+    def _stop_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def _cell(value: float | None, shape: str) -> str:
+    return "-" if value is None or math.isnan(value) else shape.format(value)

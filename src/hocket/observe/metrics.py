@@ -1,0 +1,144 @@
+"""Every metric has a line here: name, what it is, its healthy range and what to do outside of it.
+
+One table feeds the console, the files and the documentation (`python run.py config --metrics`).
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from hocket.types import Group
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric: `low` and `high` bound its healthy range, `advice` says what to do outside of it."""
+
+    name: str
+    meaning: str
+    low: float | None = None
+    high: float | None = None
+    advice: str = ""
+
+
+METRICS = (
+    Metric(name="reward/mean", meaning="mean total reward of the scored rollouts"),
+    Metric(name="reward/std", meaning="deviation of the total reward over the scored rollouts (population)"),
+    Metric(name="reward/NAME", meaning="mean of one reward function, before its weight"),
+    Metric(
+        name="rollout/reward_errors",
+        meaning="share of rollouts without a score (the reward raised, hung or gave no number); not trained",
+        high=0.05,
+        advice="read the `error` fields in rollouts/*.jsonl",
+    ),
+    Metric(
+        name="rollout/zero_variance",
+        meaning="share of groups whose rewards are all alike; they carry no signal and are not trained",
+        high=0.9,
+        advice="the prompts are too easy or too hard for the policy: change the data or the reward",
+    ),
+    Metric(name="rollout/length_mean", meaning="mean number of sampled tokens"),
+    Metric(name="rollout/length_stopped", meaning="the same over rollouts that ended by themselves"),
+    Metric(
+        name="rollout/truncated",
+        meaning="share of rollouts cut off at rollout.max_tokens",
+        high=0.05,
+        advice="raise rollout.max_tokens, or reward shorter answers",
+    ),
+    Metric(name="rollout/tokens", meaning="sampled tokens of the step"),
+    Metric(
+        name="rollout/version_lag", meaning="newest published version minus the oldest that sampled a token", high=0
+    ),
+    Metric(name="eval/accuracy", meaning="held-out prompts: mean of the reward function eval.reward"),
+    Metric(name="eval/length_mean", meaning="held-out prompts: mean number of sampled tokens"),
+    Metric(name="eval/truncated", meaning="held-out prompts: share cut off at rollout.max_tokens"),
+    Metric(name="train/loss", meaning="clipped policy loss, mean over trained tokens of all ranks"),
+    Metric(name="train/grad_norm", meaning="global gradient norm before clipping"),
+    Metric(name="train/learning_rate", meaning="AdamW's learning rate in this step"),
+    Metric(name="train/tokens", meaning="trained tokens"),
+    Metric(
+        name="train/skipped",
+        meaning="1 where loss or gradient was not finite and the weights were left as they were",
+        high=0,
+        advice="lower trainer.learning_rate; look at the step's rollouts",
+    ),
+    Metric(
+        name="train/logprob_gap",
+        meaning="mean |trainer log-prob − engine log-prob| over trained tokens; below 1e-3 in float32, .02 in bfloat16",
+        high=0.1,
+        advice="the server does not hold the trainer's weights, or samples from another distribution",
+    ),
+    Metric(name="train/mismatch_kl", meaning="k3 estimate of KL(engine ‖ trainer)", high=0.01),
+    Metric(
+        name="train/clip_low", meaning="share of tokens whose ratio is below 1 − clip_low with a negative advantage"
+    ),
+    Metric(
+        name="train/clip_high", meaning="share of tokens whose ratio is above 1 + clip_high with a positive advantage"
+    ),
+    Metric(name="train/entropy", meaning="mean entropy of the policy's next-token distribution, in nats"),
+    Metric(name="time/generate", meaning="seconds until the last group was generated and scored"),
+    Metric(name="time/train", meaning="seconds of forward, backward and update"),
+    Metric(name="time/sync", meaning="seconds to publish a version and have it acknowledged"),
+    Metric(name="time/eval", meaning="seconds of held-out evaluation"),
+    Metric(name="time/step", meaning="seconds of the whole step"),
+)
+
+
+def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float]:
+    """Returns the reward/* and rollout/* metrics of one step.
+
+    Args:
+        version: the newest published weight version.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scores = [score for group in groups for score in group.scores if score.error is None]
+    stopped = [rollout.num_sampled for rollout in rollouts if rollout.finish_reason == "stop"]
+    metrics = {
+        "rollout/reward_errors": 1 - len(scores) / len(rollouts),
+        "rollout/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
+        "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "rollout/tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
+        "rollout/version_lag": float(version - min(rollout.version_min for rollout in rollouts)),
+    }
+    if stopped:
+        metrics["rollout/length_stopped"] = statistics.fmean(stopped)
+    if scores:
+        totals = [score.total for score in scores]
+        metrics["reward/mean"] = statistics.fmean(totals)
+        metrics["reward/std"] = statistics.pstdev(totals)
+        for name in scores[0].parts:
+            metrics[f"reward/{name}"] = statistics.fmean(score.parts[name] for score in scores)
+    return metrics
+
+
+def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Returns metric name → sentence for each metric outside its healthy range."""
+    found = {}
+    for metric in METRICS:
+        value = metrics.get(metric.name, math.nan)
+        if metric.high is not None and value > metric.high:
+            bound = f"> {metric.high:g}"
+        elif metric.low is not None and value < metric.low:
+            bound = f"< {metric.low:g}"
+        else:
+            continue  # nan compares false: a metric that is missing raises no alarm
+        advice = f"; {metric.advice}" if metric.advice else ""
+        found[metric.name] = f"{metric.name} = {value:.4g} ({bound}): {metric.meaning}{advice}"
+    return found
+
+
+def reference() -> str:
+    """Returns the table of metrics as Markdown."""
+    rows = ["| metric | what it is | healthy | otherwise |", "|---|---|---|---|"]
+    for metric in METRICS:
+        healthy = " ".join(
+            part
+            for part in (
+                f"≥ {metric.low:g}" if metric.low is not None else "",
+                f"≤ {metric.high:g}" if metric.high is not None else "",
+            )
+            if part
+        )
+        rows.append(f"| `{metric.name}` | {metric.meaning.replace('|', chr(92) + '|')} | {healthy} | {metric.advice} |")
+    return "\n".join(rows)

@@ -1,0 +1,102 @@
+"""Everything a run leaves behind, in its run folder: config, metrics, rollouts, summary, TensorBoard, report.
+
+Lines are flushed as they are written, so a run that is killed leaves all it had; whole files are replaced atomically.
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hocket import config as config_module
+from hocket.config import Config
+from hocket.errors import ConfigError
+from hocket.types import Group
+
+
+class Recorder:
+    """Writes one run. Use it as a context manager.
+
+    Args:
+        config: the resolved config, written to config.yaml.
+
+    Raises:
+        ConfigError: the run folder holds a run already.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.run_dir = config.run_dir
+        if (self.run_dir / "metrics.jsonl").exists():
+            raise ConfigError(f"{self.run_dir} holds a run already; choose another run.dir or remove that folder")
+        (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
+        write_atomically(self.run_dir / "config.yaml", config_module.dump(config))
+        self._metrics = (self.run_dir / "metrics.jsonl").open("w", encoding="utf-8")
+        self._board = _tensorboard(self.run_dir) if config.observe.tensorboard else None
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends {"step": ..., name: value, ...} to metrics.jsonl; a value that is not finite becomes null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
+        self._metrics.flush()
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+
+    def rollouts(self, name: str, groups: Sequence[Group]) -> None:
+        """Writes rollouts/NAME.jsonl, one line per rollout."""
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group))
+        write_atomically(self.run_dir / "rollouts" / f"{name}.jsonl", lines)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Writes summary.json."""
+        write_atomically(self.run_dir / "summary.json", json.dumps(dict(values), indent=1) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that a reader sees the old or the new content, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _rows(group: Group) -> Iterable[dict[str, Any]]:
+    for rollout, score in zip(group.rollouts, group.scores, strict=True):
+        yield {
+            "id": rollout.id,
+            "group_id": rollout.group_id,
+            "prompt_id": rollout.prompt.id,
+            "prompt": rollout.prompt.messages[-1]["content"] if rollout.prompt.messages else rollout.prompt.id,
+            "completion": rollout.text,
+            "answer": rollout.prompt.answer,
+            "reward": None if score.error is not None else score.total,
+            "parts": dict(score.parts),
+            "error": score.error,
+            "finish_reason": rollout.finish_reason,
+            "num_tokens": rollout.num_sampled,
+            "version_min": rollout.version_min,
+            "version_max": rollout.version_max,
+            "token_ids": rollout.token_ids,
+            "logprobs": rollout.logprobs,
+            "mask": [int(sampled) for sampled in rollout.mask],
+        }
+
+
+def _tensorboard(run_dir: Path) -> Any | None:
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    with contextlib.redirect_stderr(None):  # its import warns of a missing TensorFlow
+        from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(log_dir=str(run_dir / "tensorboard"))
