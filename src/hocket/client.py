@@ -19,6 +19,7 @@ from hocket.protocol import (
     DiskSource,
     ErrorResponse,
     GenerateRequest,
+    GenerateResponse,
     Health,
     ReloadRequest,
     ReloadResponse,
@@ -165,6 +166,13 @@ class ServerClient:
             f"{self.url}/generate was cut after {received} of {len(prompts) * n} completions; see the server's log",
             code="cut",
         )
+
+    async def ask(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
+        """Returns the whole answer to one request at once."""
+        async with self._deadline(timeout_s, "/generate"):
+            return self._parse(
+                GenerateResponse, await self._http.post("/generate", json=request.model_dump(mode="json"))
+            )
 
     async def reload_weights(self, version: int, name: str, *, timeout_s: float) -> ReloadResponse:
         """Has the server load the published folder `name` as `version` and returns what it then holds."""

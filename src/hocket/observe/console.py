@@ -1,8 +1,10 @@
 """What a person sees while a run goes on: a line per step and, on a terminal, what is happening right now."""
 
+import json
 import math
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
@@ -27,6 +29,8 @@ COLUMNS = (  # heading, metric, width, format
     ("eval s", "time/eval", 6, "{:.2f}"),
 )
 HEADING_EVERY = 25
+REPEAT_S = 15.0
+NUM_SAMPLES = 3
 
 
 class Console:
@@ -35,10 +39,11 @@ class Console:
     Args:
         mode: "live" shows a status line below the steps, "plain" only prints lines, "auto" asks the terminal.
         steps: how many steps the run has, for the time that is left.
+        stderr: leave standard output to the result.
     """
 
-    def __init__(self, mode: str, steps: int) -> None:
-        self._rich = RichConsole(highlight=False, soft_wrap=True)
+    def __init__(self, mode: str, steps: int, *, stderr: bool = False) -> None:
+        self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)
         self._live = mode == "live" or (mode == "auto" and self._rich.is_terminal)
         self._status: Status | None = None
         self._steps = steps
@@ -57,18 +62,22 @@ class Console:
         """Prints one line."""
         self._rich.print(escape(text))
 
-    def doing(self, text: str) -> None:
-        """Shows what is going on now; without a terminal a new activity is a line, the same one at most every 15 s."""
+    def doing(self, text: str, seconds: float = 0.0) -> None:
+        """Shows what is going on now, and for how long already.
+
+        Without a terminal a new activity is a line, the same one at most every REPEAT_S seconds.
+        """
+        line = f"{text} ({seconds:.0f} s)" if seconds >= 1 else text
         if self._live:
             if self._status is None:
-                self._status = self._rich.status(escape(text))
+                self._status = self._rich.status("")
                 self._status.start()
-            self._status.update(escape(text))
+            self._status.update(escape(line))
             return
         said, at = self._said
-        if text != said or time.monotonic() - at > 15:
+        if text != said or time.monotonic() - at > REPEAT_S:
             self._said = (text, time.monotonic())
-            self.say(text)
+            self.say(line)
 
     def progress(self, step: int, phase: str) -> None:
         """Shows the phase of a step on a terminal; says nothing elsewhere, where the step's line follows anyway."""
@@ -91,6 +100,26 @@ class Console:
         for name in unhealthy.keys() - self._alarmed:  # said when it begins, not at every step
             self._rich.print(f"[yellow]          ! {escape(unhealthy[name])}[/yellow]")
         self._alarmed = set(unhealthy)
+
+    def finish(self, run_dir: Path) -> None:
+        """Prints what came of the run that lies in `run_dir`: before and after, some samples, where everything is."""
+        self._stop_status()
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        self.say(
+            f"\n{summary['steps']} steps in {summary['train_seconds']:.0f} s, weight version {summary['final_version']}"
+        )
+        evaluations = sorted((run_dir / "rollouts").glob("eval_*.jsonl"))
+        if evaluations:
+            self._rich.print(f"[bold]held-out accuracy {summary['before']:.3f} → {summary['after']:.3f}[/bold]")
+            for line in evaluations[-1].read_text(encoding="utf-8").splitlines()[:NUM_SAMPLES]:
+                row = json.loads(line)
+                reward = row["error"] or f"{row['reward']:g}"
+                self.say(f"  {row['prompt']!r} → {row['completion']!r}  answer {row['answer']!r}  reward {reward}")
+        newest = max(path.name for path in (run_dir / "weights").iterdir())
+        self.say(
+            f"report {run_dir / 'report.html'}\nmodel  {run_dir / 'weights' / newest}\n"
+            f"files  {run_dir}: config.yaml, metrics.jsonl, rollouts/, summary.json"
+        )
 
     def _eta(self, steps_done: int) -> str:
         if self._start is None or steps_done < 1 or steps_done >= self._steps:

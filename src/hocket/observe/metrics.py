@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from hocket.types import Group
+from hocket.types import Group, StepStats
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,8 @@ METRICS = (
     Metric(name="train/grad_norm", meaning="global gradient norm before clipping"),
     Metric(name="train/learning_rate", meaning="AdamW's learning rate in this step"),
     Metric(name="train/tokens", meaning="trained tokens"),
+    Metric(name="train/sequences", meaning="trained rollouts"),
+    Metric(name="train/micro_batches", meaning="forward passes per rank"),
     Metric(
         name="train/skipped",
         meaning="1 where loss or gradient was not finite and the weights were left as they were",
@@ -110,6 +112,20 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float
         for name in scores[0].parts:
             metrics[f"reward/{name}"] = statistics.fmean(score.parts[name] for score in scores)
     return metrics
+
+
+def train_metrics(stats: StepStats) -> dict[str, float]:
+    """Returns the train/* metrics and time/train of one optimiser step."""
+    return {
+        "train/loss": stats.loss,
+        "train/grad_norm": stats.grad_norm,
+        "train/learning_rate": stats.learning_rate,
+        "train/skipped": float(stats.skipped),
+        "train/tokens": float(stats.num_tokens),
+        "train/sequences": float(stats.num_sequences),
+        "train/micro_batches": float(stats.num_micro_batches),
+        "time/train": stats.seconds,
+    } | {f"train/{name}": value for name, value in stats.metrics.items()}
 
 
 def alarms(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError
+from hocket.observe.report import write_report
 from hocket.types import Group
 
 
@@ -60,9 +61,11 @@ class Recorder:
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group))
         write_atomically(self.run_dir / "rollouts" / f"{name}.jsonl", lines)
 
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Writes summary.json."""
-        write_atomically(self.run_dir / "summary.json", json.dumps(dict(values), indent=1) + "\n")
+    def summary(self, **values: Any) -> dict[str, Any]:
+        """Writes summary.json and the report page; returns the summary."""
+        write_atomically(self.run_dir / "summary.json", json.dumps(values, indent=1) + "\n")
+        write_report(self.run_dir)
+        return values
 
 
 def write_atomically(path: Path, text: str) -> None:

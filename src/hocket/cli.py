@@ -1,0 +1,166 @@
+"""The command line: one parser, one function per command; engines are imported only by the command that needs them."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hocket import config as config_module
+from hocket.config import Config
+from hocket.errors import ConfigError, HocketError
+
+QUICKSTART = "config/quickstart.yaml"
+EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one, e.g. trainer.steps=10 run.dir=runs/a."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command and returns its exit status; a known error is printed without a traceback."""
+    from hocket.launch import die_with_parent
+
+    die_with_parent()
+    # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
+    args = _parser().parse_args([arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))])
+    command: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return command(args)
+    except HocketError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="run.py", description="hocket: a minimal, decoupled GRPO trainer.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str, **kwargs: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG, **kwargs)  # type: ignore[arg-type]
+        command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
+        command.set_defaults(run=run)
+        return command
+
+    add("quickstart", _quickstart, f"server and trainer together on this machine; CONFIG defaults to {QUICKSTART}")
+    add("serve", _serve, "start the generation server")
+    add("train", _train, "start the trainer; also under torchrun and deepspeed, one process per GPU")
+    add("sft", _sft, "supervised fine-tuning on prompt/response demonstrations")
+    generate = add("generate", _generate, "ask a running server")
+    generate.add_argument("-p", "--prompt", action="append", help="a user message; repeatable; default: lines of stdin")
+    generate.add_argument("-n", type=int, default=1, help="completions per prompt (default 1)")
+    generate.add_argument("--text", action="store_true", help="send the prompt as plain text, without chat template")
+    generate.add_argument("--json", action="store_true", help="print the server's whole answer")
+    evaluate = add("eval", _eval, "held-out accuracy of a running server, or of model.path where none answers")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    show = add("config", _config, "print the resolved configuration")
+    show.add_argument("--reference", action="store_true", help="print every key with default and meaning instead")
+    show.add_argument(
+        "--metrics", action="store_true", help="print every metric with meaning and healthy range instead"
+    )
+    add("doctor", _doctor, "check this machine: versions, devices, ports, leftovers")
+    return parser
+
+
+def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
+    """Returns the config and the arguments that give another process the same one.
+
+    Args:
+        settings: at most one YAML path, and overrides.
+        default: the YAML file where none is named.
+    """
+    paths = [item for item in settings if "=" not in item]
+    overrides = [item for item in settings if "=" in item]
+    if len(paths) > 1:
+        raise ConfigError(f"one config file at most, got {', '.join(paths)}; settings look like section.key=value")
+    path = paths[0] if paths else default
+    return config_module.load(path, overrides), [*([path] if path else []), *overrides]
+
+
+def _quickstart(args: argparse.Namespace) -> int:
+    from hocket.launch import quickstart
+
+    root = Path(__file__).resolve().parents[2]
+    default = QUICKSTART if Path(QUICKSTART).is_file() else str(root / QUICKSTART)
+    return quickstart(*read_settings(args.settings, default))
+
+
+def _serve(args: argparse.Namespace) -> int:
+    config, _ = read_settings(args.settings)
+    from hocket.server.main import serve
+
+    serve(config)
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    config, _ = read_settings(args.settings)
+    from hocket.commands import train
+
+    return train(config)
+
+
+def _sft(args: argparse.Namespace) -> int:
+    config, _ = read_settings(args.settings)
+    from hocket import sft
+
+    sft.run(config)
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    config, _ = read_settings(args.settings)
+    from hocket.client import ServerClient
+    from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, Sampling
+
+    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
+    inputs: list[PromptInput] = [p if args.text else [{"role": "user", "content": p}] for p in prompts]
+    sampling = Sampling(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
+
+    async def ask() -> GenerateResponse:
+        async with ServerClient(config.server_url, token=config.token) as server:
+            request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n)
+            return await server.ask(request, timeout_s=config.rollout.timeout_s)
+
+    answer = asyncio.run(ask())
+    if args.json:
+        print(answer.model_dump_json())
+        return 0
+    for prompt, completions in zip(prompts, answer.completions, strict=True):
+        for completion in completions:
+            print(f"{prompt}\t{completion.text}" if len(prompts) * args.n > 1 else completion.text)
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    config, arguments = read_settings(args.settings)
+    from hocket.commands import evaluate_checkpoint
+
+    metrics = evaluate_checkpoint(config, arguments)
+    if args.json:
+        print(json.dumps(metrics))
+        return 0
+    for name, value in metrics.items():
+        print(f"{name:20} {value:.4f}")
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    if args.reference:
+        print(config_module.reference())
+    elif args.metrics:
+        from hocket.observe.metrics import reference
+
+        print(reference())
+    else:
+        print(config_module.dump(read_settings(args.settings)[0]), end="")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from hocket import doctor
+
+    return doctor.run()

@@ -1,0 +1,117 @@
+"""The commands that bring hocket's parts together in this process: train and eval."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from hocket.client import ServerClient
+from hocket.config import Config
+from hocket.data import PromptStream, load_prompts
+from hocket.errors import ConfigError, ServerError
+from hocket.launch import refuse_dead, server_process
+from hocket.observe.console import Console
+from hocket.observe.recorder import Recorder
+from hocket.registry import load_plugins
+from hocket.rewards import RewardScorer
+from hocket.rollout.evaluate import evaluate, rewards_of_eval
+from hocket.sync.disk import DiskSync
+from hocket.tokenizer import context_length, load_tokenizer
+from hocket.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def train(config: Config) -> int:
+    """Trains on every rank; rank 0 checks rewards and data before any model is loaded, then runs the loop."""
+    load_plugins(config.plugins)
+    if int(os.environ.get("RANK", "0")) > 0:
+        from hocket.trainer.trainer import Trainer
+
+        Trainer(config).follow()
+        return 0
+    with ExitStack() as stack:
+        console = stack.enter_context(Console(config.observe.console, config.trainer.steps))
+        scorer = stack.enter_context(RewardScorer(config.rewards))
+        judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
+        tokenizer = load_tokenizer(config.model.path)
+        prompts = _load("train", config, tokenizer, console)
+        held_out = _load("eval", config, tokenizer, console)
+        recorder = stack.enter_context(Recorder(config))
+        console.doing(f"loading {config.model.path} into the trainer")
+
+        from hocket.loop import Run
+        from hocket.trainer.trainer import Trainer
+
+        trainer = stack.enter_context(Trainer(config))
+
+        async def run() -> None:
+            async with ServerClient(config.server_url, token=config.token) as server:
+                await Run(
+                    config=config,
+                    trainer=trainer,
+                    server=server,
+                    prompts=PromptStream(prompts, config.trainer.seed),
+                    held_out=held_out,
+                    scorer=scorer,
+                    judge=judge,
+                    sync=DiskSync(config),
+                    recorder=recorder,
+                    console=console,
+                ).train()
+
+        asyncio.run(run())
+        console.finish(config.run_dir)
+    return 0
+
+
+def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:
+    """Returns the eval/* metrics of the server at server.url, or of model.path in a server started for it.
+
+    Args:
+        arguments: the command line that gives a server process the same config.
+    """
+    load_plugins(config.plugins)
+    with ExitStack() as stack:
+        console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
+        judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
+        held_out = _load("eval", config, load_tokenizer(config.model.path), console)
+        if not held_out:
+            raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
+
+        async def run() -> dict[str, float]:
+            async with ServerClient(config.server_url, token=config.token) as server:
+                try:
+                    await server.health()
+                    waiting = console.doing
+                except ServerError as error:
+                    if error.code != "unreachable":
+                        raise
+                    process = stack.enter_context(server_process(config, arguments, config.run_dir))
+
+                    def waiting(what: str, waited_s: float) -> None:
+                        refuse_dead(process)
+                        console.doing(what)
+
+                health = await server.wait_ready(config.server.start_timeout_s, waiting)
+                console.say(f"evaluating {health.model}, version {health.version}, on {len(held_out)} prompts")
+                metrics, _ = await evaluate(held_out, server=server, scorer=judge, config=config, label="eval")
+                return metrics
+
+        return asyncio.run(run())
+
+
+def _load(which: str, config: Config, tokenizer: "PreTrainedTokenizerBase", console: Console) -> tuple[Prompt, ...]:
+    """Returns the prompts of training ("train") or of the evaluation ("eval"), and says how many were too long."""
+    data = config.data if which == "train" else config.eval.data
+    if which == "eval" and config.eval.num_prompts == 0:
+        return ()
+    longest = context_length(config) - config.rollout.max_tokens
+    loaded = load_prompts(data, tokenizer, max_prompt_tokens=min(longest, data.max_prompt_tokens or longest))
+    if loaded.num_dropped:
+        console.say(f"{which}: dropped {loaded.num_dropped} prompts of more than {longest} tokens")
+    if not loaded.prompts:
+        raise ConfigError(f"{which}: no prompt of {data.source} is short enough; lower rollout.max_tokens")
+    return loaded.prompts if which == "train" else loaded.prompts[: config.eval.num_prompts]

@@ -1,0 +1,143 @@
+"""The whole of GRPO on one page: eight numbered lines from prompts to new weights on the server.
+
+Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Each numbered line names the module to
+read next.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hocket.algorithm.samples import train_samples
+from hocket.client import ServerClient
+from hocket.config import Config
+from hocket.data import PromptStream
+from hocket.observe.console import Console
+from hocket.observe.metrics import rollout_metrics, train_metrics
+from hocket.observe.recorder import Recorder
+from hocket.rewards import RewardScorer, refuse_failing
+from hocket.rollout.collect import play, sampling_params
+from hocket.rollout.evaluate import evaluate
+from hocket.sync.disk import DiskSync
+from hocket.trainer.trainer import Trainer
+from hocket.types import Group, Prompt
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training run: the parts that the loop brings together, each usable without the others.
+
+    Attributes:
+        prompts: endless, seeded prompts to train on.
+        held_out: prompts of the evaluation; none: no evaluation.
+        scorer: rewards of the training rollouts.
+        judge: the one reward whose mean over held-out prompts is the accuracy.
+    """
+
+    config: Config
+    trainer: Trainer
+    server: ServerClient
+    prompts: PromptStream
+    held_out: Sequence[Prompt]
+    scorer: RewardScorer
+    judge: RewardScorer
+    sync: DiskSync
+    recorder: Recorder
+    console: Console
+
+    async def train(self) -> dict[str, Any]:
+        """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content."""
+        config, trainer, sync = self.config, self.trainer, self.sync
+        version = await self._agree_on_weights()
+        before = after = await self._evaluate(step=0)
+        self.recorder.metrics(0, before)
+        start = time.perf_counter()
+
+        for step in range(1, config.trainer.steps + 1):
+            metrics: dict[str, float] = {}
+            with timed(metrics, "time/step"):
+                prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
+                with timed(metrics, "time/generate"):
+                    groups = await self._play(step, prompts)  # 2 rollouts     rollout/, 3 scores     rewards/
+                metrics |= rollout_metrics(groups, version=version)
+                samples, signal = train_samples(groups, config.algorithm)  # 4 advantages   algorithm/
+                metrics |= signal
+                if samples:
+                    self.console.progress(step, "training")
+                    stats = trainer.step(samples)  # 5 batches, 6 update      trainer/
+                    metrics |= train_metrics(stats)
+                    with timed(metrics, "time/sync"):
+                        version += 1
+                        await sync.publish(trainer, version, self.server)  # 7 weights      sync/
+                if config.eval.every_steps and step % config.eval.every_steps == 0 or step == config.trainer.steps:
+                    after = await self._evaluate(step)
+                    metrics |= after
+            self.recorder.rollouts(f"step_{step:06d}", groups)
+            self.recorder.metrics(step, metrics)  # 8 records      observe/
+            self.console.step(step, metrics)
+
+        return self.recorder.summary(
+            before=before.get("eval/accuracy"),
+            after=after.get("eval/accuracy"),
+            steps=config.trainer.steps,
+            train_seconds=time.perf_counter() - start,
+            seed=config.trainer.seed,
+            final_version=version,
+        )
+
+    async def _agree_on_weights(self) -> int:
+        """Waits for the server and publishes the trainer's start, so that both sides agree whatever either held before.
+
+        Returns the version. A broken hand-over shows here, before any time is spent.
+        """
+        health = await self.server.wait_ready(self.config.server.start_timeout_s, self.console.doing)
+        self.trainer.check_same_model(health)
+        version = health.version + 1
+        published = await self.sync.publish(self.trainer, version, self.server)
+        self.console.say(
+            f"server {self.server.url} holds version {version}: {health.dtype}, checksum {published.checksum[:12]}, "
+            f"written in {published.write_s:.2f} s, loaded in {published.load_s:.2f} s"
+        )
+        return version
+
+    async def _play(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
+        """Returns the scored groups of one step, in order of completion."""
+        rollout = self.config.rollout
+        groups: list[Group] = []
+        self.console.progress(step, "generating")
+        async for group in play(
+            prompts,
+            server=self.server,
+            scorer=self.scorer,
+            sampling=sampling_params(rollout, seed=self.config.trainer.seed, step=step),
+            group_size=rollout.group_size,
+            label=f"step {step}",
+            timeout_s=rollout.timeout_s,
+        ):
+            groups.append(group)
+            self.console.progress(step, f"{len(groups)}/{len(prompts)} groups scored")
+        refuse_failing(groups, self.config.rewards.max_error_rate)
+        return groups
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """Returns the eval/* metrics of the weights that the server holds; empty without held-out prompts."""
+        if not self.held_out:
+            return {}
+        self.console.progress(step, "held-out evaluation")
+        metrics: dict[str, float] = {}
+        with timed(metrics, "time/eval"):
+            measured, groups = await evaluate(
+                self.held_out, server=self.server, scorer=self.judge, config=self.config, label=f"eval {step}"
+            )
+        self.recorder.rollouts(f"eval_{step:06d}", groups)
+        return metrics | measured
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the wall seconds of its body to `metrics` under `name`."""
+    start = time.perf_counter()
+    yield
+    metrics[name] = time.perf_counter() - start
