@@ -5,6 +5,10 @@ class HocketError(Exception):
     """Root of every error that hocket raises on purpose; the command line prints it without a traceback."""
 
 
+class SetupError(HocketError):
+    """There is no environment to work in, and none can be made."""
+
+
 class ConfigError(HocketError):
     """A setting is unknown, contradictory or impossible on this machine."""
 
