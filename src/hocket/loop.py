@@ -71,7 +71,7 @@ class Run:
                     with timed(metrics, "time/sync"):
                         version += 1
                         await sync.publish(trainer, version, self.server)  # 7 weights      sync/
-                if config.eval.every_steps and step % config.eval.every_steps == 0 or step == config.trainer.steps:
+                if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
                     after = await self._evaluate(step)
                     metrics |= after
             self.recorder.rollouts(f"step_{step:06d}", groups)

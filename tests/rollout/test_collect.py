@@ -1,0 +1,132 @@
+"""The collector against a fake server and fake rewards: order, token-exactness, scoring, failure."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from hocket.config import RolloutConfig
+from hocket.errors import ServerError
+from hocket.rollout.collect import play, sampling_params, to_rollout
+from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
+
+PROMPTS = [Prompt(id="p0", token_ids=(1, 2)), Prompt(id="p1", token_ids=(3,))]
+
+
+def completion(token: int, version: int = 5) -> Completion:
+    return Completion(
+        token_ids=(token, 99), logprobs=(-0.1, -0.2), finish_reason="stop", versions=((version, 0, 2),), text=str(token)
+    )
+
+
+class FakeServer:
+    """Answers in the given order of (prompt, sample); raises at the end where told to."""
+
+    def __init__(self, order: Sequence[tuple[int, int]], error: Exception | None = None) -> None:
+        self.order, self.error = order, error
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+    ) -> AsyncIterator[tuple[int, int, Completion]]:
+        self.asked = (prompts, sampling, n, timeout_s)
+        for prompt, sample in self.order:
+            await asyncio.sleep(0.01)  # a network's pause, in which scoring goes on
+            yield prompt, sample, completion(10 * prompt + sample)
+        if self.error:
+            raise self.error
+
+
+class FakeScorer:
+    """Scores by text; counts what is being scored at the same time."""
+
+    def __init__(self, slow: str = "") -> None:
+        self.slow, self.cancelled = slow, 0
+
+    async def score(self, rollout: Rollout) -> Score:
+        try:
+            await asyncio.sleep(30 if rollout.text == self.slow else 0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return Score(total=float(rollout.text))
+
+
+async def played(server: FakeServer, scorer: FakeScorer) -> list[Group]:
+    sampling = SamplingParams(max_tokens=4)
+    return [
+        group
+        async for group in play(
+            PROMPTS, server=server, scorer=scorer, sampling=sampling, group_size=2, label="step 1", timeout_s=9
+        )
+    ]
+
+
+async def test_groups_hold_their_rollouts_in_order_whatever_order_the_server_answers_in() -> None:
+    server = FakeServer([(1, 1), (0, 1), (1, 0), (0, 0)])
+    groups = {group.id: group for group in await played(server, FakeScorer())}
+    assert sorted(groups) == ["step 1/0", "step 1/1"]
+    assert [r.text for r in groups["step 1/0"].rollouts] == ["0", "1"]
+    assert [s.total for s in groups["step 1/1"].scores] == [10.0, 11.0]
+    assert [r.id for r in groups["step 1/1"].rollouts] == ["step 1/1/0", "step 1/1/1"]
+    assert server.asked == ([(1, 2), (3,)], SamplingParams(max_tokens=4), 2, 9)
+
+
+async def test_a_group_leaves_while_others_are_still_being_generated() -> None:
+    # Prompt 1 is complete after two answers; the server's error comes after its third.
+    server = FakeServer([(1, 0), (1, 1), (0, 0)], error=ServerError("cut", code="cut"))
+    seen: list[str] = []
+
+    async def consume() -> None:
+        async for group in play(
+            PROMPTS,
+            server=server,
+            scorer=FakeScorer(),
+            sampling=SamplingParams(),
+            group_size=2,
+            label="s",
+            timeout_s=9,
+        ):
+            seen.append(group.id)  # noqa: PERF401 - what was seen before the error is the point
+
+    with pytest.raises(ServerError, match="cut"):
+        await consume()
+    assert seen == ["s/1"]
+
+
+async def test_a_failing_server_cancels_the_scoring_that_is_left() -> None:
+    scorer = FakeScorer(slow="10")
+    with pytest.raises(ServerError, match="gone"):
+        await played(FakeServer([(1, 0), (0, 0)], error=ServerError("gone", code="unreachable")), scorer)
+    await asyncio.sleep(0)
+    assert scorer.cancelled == 1
+
+
+def test_a_rollout_is_the_prompt_and_exactly_the_sampled_tokens() -> None:
+    two_versions = Completion(
+        token_ids=(7, 8, 2),
+        logprobs=(-1.0, -2.0, -3.0),
+        finish_reason="length",
+        versions=((4, 0, 1), (5, 1, 3)),
+        text="x",
+    )
+    rollout = to_rollout(PROMPTS[0], two_versions, group_id="g", index=3)
+    assert rollout.token_ids == (1, 2, 7, 8, 2)
+    assert rollout.mask == (False, False, True, True, True)
+    assert rollout.logprobs == (0.0, 0.0, -1.0, -2.0, -3.0)
+    assert (rollout.version_min, rollout.version_max, rollout.finish_reason, rollout.id) == (4, 5, "length", "g/3")
+    assert rollout.num_sampled == 3
+
+
+def test_a_completion_without_tokens_is_an_error() -> None:
+    empty = Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(), text="")
+    with pytest.raises(ServerError, match="without tokens"):
+        to_rollout(PROMPTS[0], empty, group_id="g", index=0)
+
+
+def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:
+    config = RolloutConfig(max_tokens=7, temperature=0.5)
+    one = sampling_params(config, seed=0, step=1)
+    assert one == sampling_params(config, seed=0, step=1)
+    assert len({sampling_params(config, seed=s, step=t).seed for s in range(3) for t in range(5)}) == 15
+    assert (one.temperature, one.max_tokens) == (0.5, 7)
+    assert sampling_params(config, seed=0, step=1, temperature=0.0).temperature == 0.0
