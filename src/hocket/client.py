@@ -5,11 +5,10 @@ back as NDJSON, each as soon as it is finished.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import pydantic
@@ -17,6 +16,7 @@ import pydantic
 from hocket.errors import ServerError
 from hocket.protocol import (
     DiskSource,
+    ErrorBody,
     ErrorResponse,
     GenerateRequest,
     GenerateResponse,
@@ -31,6 +31,7 @@ from hocket.types import Completion, SamplingParams
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
+_STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(StreamLine | StreamEnd)
 HEALTH_TIMEOUT_S = 10.0
 POLL_S = 0.25
 
@@ -138,17 +139,15 @@ class ServerClient:
                 await response.aread()
                 self._raise_for_error(response)
             async for line in response.aiter_lines():
-                message = json.loads(line)
-                if "done" in message:
-                    end = StreamEnd.model_validate(message)
-                    if end.error is not None:
-                        raise ServerError(f"{self.url}/generate broke off: {_said(end.error)}", code=end.error.code)
+                item = _STREAM.validate_json(line)
+                if isinstance(item, StreamEnd):
+                    if item.error is not None:
+                        raise ServerError(f"{self.url}/generate broke off: {_said(item.error)}", code=item.error.code)
                     if received != len(prompts) * n:
                         raise ServerError(
                             f"{self.url}/generate ended with {received} of {len(prompts) * n} completions", code="cut"
                         )
                     return
-                item = StreamLine.model_validate(message)
                 received += 1
                 done = item.completion
                 yield (
@@ -222,5 +221,5 @@ class ServerClient:
         )
 
 
-def _said(error: Any) -> str:
-    return f"{error.message} ({error.hint})" if error.hint else str(error.message)
+def _said(error: ErrorBody) -> str:
+    return f"{error.message} ({error.hint})" if error.hint else error.message

@@ -51,7 +51,7 @@ class CompletionMessage(Strict):
     logprobs: list[float]
     text: str
     finish_reason: FinishReason
-    versions: list[tuple[int, int, int]] = Field(strict=False)
+    versions: list[tuple[int, int, int]]
 
 
 class GenerateResponse(Strict):
