@@ -1,0 +1,81 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from hocket.observe.console import HEADING_EVERY, Console
+
+METRICS = {
+    "reward/mean": 0.5,
+    "eval/accuracy": 0.25,
+    "rollout/length_mean": 7.0,
+    "rollout/truncated": 0.1,
+    "train/logprob_gap": 2e-6,
+    "train/clip_low": 0.01,
+    "train/clip_high": 0.02,
+    "time/generate": 1.5,
+    "time/step": 2.0,
+}
+
+
+def test_a_step_is_one_line_under_a_heading_with_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console("plain", steps=10) as console:
+        console.step(1, METRICS)
+        console.step(2, {"reward/mean": 0.625})
+    heading, first, alarm, second = capsys.readouterr().out.splitlines()
+    assert heading.split()[:4] == ["step", "reward", "held-out", "length"]
+    assert first.split()[:7] == ["1/10", "0.500", "0.250", "7.0", "10%", "2.0e-06", "3.00%"]
+    assert first.endswith("left")
+    assert "rollout/truncated = 0.1 (> 0.05)" in alarm
+    assert second.split()[:4] == ["2/10", "0.625", "-", "-"]
+
+
+def test_an_alarm_is_said_when_it_begins_and_again_only_after_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console("plain", steps=10) as console:
+        for step, cut in enumerate([0.2, 0.2, 0.0, 0.2], start=1):
+            console.step(step, {"rollout/truncated": cut})
+    assert [line.startswith("          !") for line in capsys.readouterr().out.splitlines()] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_the_heading_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console("plain", steps=100) as console:
+        for step in range(1, HEADING_EVERY + 2):
+            console.step(step, {})
+    assert sum("held-out" in line for line in capsys.readouterr().out.splitlines()) == 2
+
+
+def test_without_a_terminal_an_activity_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console("auto", steps=1) as console:
+        console.doing("waiting for [the] server", 0.1)
+        console.doing("waiting for [the] server", 5.2)
+        console.doing("loading", 2.6)
+    assert capsys.readouterr().out.splitlines() == ["waiting for [the] server", "loading (3 s)"]
+
+
+def test_the_end_shows_before_after_samples_and_where_everything_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "weights" / "v000009").mkdir(parents=True)
+    summary = {"before": 0.2, "after": 0.95, "steps": 8, "train_seconds": 61.0, "seed": 0, "final_version": 9}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    row = {"prompt": "sort ba", "completion": "ab", "answer": "ab", "reward": 1.0, "error": None}
+    failed = row | {"reward": None, "error": "math: hung"}
+    lines = "".join(json.dumps(item) + "\n" for item in (row, failed, row, row))
+    (tmp_path / "rollouts" / "eval_000008.jsonl").write_text(lines)
+    (tmp_path / "rollouts" / "eval_000000.jsonl").write_text("")
+    Console("plain", steps=8).finish(tmp_path)
+    out = capsys.readouterr().out
+    assert "held-out accuracy 0.200 → 0.950" in out
+    assert out.count("'sort ba' → 'ab'") == 3
+    assert "reward math: hung" in out
+    assert f"{tmp_path}/weights/v000009" in out
+    assert f"{tmp_path}/report.html" in out

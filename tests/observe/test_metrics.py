@@ -1,0 +1,83 @@
+import math
+
+import pytest
+
+from hocket.observe.metrics import METRICS, alarms, reference, rollout_metrics, train_metrics
+from hocket.types import FinishReason, Group, Prompt, Rollout, Score, StepStats
+
+
+def rollout(length: int, finish_reason: FinishReason, version_min: int) -> Rollout:
+    return Rollout(
+        id="r",
+        group_id="g",
+        prompt=Prompt(id="p", token_ids=(1,)),
+        token_ids=(1,) + (2,) * length,
+        mask=(False,) + (True,) * length,
+        logprobs=(0.0,) + (-1.0,) * length,
+        finish_reason=finish_reason,
+        version_min=version_min,
+        version_max=version_min,
+        text="",
+    )
+
+
+def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
+    group = Group(
+        id="g",
+        rollouts=(rollout(2, "stop", 5), rollout(4, "stop", 4), rollout(8, "length", 5), rollout(2, "stop", 5)),
+        scores=(
+            Score(total=1.0, parts={"math": 1.0, "length": 0.5}),
+            Score(total=0.0, parts={"math": 0.0, "length": 0.0}),
+            Score(total=0.5, parts={"math": 0.5, "length": 1.0}),
+            Score(total=0.0, error="math: hung"),
+        ),
+    )
+    assert rollout_metrics([group], version=5) == pytest.approx(
+        {
+            "rollout/reward_errors": 0.25,
+            "rollout/length_mean": 4.0,
+            "rollout/length_stopped": 8 / 3,
+            "rollout/truncated": 0.25,
+            "rollout/tokens": 16.0,
+            "rollout/version_lag": 1.0,
+            "reward/mean": 0.5,  # of the three scored ones
+            "reward/std": math.sqrt(0.5 / 3),
+            "reward/math": 0.5,
+            "reward/length": 0.5,
+        }
+    )
+
+
+def test_a_step_without_any_score_has_no_reward_metrics() -> None:
+    group = Group(id="g", rollouts=(rollout(2, "length", 1),), scores=(Score(total=0.0, error="x"),))
+    metrics = rollout_metrics([group], version=1)
+    assert "reward/mean" not in metrics
+    assert "rollout/length_stopped" not in metrics
+    assert metrics["rollout/reward_errors"] == 1.0
+
+
+def test_an_alarm_names_value_bound_and_advice_and_healthy_values_raise_none() -> None:
+    assert alarms({"train/logprob_gap": 0.05, "rollout/truncated": math.nan, "unknown": 9.0}) == {}
+    found = alarms({"train/logprob_gap": 0.2})
+    assert list(found) == ["train/logprob_gap"]
+    assert found["train/logprob_gap"].startswith("train/logprob_gap = 0.2 (> 0.1)")
+    assert "does not hold the trainer's weights" in found["train/logprob_gap"]
+
+
+def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
+    known = {metric.name for metric in METRICS}
+    group = Group(id="g", rollouts=(rollout(2, "stop", 1),), scores=(Score(total=1.0),))
+    stats = StepStats(
+        loss=0.1,
+        grad_norm=1.0,
+        learning_rate=0.1,
+        skipped=False,
+        metrics={"entropy": 1.0},
+        num_tokens=1,
+        num_sequences=1,
+        num_micro_batches=1,
+        seconds=0.5,
+    )
+    measured = rollout_metrics([group], version=1).keys() | train_metrics(stats).keys()
+    assert measured <= known
+    assert all(f"| `{name}` |" in reference() for name in known)

@@ -1,0 +1,84 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from hocket import config as config_module
+from hocket.errors import ConfigError
+from hocket.observe.recorder import Recorder
+from hocket.types import Group, Prompt, Rollout, Score
+
+PROMPT = Prompt(id="task:0", token_ids=(1, 2), messages=({"role": "user", "content": "sort ba"},), answer="ab")
+ROLLOUT = Rollout(
+    id="step 1/0/0",
+    group_id="step 1/0",
+    prompt=PROMPT,
+    token_ids=(1, 2, 3),
+    mask=(False, False, True),
+    logprobs=(0.0, 0.0, -0.5),
+    finish_reason="stop",
+    version_min=1,
+    version_max=2,
+    text="ab\u2028",
+)
+
+
+def test_a_run_leaves_config_metrics_rollouts_and_summary(tmp_path: Path) -> None:
+    config = config_module.load(
+        None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false", "server.token=12345678"]
+    )
+    group = Group(
+        id="step 1/0",
+        rollouts=(ROLLOUT,) * 2,
+        scores=(Score(total=1.0, parts={"m": 1.0}), Score(total=0.0, error="m: hung")),
+    )
+    with Recorder(config) as recorder:
+        recorder.metrics(0, {"eval/accuracy": 0.25})
+        recorder.metrics(1, {"train/loss": 0.5, "train/grad_norm": math.nan})
+        recorder.rollouts("step_000001", [group])
+        recorder.summary(before=0.25, after=0.5, steps=1, train_seconds=1.0, seed=0, final_version=2)
+    run = tmp_path / "runs" / "a"
+    assert [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] == [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "train/loss": 0.5, "train/grad_norm": None},
+    ]
+    rows = [json.loads(line) for line in (run / "rollouts" / "step_000001.jsonl").open(encoding="utf-8")]
+    assert [(row["reward"], row["error"]) for row in rows] == [(1.0, None), (None, "m: hung")]
+    assert rows[0] | {} == {
+        "id": "step 1/0/0",
+        "group_id": "step 1/0",
+        "prompt_id": "task:0",
+        "prompt": "sort ba",
+        "completion": "ab\u2028",
+        "answer": "ab",
+        "reward": 1.0,
+        "parts": {"m": 1.0},
+        "error": None,
+        "finish_reason": "stop",
+        "num_tokens": 1,
+        "version_min": 1,
+        "version_max": 2,
+        "token_ids": [1, 2, 3],
+        "logprobs": [0.0, 0.0, -0.5],
+        "mask": [0, 0, 1],
+    }
+    assert json.loads((run / "summary.json").read_text())["final_version"] == 2
+    saved = config_module.load(run / "config.yaml")
+    assert saved.run.dir == config.run.dir
+    assert "12345678" not in (run / "config.yaml").read_text()
+
+
+def test_metrics_are_on_disk_as_soon_as_they_are_recorded(tmp_path: Path) -> None:
+    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false"])
+    with Recorder(config) as recorder:
+        recorder.metrics(1, {"x": 1.0})
+        assert (tmp_path / "runs/a/metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false"])
+    with Recorder(config):
+        pass
+    with pytest.raises(ConfigError, match="holds a run already"):
+        Recorder(config)
