@@ -1,0 +1,1 @@
+"""What is learned from: pure torch functions without weights, files or globals."""

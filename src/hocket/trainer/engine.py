@@ -1,0 +1,246 @@
+"""DeepSpeed behind a small interface: forward, backward, step, gather, save, load. Nothing else imports it.
+
+DeepSpeed is driven so that nothing has to be compiled, gradients are averaged over exactly the tokens of the step, and
+no step is ever skipped without notice.
+"""
+
+import importlib
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.config import TrainerConfig
+from hocket.errors import ConfigError, TrainerError
+from hocket.manifest import COMPLETE_FILE
+from hocket.trainer.ranks import Ranks
+
+GATHER_BYTES = 64 << 20
+"""ZeRO-3 gathers parameters for export in groups of this size."""
+_TAG = "state"
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed = importlib.import_module("deepspeed")
+    # A shared-memory operator for tensor-parallel inference, which DeepSpeed would otherwise compile at first start.
+    importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+def default_zero_stage(config: TrainerConfig, device: torch.device) -> int:
+    """Returns the configured ZeRO stage, or 1 on a CPU and 2 on a GPU."""
+    if config.zero_stage is not None:
+        return config.zero_stage
+    return 2 if device.type == "cuda" else 1
+
+
+def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns DeepSpeed's own configuration."""
+    values: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer forms micro-batches and accumulates itself
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9,
+    }
+    if dtype == torch.bfloat16 and stage == 0:
+        values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}  # its own bf16 optimizer loses precision here
+    elif dtype == torch.bfloat16:
+        values["bf16"] = {"enabled": True}
+        values["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif dtype == torch.float16:
+        values["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
+    return values
+
+
+def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
+    """Returns the factor on the peak learning rate as a function of the steps taken so far.
+
+    It rises as (steps + 1) / warmup_steps; afterwards it is constant, or falls linearly or as a cosine, so that it
+    would reach 0 one step after the last.
+    """
+
+    def factor(steps: int) -> float:
+        if steps < config.warmup_steps:
+            return (steps + 1) / config.warmup_steps
+        left = max(0.0, (config.steps - steps) / max(1, config.steps - config.warmup_steps))
+        return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}[config.schedule]
+
+    return factor
+
+
+class DeepSpeedEngine:
+    """Trains one module, with float32 master weights and AdamW.
+
+    Args:
+        module: parameters in the dtype that `parameter_dtype` names.
+        dtype: of forward and backward passes.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
+        self.stage = default_zero_stage(config, ranks.device)
+        self._ranks = ranks
+        self._deepspeed = _import_deepspeed(ranks.device)
+        optimizer = torch.optim.AdamW(
+            module.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config))
+        self._engine, *_ = self._deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            lr_scheduler=self._scheduler,
+            config=deepspeed_config(config, stage=self.stage, dtype=dtype),
+            dist_init_required=False,
+        )
+        self._dtype = dtype
+
+    @staticmethod
+    def parameter_dtype(config: TrainerConfig, *, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """Returns what the module's parameters must be. Raises ConfigError for a combination that can't train."""
+        stage = default_zero_stage(config, device)
+        if stage == 0 and dtype == torch.float16:
+            raise ConfigError("ZeRO stage 0 can't scale float16 losses; set trainer.zero_stage=1 or a bfloat16 dtype")
+        return torch.float32 if stage == 0 else dtype
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return float(self._scheduler.get_last_lr()[0])
+
+    def forward(self, *args: Any) -> Any:
+        """Calls the module."""
+        return self._engine(*args)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulates the gradient of this rank's share of the loss; on the last one, sums it over ranks."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
+
+    def step(self) -> float | None:
+        """Clips and applies the gradient, then clears it. Returns its norm before clipping.
+
+        None means that the gradient was not finite on some rank: no rank has changed its weights or its learning rate.
+        """
+        norm: float | None = None
+        if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
+            norm = float(nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None]))
+            if not math.isfinite(norm):
+                self._engine.zero_grad()
+                return None
+        self._engine.step()
+        if not self._engine.was_step_applied():
+            return None
+        return float(self._engine.get_global_grad_norm()) if norm is None else norm
+
+    def broken_gradients(self) -> list[str]:
+        """Returns the names of parameters whose accumulated gradient is not finite; all ranks must call it."""
+        full_grad = importlib.import_module("deepspeed.utils").safe_get_full_grad
+        names = []
+        for name, parameter in self._engine.module.named_parameters():
+            gradient = full_grad(parameter)
+            if gradient is not None and not bool(gradient.isfinite().all()):
+                names.append(name)
+        return names
+
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, whole parameter) on the CPU in the compute dtype, each tied tensor once.
+
+        All ranks must exhaust the iterator; only on rank 0 it yields anything.
+        """
+        groups = [list(self._engine.module.named_parameters())]  # which leaves out second names of a tied tensor
+        if self.stage == 3:
+            groups = list(_by_bytes(groups[0]))
+        for group in groups:
+            with self._gathered([parameter for _, parameter in group]):
+                if self._ranks.is_main:
+                    whole = [(name, p.detach().to("cpu", self._dtype, copy=True)) for name, p in group]
+            if self._ranks.is_main:
+                yield from whole
+
+    def save(self, folder: Path) -> None:
+        """Writes all training state to `folder`, which appears as a whole or not at all. All ranks must call it.
+
+        Nothing in a step is random, so there is no random state to keep.
+        """
+        partial = folder.with_name(f".{folder.name}.partial")
+        if self._ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self._ranks.barrier()
+        self._engine.save_checkpoint(str(partial), tag=_TAG)
+        for file in (partial / _TAG).iterdir():
+            _fsync(file)
+        self._ranks.barrier()
+        if self._ranks.is_main:
+            (partial / COMPLETE_FILE).write_text(self._layout())
+            for path in (partial / COMPLETE_FILE, partial / _TAG, partial):
+                _fsync(path)
+            os.replace(partial, folder)
+            _fsync(folder.parent)
+        self._ranks.barrier()
+
+    def check_saved(self, folder: Path) -> None:
+        """Raises TrainerError where `load` could not restore the folder."""
+        try:
+            written = (folder / COMPLETE_FILE).read_text()
+        except OSError as error:
+            raise TrainerError(f"{folder} is not a complete checkpoint: it has no file {COMPLETE_FILE}") from error
+        if written != self._layout():
+            raise TrainerError(
+                f"the checkpoint {folder} was written by {written}, this run has {self._layout()}; use the same"
+            )
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote with equally many ranks and the same ZeRO stage. All ranks must call it."""
+        self._engine.load_checkpoint(str(folder), tag=_TAG)
+
+    def close(self) -> None:
+        """Lets go of DeepSpeed's state."""
+        self._engine.destroy()
+
+    def destroy_groups(self) -> None:
+        """Ends communication, DeepSpeed's own references to it included."""
+        self._deepspeed.comm.destroy_process_group()
+
+    def _layout(self) -> str:
+        return f"{self._ranks.size} rank(s) with ZeRO stage {self.stage}"
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self._engine.module.parameters())
+
+    def _gathered(self, parameters: list[nn.Parameter]) -> Any:
+        return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self.stage == 3)
+
+
+def _by_bytes(named: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    group: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        group.append((name, parameter))
+        size += int(parameter.ds_numel) * parameter.element_size()  # type: ignore[attr-defined]  # numel() is 0 here
+        if size >= GATHER_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

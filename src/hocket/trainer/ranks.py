@@ -1,0 +1,101 @@
+"""The processes that train together: who this one is, and how rank 0 tells the others what to do.
+
+Works under plain `python` (one rank), `torchrun` and the `deepspeed` launcher, which all set RANK, WORLD_SIZE and
+LOCAL_RANK. Commands and reports go over a gloo group of their own, beside the group that gradients use.
+"""
+
+import datetime
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hocket.errors import TrainerError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """Connects to the other ranks; the constructor returns once all of them are there.
+
+    Args:
+        timeout_s: deadline of every wait between ranks, this first one included.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        # Under a launcher every collective would print that its Python entry point is on its way out.
+        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
+        self.rank = int(os.environ.setdefault("RANK", "0"))
+        self.size = int(os.environ.setdefault("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+        self.timeout_s = timeout_s
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        with self.deadline("waiting for the other ranks to start"):
+            if self.size == 1:  # needs no port
+                store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
+                dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+            else:
+                dist.init_process_group(backend, timeout=timeout)
+            self._control = dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which drives."""
+        return self.rank == 0
+
+    def broadcast(self, value: T) -> T:
+        """Returns rank 0's value on every rank."""
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        result: T = box[0]
+        return result
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Returns the sums over ranks, position by position, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self._control)
+        result: list[float] = total.tolist()
+        return result
+
+    def barrier(self) -> None:
+        """Returns once every rank is here."""
+        dist.barrier(group=self._control)
+
+    def close(self, *, destroy: Callable[[], None] = dist.destroy_process_group) -> None:
+        """Parts from the other ranks together; a rank that just left could make them fail on their way out."""
+        self.barrier()
+        destroy()
+
+    def deadline(self, doing: str) -> "_Deadline":
+        """Context in which failed communication is raised as a TrainerError that says what was going on."""
+        return _Deadline(self.rank, doing, self.timeout_s)
+
+
+class _Deadline:
+    def __init__(self, rank: int, doing: str, timeout_s: float) -> None:
+        self.rank, self.doing, self.timeout_s = rank, doing, timeout_s
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and _is_communication(error):
+            raise TrainerError(
+                f"rank {self.rank} lost the other ranks while {self.doing}: {str(error).splitlines()[0]}. Another rank "
+                f"has ended (its output says why), or did not answer within trainer.collective_timeout_s="
+                f"{self.timeout_s:g}"
+            ) from error
+
+
+def _is_communication(error: RuntimeError) -> bool:
+    # gloo raises plain RuntimeErrors that begin with the place in its source
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()

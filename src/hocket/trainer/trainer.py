@@ -1,0 +1,274 @@
+"""The trainer as the loop sees it: one object on rank 0; the other ranks follow and do the same work."""
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hocket import tokenizer as tokenizers
+from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
+from hocket.config import AlgorithmConfig, Config
+from hocket.errors import TrainerError
+from hocket.protocol import Health
+from hocket.trainer.batching import TrainBatch, check_fits, pack
+from hocket.trainer.engine import DeepSpeedEngine
+from hocket.trainer.policy import Policy, compute_dtype
+from hocket.trainer.ranks import Ranks
+from hocket.types import StepStats, TrainSample
+
+BatchLoss = Callable[[Tensor, TrainBatch], LossOutput]
+"""(logprobs_bt with gradient, batch) → this micro-batch's share of the global loss."""
+
+
+def grpo_loss(config: AlgorithmConfig) -> BatchLoss:
+    """Returns the configured policy loss as a function of a batch."""
+    settings = LossConfig(
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        correction=config.correction,
+        correction_high=config.correction_high,
+    )
+
+    def loss(logprobs_bt: Tensor, batch: TrainBatch) -> LossOutput:
+        return policy_loss(
+            logprobs_bt,
+            batch.rollout_logprobs_bt,
+            batch.advantages_bt,
+            batch.mask_bt,
+            config=settings,
+            num_tokens=batch.num_tokens_global,
+            num_sequences=batch.num_sequences_global,
+        )
+
+    return loss
+
+
+class Trainer:
+    """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
+
+    Each method runs on all ranks at the same time. What rank 0 can refuse alone it refuses before the others start, so
+    that an error leaves everyone ready for `close`. An error within the common work ends the run: this process raises
+    it, and the others notice that it is gone.
+
+    Args:
+        config: the run's config.
+        loss: what is minimised; default: the configured policy loss.
+        temperature: logits are divided by it; default: rollout.temperature.
+        ranks: an existing connection to share, left open by `close`; default: a new one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        loss: BatchLoss | None = None,
+        temperature: float | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._config = config.trainer
+        self.tokenizer = tokenizers.load(config.model.path)
+        self._owns_ranks = ranks is None
+        self._ranks = ranks or Ranks(config.trainer.collective_timeout_s)
+        self._loss = loss or grpo_loss(config.algorithm)
+        self._closed = self._broken = False
+        self._skipped_in_row = 0
+
+        dtype = compute_dtype(config.model, self._ranks.device)
+        policy = Policy(
+            config.model,
+            dtype=DeepSpeedEngine.parameter_dtype(config.trainer, dtype=dtype, device=self._ranks.device),
+            device=self._ranks.device,
+            temperature=config.rollout.temperature if temperature is None else temperature,
+            chunk_tokens=config.trainer.logprob_chunk_tokens,
+            gradient_checkpointing=config.trainer.gradient_checkpointing,
+            seed=config.trainer.seed,
+        )
+        with self._ranks.deadline("starting DeepSpeed"):
+            self._engine = DeepSpeedEngine(policy, config.trainer, dtype=dtype, ranks=self._ranks)
+            policy.check_architecture(self._ranks.device)
+        self._policy = policy
+        self._dtype = dtype
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only one that may call methods other than `follow`."""
+        return self._ranks.is_main
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, tied ones counted once."""
+        return sum(int(getattr(p, "ds_numel", p.numel())) for p in self._policy.parameters())
+
+    def check_same_model(self, health: Health) -> None:
+        """Raises TrainerError where the server's vocabulary or tokenizer is not the trainer's."""
+        vocab_size = int(self._policy.model.config.get_text_config().vocab_size)
+        if (health.vocab_size, health.tokenizer_sha256) != (vocab_size, tokenizers.fingerprint(self.tokenizer)):
+            raise TrainerError(
+                f"the server serves {health.model} (vocabulary {health.vocab_size}), which is not the trainer's model "
+                f"or tokenizer (vocabulary {vocab_size}); start both with the same model.path"
+            )
+
+    def step(self, samples: Sequence[TrainSample]) -> StepStats:
+        """Takes one optimiser step on all samples. A step that is not finite leaves the weights as they were.
+
+        Raises:
+            TrainerError: no sample, a sample too long for a micro-batch, or trainer.max_skipped_steps skipped in a row.
+        """
+        check_fits(samples, self._config.micro_batch_tokens)
+        stats, broken = self._together("step", tuple(samples))
+        if self._skipped_in_row >= self._config.max_skipped_steps:
+            where = f"; gradients that are not finite: {', '.join(broken[:8])}" if broken else ""
+            raise TrainerError(
+                f"{self._skipped_in_row} steps in a row were skipped because loss or gradient was not finite"
+                f"{where}. Lower trainer.learning_rate, or look for extreme rewards in the run's rollouts"
+            )
+        result: StepStats = stats
+        return result
+
+    def export(self, folder: Path) -> None:
+        """Writes the weights in Hugging Face format: safetensors in the compute dtype, config.json, tokenizer."""
+        self._together("export", folder)
+
+    def save(self, folder: Path) -> None:
+        """Writes the whole training state, which appears under `folder` at once."""
+        if folder.exists():
+            raise TrainerError(f"the checkpoint {folder} exists already; remove it or save somewhere else")
+        self._together("save", folder)
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote, by as many ranks as wrote it."""
+        self._engine.check_saved(folder)
+        self._together("load", folder)
+
+    def close(self) -> None:
+        """Releases the other ranks and ends communication. After a failure within common work it only lets go."""
+        if self._closed or self._broken:
+            return
+        if self.is_main:
+            self._together("close")
+
+    def follow(self) -> None:
+        """Does on ranks above 0 what rank 0 does, until rank 0 closes.
+
+        Raises:
+            TrainerError: rank 0 has ended without closing, or was silent for trainer.collective_timeout_s.
+        """
+        while not self._closed:
+            with self._ranks.deadline("waiting for work from rank 0"):
+                name, arguments = self._ranks.broadcast(("", ()))
+            self._run(name, arguments)
+
+    def _together(self, name: str, *arguments: Any) -> Any:
+        if self._closed or self._broken:
+            raise TrainerError(f"the trainer can't {name}: it is closed, or broke in an earlier call")
+        if not self.is_main:
+            raise TrainerError(f"rank {self._ranks.rank} called {name}; ranks above 0 only follow")
+        with self._ranks.deadline(f"starting to {name}"):
+            self._ranks.broadcast((name, arguments))
+        return self._run(name, arguments)
+
+    def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        work: Callable[..., Any] = getattr(self, f"_{name}")
+        self._broken = True  # until the work has ended well
+        with self._ranks.deadline(f"doing the common {name}"):
+            result = work(*arguments)
+        self._broken = False
+        return result
+
+    def _step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, list[str]]:
+        start = time.perf_counter()
+        batches = pack(
+            samples,
+            micro_batch_tokens=self._config.micro_batch_tokens,
+            num_ranks=self._ranks.size,
+            pad_id=self.tokenizer.pad_token_id or 0,
+        )[self._ranks.rank]
+        learning_rate = self._engine.learning_rate
+        totals = self._accumulate(batches)
+        broken = self._engine.broken_gradients() if self._skipped_in_row else []  # costly, so only once it is likely
+        grad_norm = self._engine.step()
+        self._skipped_in_row = self._skipped_in_row + 1 if grad_norm is None else 0
+        loss = totals.pop("loss")
+        if "importance_square" in totals:
+            totals["ess"] = effective_sample_size(totals)
+            del totals["importance_square"]
+        stats = StepStats(
+            loss=loss,
+            grad_norm=math.nan if grad_norm is None else grad_norm,
+            learning_rate=learning_rate,
+            skipped=grad_norm is None,
+            metrics=totals,
+            num_tokens=batches[0].num_tokens_global,
+            num_sequences=batches[0].num_sequences_global,
+            num_micro_batches=len(batches),
+            seconds=time.perf_counter() - start,
+        )
+        return stats, broken
+
+    def _accumulate(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        """Runs forward and backward on this rank's micro-batches. Returns loss and metrics, summed over all ranks."""
+        shares: list[Tensor] = []
+        totals: dict[str, float] = {}
+        for index, batch in enumerate(batches):
+            batch = batch.to(self._ranks.device)
+            logprobs_bt, entropy_bt = self._engine.forward(batch)
+            output = self._loss(logprobs_bt, batch)
+            share = {"loss": output.loss.detach(), "entropy": entropy_bt.sum() / batch.num_tokens_global}
+            share |= output.metrics
+            shares.append(torch.stack([value.double() for value in share.values()]))
+            loss = output.loss
+            last = index == len(batches) - 1
+            if last:
+                sums = self._ranks.sum(torch.stack(shares).sum(dim=0).tolist())
+                totals = dict(zip(share, sums, strict=True))
+                if not math.isfinite(totals["loss"]):
+                    loss = loss * math.nan  # a loss of inf can have finite gradients; this way the step is skipped
+            self._engine.backward(loss, last=last)
+        return totals
+
+    def _export(self, folder: Path) -> None:
+        prefix = "model."  # of Policy.model
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in self._engine.gather()}
+        if self.is_main:
+            model = self._policy.model
+            model.config.dtype = self._dtype
+            model.save_pretrained(folder, state_dict=tensors)
+            self.tokenizer.save_pretrained(folder)
+
+    def _save(self, folder: Path) -> None:
+        self._engine.save(folder)
+
+    def _load(self, folder: Path) -> None:
+        self._engine.load(folder)
+        self._skipped_in_row = 0
+
+    def _close(self) -> None:
+        self._engine.close()
+        if self._owns_ranks:
+            self._ranks.close(destroy=self._engine.destroy_groups)
+        self._closed = True
+
+
+def export_atomically(trainer: Trainer, folder: Path) -> None:
+    """Exports to `folder`, replacing a model that is there; `folder` never holds a part of one."""
+    partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    trainer.export(partial)
+    if folder.exists():
+        folder.rename(old)
+    os.replace(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
