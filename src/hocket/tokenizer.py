@@ -1,43 +1,39 @@
-"""What both processes must know alike of a model before either loads its weights: tokenizer and context length."""
+"""The tokenizer, loaded and fingerprinted the same way by server and trainer."""
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import Any
 
-from hocket.config import Config
 from hocket.errors import ConfigError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
+def load(path: str) -> Any:
+    """Returns the Hugging Face tokenizer of a model folder or hub name.
 
-def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """Returns the tokenizer of a model folder or hub name. Raises ConfigError where there is none."""
+    Raises:
+        ConfigError: there is none, or it needs code of its own, which is never run.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load a tokenizer from model.path={path}: {error}") from error
 
 
-def tokenizer_sha256(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns a digest of the vocabulary, token by id: equal digests mean that ids mean the same on both sides."""
-    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+def fingerprint(tokenizer: Any) -> str:
+    """Returns the SHA-256 of everything that decides which ids a text becomes and back; the chat template is not in it.
 
+    Padding and truncation are left out: they are settings of one caller, not of the tokenizer.
+    """
+    if tokenizer.is_fast:
+        from tokenizers import Tokenizer
 
-def context_length(config: Config) -> int:
-    """Returns the longest prompt + completion in tokens: model.max_length, or what the model's own config allows."""
-    from transformers import AutoConfig
-
-    if config.model.max_length is not None:
-        return config.model.max_length
-    try:
-        model = AutoConfig.from_pretrained(config.model.path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't load a model config from model.path={config.model.path}: {error}") from error
-    length = getattr(model, "max_position_embeddings", None)
-    if not isinstance(length, int):
-        raise ConfigError(f"the config of {config.model.path} names no context length; set model.max_length")
-    return length
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        content = backend.to_str()
+    else:
+        content = json.dumps([type(tokenizer).__name__, tokenizer.get_vocab()], sort_keys=True)
+    special = json.dumps(sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items()))
+    return hashlib.sha256(f"{content}\n{special}".encode()).hexdigest()

@@ -1,0 +1,175 @@
+"""The routes: ours beside vLLM's OpenAI-compatible ones, on one port, behind the same door."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import pydantic
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from hocket.config import Config
+from hocket.protocol import (
+    ErrorBody,
+    ErrorResponse,
+    GenerateRequest,
+    GenerateResponse,
+    Health,
+    ReloadRequest,
+    ReloadResponse,
+    StreamEnd,
+)
+from hocket.server.errors import ApiError, from_validation
+from hocket.server.middleware import LimitBody, RefuseWhenFailed, RequireToken
+from hocket.server.requests import Job
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status that nobody receives: the client has gone."""
+
+
+class Generator(Protocol):
+    """What the routes need of an engine; `hocket.server.engine.Engine` is one."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def model(self) -> str: ...
+    def failure(self) -> ErrorBody | None: ...
+    def health(self) -> Health: ...
+    async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]: ...
+    def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]: ...
+    async def reload(self, request: ReloadRequest) -> ReloadResponse: ...
+
+
+def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
+    """Adds our routes to an app, in front of its own, and puts the middleware before all of them."""
+    known = len(app.router.routes)
+    app.include_router(_router(engine))
+    ours = app.router.routes[known:]
+    app.router.routes[:] = ours + app.router.routes[:known]
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    _document_bodies(app)
+    door: ASGIApp = RefuseWhenFailed(app, engine.failure)
+    door = LimitBody(door, config.server.max_body_mib << 20)
+    return RequireToken(door, config.token) if config.token is not None else door
+
+
+def _router(engine: Generator) -> APIRouter:
+    router = APIRouter(tags=["hocket"])
+    refusals: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorResponse} for status in (400, 401, 404, 409, 413, 422, 500, 503)
+    }
+
+    @router.get("/health", responses=refusals)
+    async def health() -> Health:
+        """Tells what the server holds and does; the one route that needs no token."""
+        return engine.health()
+
+    @router.post(
+        "/generate", response_model=GenerateResponse, responses=refusals, openapi_extra=_body("GenerateRequest")
+    )
+    async def generate(request: Request) -> Response:
+        """Samples n completions of each prompt, with the log-prob and the weight version of every token."""
+        message, jobs = await engine.read(await request.body())
+        if message.stream:
+            return StreamingResponse(_stream(engine, jobs), media_type="application/x-ndjson")
+        return await _unless_client_leaves(request, lambda: _all(engine, message, jobs))
+
+    @router.post(
+        "/reload_weights", response_model=ReloadResponse, responses=refusals, openapi_extra=_body("ReloadRequest")
+    )
+    async def reload_weights(request: Request) -> ReloadResponse:
+        """Loads a published weight version without a restart; requests in flight are kept."""
+        try:
+            message = ReloadRequest.model_validate_json(await request.body())
+        except pydantic.ValidationError as error:
+            raise from_validation(error) from None
+        # Loading goes on when the client leaves: a repeated call then finds the version and is answered at once.
+        return await engine.reload(message)
+
+    return router
+
+
+async def _all(engine: Generator, message: GenerateRequest, jobs: Sequence[Job]) -> Response:
+    completions: list[list[Any]] = [[None] * message.n for _ in message.prompts]
+    async with contextlib.aclosing(engine.completions(jobs)) as finished:
+        async for job, completion in finished:
+            completions[job.prompt][job.index] = completion
+    return _json({"version": engine.version, "model": engine.model, "completions": completions})
+
+
+async def _stream(engine: Generator, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+    error: ErrorBody | None = None
+    try:
+        async with contextlib.aclosing(engine.completions(jobs)) as finished:
+            async for job, completion in finished:
+                yield _line({"prompt": job.prompt, "index": job.index, "completion": completion})
+    except ApiError as failed:
+        error = failed.body
+    yield _line(StreamEnd(version=engine.version, model=engine.model, error=error).model_dump())
+
+
+async def _unless_client_leaves(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
+    """Returns the answer, or cancels the work on it as soon as the client has gone."""
+    working = asyncio.ensure_future(answer())
+    leaving = asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value, allow_nan=False, separators=(",", ":")), media_type="application/json")
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    code = codes.get(error.status_code, "http_error")
+    response = ApiError(error.status_code, code, str(error.detail), "the routes are listed at /docs").response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _body(model: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{model}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _document_bodies(app: FastAPI) -> None:
+    """Adds the messages that routes read themselves to the app's OpenAPI description."""
+    _, described = models_json_schema(
+        [(GenerateRequest, "validation"), (ReloadRequest, "validation")], ref_template="#/components/schemas/{model}"
+    )
+    build = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = build()
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,241 @@
+"""The generation engine: completions with versions, and weights that change under them without a restart."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hocket import tokenizer as tokenizers
+from hocket.config import Config
+from hocket.protocol import ErrorBody, GenerateRequest, Health, ReloadRequest, ReloadResponse, Sampling, Status
+from hocket.server import versions, vllm_api
+from hocket.server.errors import ApiError
+from hocket.server.requests import Job, RequestReader
+
+ABORT_TIMEOUT_S = 2.0
+RESTART = "restart the server; its log says more"
+RELOAD = "publish a good version; a reload that succeeds brings the server back"
+
+
+class Engine:
+    """vLLM's engine with numbered weights.
+
+    Args:
+        llm: a running AsyncLLM.
+        config: model, server and sync sections are used.
+    """
+
+    def __init__(self, llm: Any, config: Config) -> None:
+        self.llm = llm
+        self._config = config
+        self._model = config.model.path
+        self._root = config.sync_root.resolve()
+        self._session = secrets.token_hex(8)
+        self._tokenizer = tokenizers.load(config.model.path)
+        self._tokenizer_sha256 = tokenizers.fingerprint(self._tokenizer)
+        self._reader = RequestReader(
+            self._tokenizer,
+            vocab_size=vllm_api.vocab_size(llm),
+            max_length=vllm_api.max_length(llm),
+            limits=config.server,
+        )
+        self._status: Status = "loading"
+        self._failure: ErrorBody | None = None
+        self._version = 0
+        self._held: tuple[str, ReloadResponse] | None = None
+        self._in_flight = 0
+        self._shapes: versions.ModelShapes | None = None
+        self._reload_lock = asyncio.Lock()
+        # One thread: a tokenizer must not be used by two at the same time.
+        self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
+        self._client_errors = vllm_api.client_errors()
+        self._engine_errors = vllm_api.engine_errors()
+
+    async def start(self) -> None:
+        """Labels the first weights and generates once, so that no request pays for the first time."""
+        await self.llm.update_weight_version(str(self._version))
+        sampling = Sampling(max_tokens=2)
+        await self._complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling, seed=None))
+        self._status = "ready"
+
+    @property
+    def version(self) -> int:
+        """The weight version that new tokens are sampled with."""
+        return self._version
+
+    @property
+    def model(self) -> str:
+        """What was loaded at the start, as the config names it."""
+        return self._model
+
+    def failure(self) -> ErrorBody | None:
+        """Returns why the engine can't generate, None where it can."""
+        if self._failure is None and self.llm.errored:
+            self._fail("engine_dead", "the engine's process ended", RESTART)
+        return self._failure
+
+    def health(self) -> Health:
+        """Returns the answer to /health."""
+        failure = self.failure()
+        return Health(
+            status=self._status,
+            version=self._version,
+            model=self._model,
+            dtype=vllm_api.dtype(self.llm),
+            vocab_size=vllm_api.vocab_size(self.llm),
+            max_length=vllm_api.max_length(self.llm),
+            tokenizer_sha256=self._tokenizer_sha256,
+            session=self._session,
+            in_flight=self._in_flight,
+            root=str(self._root),
+            error=f"{failure.message} ({failure.hint})" if failure is not None else None,
+        )
+
+    async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
+        """Validates and tokenizes the body of /generate. Raises ApiError with a status of 4xx."""
+        return await asyncio.get_running_loop().run_in_executor(self._reading, self._reader.read, body)
+
+    async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
+        """Yields each job with its CompletionMessage as a plain dict, in the order in which they finish.
+
+        Leaving the iteration early aborts what is still running. Raises ApiError where generation breaks off.
+        """
+        finished: asyncio.Queue[asyncio.Task[tuple[Job, dict[str, Any]]]] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._complete(job)) for job in jobs]
+        for task in tasks:
+            task.add_done_callback(finished.put_nowait)
+        try:
+            for _ in tasks:
+                yield (await finished.get()).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _complete(self, job: Job) -> tuple[Job, dict[str, Any]]:
+        self._in_flight += 1
+        try:
+            output = await vllm_api.complete(self.llm, job, f"hocket-{job.prompt}-{job.index}")
+        except self._client_errors as error:
+            raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
+        except self._engine_errors as error:
+            reason = self.failure() or ErrorBody(code="generation_failed", message=str(error), hint=RESTART)
+            raise ApiError(503, reason.code, reason.message, reason.hint) from error
+        finally:
+            self._in_flight -= 1
+        if output.finish_reason == "abort":
+            reason = self._failure or ErrorBody(code="aborted", message="generation was aborted", hint="send it again")
+            raise ApiError(503, reason.code, reason.message, reason.hint)
+        return job, self._message(job, output)
+
+    def _message(self, job: Job, output: Any) -> dict[str, Any]:
+        token_ids = list(output.token_ids)
+        logprobs = output.logprobs.logprobs
+        if not math.isfinite(sum(logprobs)):
+            raise ApiError(
+                500,
+                "not_finite",
+                f"version {self._version} gives log-probs that are not finite",
+                "publish good weights",
+            )
+        return {
+            "token_ids": token_ids,
+            "logprobs": logprobs,
+            "text": output.text if job.sampling.stop else self._decode(token_ids, output),
+            "finish_reason": output.finish_reason,
+            "versions": [[int(span.version), span.start, span.end] for span in output.weight_versions or ()],
+        }
+
+    def _decode(self, token_ids: list[int], output: Any) -> str:
+        stopped = output.finish_reason == "stop"
+        shown = token_ids[:-1] if stopped else token_ids  # the token that ended it is no part of the text
+        return str(self._tokenizer.decode(shown, skip_special_tokens=True))
+
+    async def reload(self, request: ReloadRequest) -> ReloadResponse:
+        """Loads a published version; requests in flight are kept and go on with the new weights.
+
+        Nothing changes where the version is refused. Where loading itself fails, the engine stays paused, all requests
+        end with the reason, and the next reload that succeeds brings everything back.
+
+        Raises:
+            ApiError: 4xx, refused before the model was touched; 500 or 503, the engine failed.
+        """
+        async with self._reload_lock:
+            failure = self.failure()
+            if failure is not None and failure.code == "engine_dead":
+                raise ApiError(503, failure.code, failure.message, failure.hint)
+            start = time.perf_counter()
+            folder = await asyncio.to_thread(versions.find, self._root, request.source.name)
+            if self._held is not None and failure is None and self._holds(request, folder):
+                return self._held[1]
+            if self._shapes is None:
+                self._shapes = await asyncio.to_thread(versions.model_shapes, self._model)
+            wanted = await asyncio.to_thread(versions.verify, folder, request.version, self._shapes)
+            self._status = "updating"
+            loaded = await self._load(folder, request.version, wanted.checksum)
+            self._status, self._failure, self._version = "ready", None, request.version
+            response = ReloadResponse(
+                version=request.version,
+                seconds=time.perf_counter() - start,
+                num_tensors=loaded["num_tensors"],
+                checksum=loaded["checksum"],
+            )
+            self._held = (request.source.name, response)
+            return response
+
+    def _holds(self, request: ReloadRequest, folder: Path) -> bool:
+        """Tells whether the request is for what the model holds already, and the folder still is that version."""
+        assert self._held is not None
+        name, response = self._held
+        return (name, response.version) == (request.source.name, request.version) and (
+            versions.read_manifest(folder).checksum == response.checksum
+        )
+
+    async def _load(self, folder: Path, version: int, checksum: str) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._config.sync.timeout_s):
+                await self.llm.pause_generation(mode="keep", clear_cache=True)
+                answers = await self.llm.collective_rpc("hocket_load_disk", args=(str(folder),))
+                if any(answer["checksum"] != checksum for answer in answers):
+                    raise RuntimeError(f"the tensors that reached the model are not those of {folder.name}")
+                await self.llm.update_weight_version(str(version))
+                await self.llm.resume_generation()
+        # Whatever went wrong, the model may be half loaded: the engine must not run before a reload succeeds.
+        except Exception as error:
+            reason = await self._loading_failed(version, error)
+            raise ApiError(500, reason.code, reason.message, reason.hint) from error
+        loaded: dict[str, Any] = answers[0]
+        return loaded
+
+    async def _loading_failed(self, version: int, error: Exception) -> ErrorBody:
+        self._held = None
+        if self.llm.errored:
+            return self._fail("engine_dead", f"the engine's process ended while it loaded version {version}", RESTART)
+        if isinstance(error, TimeoutError):
+            error = TimeoutError(f"not done after sync.timeout_s={self._config.sync.timeout_s:g}")
+        reason = self._fail("reload_failed", f"loading version {version} failed: {error}", RELOAD)
+        # Nobody can say when a good version comes: the requests end now, with the reason, not at their deadline.
+        await self._abort_all()
+        return reason
+
+    async def _abort_all(self) -> None:
+        """Ends every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
+        with contextlib.suppress(TimeoutError, *self._engine_errors):  # then the engine has ended them, or will
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self.llm.pause_generation(mode="abort", clear_cache=True)
+
+    def _fail(self, code: str, message: str, hint: str) -> ErrorBody:
+        self._status = "failed"
+        self._failure = ErrorBody(code=code, message=message, hint=hint)
+        return self._failure
+
+    async def stop(self) -> None:
+        """Ends every request with an error that says that the server is shutting down."""
+        self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
+        await self._abort_all()
+        self._reading.shutdown(wait=False, cancel_futures=True)

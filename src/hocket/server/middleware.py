@@ -1,0 +1,132 @@
+"""What stands in front of every route, vLLM's own included: the token, the size of the body, a failed engine."""
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hocket.protocol import ErrorBody
+from hocket.server.errors import ApiError
+
+OPEN_ROUTE = ("GET", "/health")
+"""The one route that needs no token."""
+ALWAYS_ANSWERED = frozenset({"/health", "/reload_weights", "/metrics", "/docs", "/openapi.json"})
+"""Paths that a failed engine leaves open: to look at it, and to load weights that work."""
+BODY_TIMEOUT_S = 60.0
+
+
+class RequireToken:
+    """Default-deny: without the bearer token only GET /health passes, whatever the route, method or protocol."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app = app
+        self._digest = hashlib.sha256(token.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._allowed(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            error = ApiError(
+                401,
+                "unauthorized",
+                "this route needs the server's token",
+                "send the header 'Authorization: Bearer TOKEN' with the server's server.token",
+            )
+            await error.response()(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        if (scope.get("method"), scope["path"]) == OPEN_ROUTE:
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, token = given[0].partition(b" ")
+        # Digests have one length, so that the comparison takes the same time for any guess.
+        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(token).digest(), self._digest)
+
+
+class LimitBody:
+    """Reads each body up to a limit before the route sees it; the Content-Length header is not believed."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            error = ApiError(
+                408,
+                "body_timeout",
+                f"the body did not arrive within {self._timeout_s:g} s",
+                "send it again, or in parts over a faster connection",
+            )
+            await error.response()(scope, receive, send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        else:
+            if body is not None:
+                await self.app(scope, _replay(body, receive), send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            size += len(part)
+            if size > self._max_bytes:
+                raise ApiError(
+                    413,
+                    "body_too_large",
+                    f"the body is larger than {self._max_bytes >> 20} MiB",
+                    "send fewer prompts in one request, or raise server.max_body_mib",
+                )
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Returns a receive that gives the whole body once, then what the connection says."""
+    given = False
+
+    async def replayed() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+class RefuseWhenFailed:
+    """Answers 503 with the reason on every route that would need an engine, once it can't generate any more.
+
+    Args:
+        failure: returns the reason, None while all is well.
+    """
+
+    def __init__(self, app: ASGIApp, failure: Callable[[], ErrorBody | None]) -> None:
+        self.app = app
+        self._failure = failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = self._failure() if scope["type"] == "http" and scope["path"] not in ALWAYS_ANSWERED else None
+        if reason is None:
+            await self.app(scope, receive, send)
+        else:
+            await ApiError(503, reason.code, reason.message, reason.hint).response()(scope, receive, send)

