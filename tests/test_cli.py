@@ -1,0 +1,86 @@
+"""The command line in a process of its own: help without heavy imports, errors without tracebacks."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hocket import config as config_module
+from hocket.cli import main, read_settings
+from hocket.errors import ConfigError
+
+COMMANDS = ["quickstart", "serve", "train", "sft", "generate", "eval", "config", "doctor"]
+
+
+HEAVY = {"torch", "transformers", "vllm", "deepspeed", "fastapi", "datasets", "httpx"}
+IMPORTED = f"""
+import sys
+from hocket.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print("imported:", {HEAVY!r} & set(sys.modules))
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert f"run.py {command}" in out
+    assert "section.key=value" in out
+
+
+@pytest.mark.parametrize("args", [["train", "--help"], ["config", "trainer.steps=3"]])
+def test_help_and_config_import_no_heavy_package(args: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": "src"},
+        check=True,
+    )
+    assert result.stdout.endswith("imported: set()\n")
+
+
+def test_config_prints_what_load_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
+    assert main(["config", "config/quickstart.yaml", "trainer.steps=3"]) == 0
+    saved = f"{tmp_path}/saved.yaml"
+    with open(saved, "w", encoding="utf-8") as file:
+        file.write(capsys.readouterr().out)
+    assert config_module.load(saved) == config_module.load("config/quickstart.yaml", ["trainer.steps=3"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["config", "nowhere.yaml"], "can't read the config nowhere.yaml"),
+        (["config", "trainer.stepz=3"], "did you mean 'trainer.steps'"),
+        (["config", "a.yaml", "b.yaml"], "one config file at most"),
+        (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_1(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_settings_are_one_file_and_overrides_in_any_order() -> None:
+    config, arguments = read_settings(["trainer.steps=3", "config/quickstart.yaml"])
+    assert (config.trainer.steps, config.data.source) == (3, "task:sort")
+    assert arguments == ["config/quickstart.yaml", "trainer.steps=3"]
+    assert read_settings([], "config/quickstart.yaml")[1] == ["config/quickstart.yaml"]
+    with pytest.raises(ConfigError):
+        read_settings(["a.yaml", "b.yaml"])
+
+
+def test_the_rank_argument_of_deepspeeds_launcher_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--local_rank=1", "trainer.steps=3"]) == 0
+    assert "steps: 3" in capsys.readouterr().out
