@@ -4,24 +4,20 @@ import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
+from hocket import tokenizer as tokenizers
 from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.data import PromptStream, load_prompts
 from hocket.errors import ConfigError, ServerError
-from hocket.launch import refuse_dead, server_process
+from hocket.launch import Child, refuse_dead, server_process
 from hocket.observe.console import Console
 from hocket.observe.recorder import Recorder
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rollout.evaluate import evaluate, rewards_of_eval
 from hocket.sync.disk import DiskSync
-from hocket.tokenizer import context_length, load_tokenizer
 from hocket.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def train(config: Config) -> int:
@@ -36,7 +32,7 @@ def train(config: Config) -> int:
         console = stack.enter_context(Console(config.observe.console, config.trainer.steps))
         scorer = stack.enter_context(RewardScorer(config.rewards))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = tokenizers.load(config.model.path)
         prompts = _load("train", config, tokenizer, console)
         held_out = _load("eval", config, tokenizer, console)
         recorder = stack.enter_context(Recorder(config))
@@ -77,23 +73,24 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
     with ExitStack() as stack:
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
-        held_out = _load("eval", config, load_tokenizer(config.model.path), console)
+        held_out = _load("eval", config, tokenizers.load(config.model.path), console)
         if not held_out:
             raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
 
         async def run() -> dict[str, float]:
             async with ServerClient(config.server_url, token=config.token) as server:
+                own: Child | None = None
                 try:
                     await server.health()
-                    waiting = console.doing
                 except ServerError as error:
                     if error.code != "unreachable":
                         raise
-                    process = stack.enter_context(server_process(config, arguments, config.run_dir))
+                    own = stack.enter_context(server_process(config, arguments, config.run_dir))
 
-                    def waiting(what: str, waited_s: float) -> None:
-                        refuse_dead(process)
-                        console.doing(what)
+                def waiting(what: str, waited_s: float) -> None:
+                    if own is not None:
+                        refuse_dead(own)
+                    console.doing(what, waited_s)
 
                 health = await server.wait_ready(config.server.start_timeout_s, waiting)
                 console.say(f"evaluating {health.model}, version {health.version}, on {len(held_out)} prompts")
@@ -108,7 +105,7 @@ def _load(which: str, config: Config, tokenizer: "PreTrainedTokenizerBase", cons
     data = config.data if which == "train" else config.eval.data
     if which == "eval" and config.eval.num_prompts == 0:
         return ()
-    longest = context_length(config) - config.rollout.max_tokens
+    longest = tokenizers.context_length(config.model) - config.rollout.max_tokens
     loaded = load_prompts(data, tokenizer, max_prompt_tokens=min(longest, data.max_prompt_tokens or longest))
     if loaded.num_dropped:
         console.say(f"{which}: dropped {loaded.num_dropped} prompts of more than {longest} tokens")

@@ -1,9 +1,10 @@
-"""The tokenizer, loaded and fingerprinted the same way by server and trainer."""
+"""What both processes must know alike before any weights: the tokenizer, and how long a sequence may be."""
 
 import hashlib
 import json
 from typing import Any
 
+from hocket.config import ModelConfig
 from hocket.errors import ConfigError
 
 
@@ -37,3 +38,19 @@ def fingerprint(tokenizer: Any) -> str:
         content = json.dumps([type(tokenizer).__name__, tokenizer.get_vocab()], sort_keys=True)
     special = json.dumps(sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items()))
     return hashlib.sha256(f"{content}\n{special}".encode()).hexdigest()
+
+
+def context_length(model: ModelConfig) -> int:
+    """Returns the longest prompt + completion in tokens: model.max_length, or what the model's own config allows."""
+    from transformers import AutoConfig
+
+    if model.max_length is not None:
+        return model.max_length
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't load a model config from model.path={model.path}: {error}") from error
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ConfigError(f"the config of {model.path} names no context length; set model.max_length")
+    return length
