@@ -100,7 +100,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         return asyncio.run(run())
 
 
-def _load(which: str, config: Config, tokenizer: "PreTrainedTokenizerBase", console: Console) -> tuple[Prompt, ...]:
+def _load(which: str, config: Config, tokenizer: Any, console: Console) -> tuple[Prompt, ...]:
     """Returns the prompts of training ("train") or of the evaluation ("eval"), and says how many were too long."""
     data = config.data if which == "train" else config.eval.data
     if which == "eval" and config.eval.num_prompts == 0:

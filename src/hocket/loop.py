@@ -17,8 +17,8 @@ from hocket.data import PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, train_metrics
 from hocket.observe.recorder import Recorder
-from hocket.rewards import RewardScorer, refuse_failing
-from hocket.rollout.collect import play, sampling_params
+from hocket.rewards import RewardScorer
+from hocket.rollout.collect import play, refuse_failing, sampling_params
 from hocket.rollout.evaluate import evaluate
 from hocket.sync.disk import DiskSync
 from hocket.trainer.trainer import Trainer

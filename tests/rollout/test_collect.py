@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from hocket.config import RolloutConfig
-from hocket.errors import ServerError
-from hocket.rollout.collect import play, sampling_params, to_rollout
+from hocket.errors import RewardError, ServerError
+from hocket.rollout.collect import play, refuse_failing, sampling_params, to_rollout
 from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
 
 PROMPTS = [Prompt(id="p0", token_ids=(1, 2)), Prompt(id="p1", token_ids=(3,))]
@@ -130,3 +130,12 @@ def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:
     assert len({sampling_params(config, seed=s, step=t).seed for s in range(3) for t in range(5)}) == 15
     assert (one.temperature, one.max_tokens) == (0.5, 7)
     assert sampling_params(config, seed=0, step=1, temperature=0.0).temperature == 0.0
+
+
+def test_too_many_failed_scores_stop_the_run_with_the_first_cause() -> None:
+    rollout = to_rollout(PROMPTS[0], completion(1), group_id="g", index=0)
+    scores = (Score(total=1.0), Score(total=0.0, error="math: hung"), Score(total=0.0, error="math: raised"))
+    group = Group(id="g", rollouts=(rollout,) * 3, scores=scores)
+    refuse_failing([group], 0.7)  # two of three
+    with pytest.raises(RewardError, match=r"2 of 3 scores failed.*math: hung"):
+        refuse_failing([group], 0.6)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from hocket.config import RolloutConfig
-from hocket.errors import ServerError
+from hocket.errors import RewardError, ServerError
 from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
 
 
@@ -104,6 +104,17 @@ async def play(
     finally:
         for unfinished in (*pending, *scoring):
             unfinished.cancel()
+
+
+def refuse_failing(groups: Sequence[Group], max_error_rate: float) -> None:
+    """Raises RewardError where more than this share of the scores failed; training on the rest would mislead."""
+    errors = [score.error for group in groups for score in group.scores if score.error is not None]
+    num_scores = sum(len(group.scores) for group in groups)
+    if len(errors) > max_error_rate * num_scores:
+        raise RewardError(
+            f"{len(errors)} of {num_scores} scores failed, more than rewards.max_error_rate={max_error_rate:g}; "
+            f"the first: {errors[0]}"
+        )
 
 
 async def _group(group_id: str, scored: list[tuple[int, Rollout, "asyncio.Task[Score]"]]) -> Group:
