@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from hocket import tokenizer as tokenizers
 from hocket.client import ServerClient
