@@ -1,0 +1,167 @@
+"""Whole runs with real processes: quickstart, a control, two terminals in the wrong order, Ctrl-C, a dead server."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+START_S = 300.0
+"""An engine starts in 20 s on two idle cores; a busy machine may take many times that."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(command: str, log: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs `run.py COMMAND config/quickstart.yaml SETTINGS`; it is gone with all it started when the body ends."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "run.py", command, "config/quickstart.yaml", *settings],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+        process.wait(30)
+
+
+def wait_for(condition: Callable[[], bool], log: Path, seconds: float = START_S) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not in time; the output so far:\n{log.read_text()}"
+        time.sleep(0.1)
+
+
+def of_run(run_dir: Path) -> list[int]:
+    """Returns the pids of processes with the run folder on their command line, and of their children."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(str(run_dir) in word for word in process.cmdline()) and process.pid != os.getpid():
+                found += [process.pid, *(child.pid for child in process.children(recursive=True))]
+    return found
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+    with running("quickstart", log, f"run.dir={run_dir}", "trainer.steps=30", "eval.every_steps=0") as process:
+        assert process.wait(START_S + 300) == 0, log.read_text()
+    out = log.read_text()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["before"] <= 0.35, out
+    assert summary["after"] >= summary["before"] + 0.3, out
+    assert (summary["steps"], summary["seed"]) == (30, 0)
+    steps = metrics_of(run_dir)[1:]
+    assert [step["step"] for step in steps] == list(range(1, 31))
+    # Every step trains on tokens that were sampled from exactly the weights that the trainer holds.
+    assert max(step["train/logprob_gap"] for step in steps) < 1e-3
+    assert all(step["rollout/version_lag"] == 0 for step in steps)
+    assert sorted(path.name for path in run_dir.iterdir() if path.name != "tensorboard") == [
+        "config.yaml",
+        "logs",
+        "metrics.jsonl",
+        "report.html",
+        "rollouts",
+        "summary.json",
+        "weights",
+    ]
+    versions = sorted(path.name for path in (run_dir / "weights").iterdir())
+    assert versions[-1] == f"v{summary['final_version']:06d}"
+    assert len((run_dir / "rollouts" / "step_000030.jsonl").read_text().splitlines()) == 16 * 8
+    assert "held-out accuracy" in out
+    assert out.count("→") >= 4  # before → after, and three samples
+    assert of_run(run_dir) == []
+
+
+def test_a_random_reward_teaches_nothing(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+    control = ["rewards.functions={random: 1.0}", "eval.reward=exact_match", "trainer.steps=30", "eval.every_steps=0"]
+    with running("quickstart", log, f"run.dir={run_dir}", *control) as process:
+        assert process.wait(START_S + 300) == 0, log.read_text()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["after"] <= summary["before"] + 0.1
+
+
+def test_a_trainer_started_first_waits_for_the_server_and_both_end_cleanly(tmp_path: Path) -> None:
+    run_dir, port = tmp_path / "runs" / "a", free_port()
+    settings = [f"run.dir={run_dir}", f"server.port={port}", "trainer.steps=2", "eval.num_prompts=8"]
+    with running("train", tmp_path / "train.log", *settings) as trainer:
+        waiting = f"waiting for the server at http://127.0.0.1:{port}: nothing answers there yet"
+        wait_for(lambda: waiting in (tmp_path / "train.log").read_text(), tmp_path / "train.log")
+        with running("serve", tmp_path / "serve.log", *settings) as server:
+            assert trainer.wait(START_S) == 0, (tmp_path / "train.log").read_text()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(30) == 0, (tmp_path / "serve.log").read_text()
+    assert metrics_of(run_dir)[-1]["step"] == 2
+    assert of_run(run_dir) == []
+
+
+def test_a_trainer_without_a_server_gives_up_at_its_deadline_with_the_reason(tmp_path: Path) -> None:
+    settings = [f"run.dir={tmp_path}/runs/a", f"server.port={free_port()}", "server.start_timeout_s=1"]
+    with running("train", tmp_path / "log", *settings) as trainer:
+        assert trainer.wait(START_S) == 1
+    out = (tmp_path / "log").read_text()
+    assert "gave up after" in out
+    assert "run.py serve" in out
+    assert "Traceback" not in out
+
+
+def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+    with running("quickstart", log, f"run.dir={run_dir}") as process:
+        wait_for(lambda: (run_dir / "rollouts" / "step_000002.jsonl").exists(), log)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, log.read_text()
+    assert of_run(run_dir) == []
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_killed_quickstart_takes_its_children_along(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+    with running("quickstart", log, f"run.dir={run_dir}") as process:
+        wait_for(lambda: (run_dir / "rollouts" / "step_000001.jsonl").exists(), log)
+        process.kill()
+        process.wait(30)
+        wait_for(lambda: of_run(run_dir) == [], log, seconds=60)
+
+
+def test_a_server_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+    with running("quickstart", log, f"run.dir={run_dir}") as process:
+        wait_for(lambda: (run_dir / "rollouts" / "step_000001.jsonl").exists(), log)
+        servers = [p for p in psutil.Process(process.pid).children() if "serve" in p.cmdline()]
+        assert len(servers) == 1
+        servers[0].kill()
+        assert process.wait(120) == 1
+    out = log.read_text()
+    assert "error: " in out
+    assert "Traceback" not in out
+    assert of_run(run_dir) == []
