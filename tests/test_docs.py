@@ -27,8 +27,7 @@ def test_every_setting_has_a_description() -> None:
 
 def test_readme_names_no_file_that_is_not_there() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = readme.split("```")[-1 - readme.split("## Two terminals")[1].count("```")] if "## Two terminals" in readme else ""
-    named = {word for word in tree.replace("→", " ").split() if word.endswith((".py", ".yaml"))}
-    assert named
-    for name in named:
-        assert list(ROOT.glob(f"**/{name}")), name
+    tree = readme.split("## Reading order")[1].split("```")[1]
+    named = {word for word in tree.split() if word.endswith((".py", ".yaml"))}
+    assert "loop.py" in named
+    assert [name for name in sorted(named) if not list(ROOT.glob(f"**/{name}"))] == []
