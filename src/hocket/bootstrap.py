@@ -134,8 +134,8 @@ def fits(version: str, bounds: Iterable[tuple[str, str]]) -> bool:
 
 def found_version(name: str, site_packages: Path | None = None) -> str | None:
     """Returns the installed version of a package without importing it, here or in another environment's folder."""
-    where = {} if site_packages is None else {"path": [str(site_packages)]}
-    found = next(iter(importlib.metadata.distributions(name=name, **where)), None)
+    path = sys.path if site_packages is None else [str(site_packages)]
+    found = next(iter(importlib.metadata.distributions(name=name, path=path)), None)
     return found.version if found else None
 
 

@@ -108,11 +108,11 @@ class Progress:
             print(f"{label} ...", file=sys.stderr, flush=True)
 
     def show(self, doing: str) -> None:
-        """Shows seconds, packages so far and pip's own latest line."""
+        """Shows seconds, packages so far and what pip is at."""
         if time.monotonic() < self._next:
             return
         packages = sum(1 for _ in self.venv.glob("lib/python*/site-packages/*.dist-info"))
-        text = f"{self.label} · {time.monotonic() - self.started:.0f} s · {packages} packages · {doing.strip()}"
+        text = f"{self.label} · {time.monotonic() - self.started:.0f} s · {packages} packages · {doing}"
         if self._terminal:
             self._next = time.monotonic() + 0.3
             print("\r\033[K" + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
@@ -149,8 +149,7 @@ def _run(command: list[str], log: TextIO, lock_fd: int, progress: Progress) -> i
                 raise SetupError(f"{progress.label} took more than {STEP_TIMEOUT_S:.0f} s; run this again to go on")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.3)
-            lines = _read_from(path, max(progress.offset, path.stat().st_size - 2000)).strip().splitlines()
-            progress.show(lines[-1] if lines else "")
+            progress.show(_doing(_read_from(path, max(progress.offset, path.stat().st_size - 20_000))))
     finally:
         if process.poll() is None:
             process.terminate()
@@ -161,6 +160,17 @@ def _run(command: list[str], log: TextIO, lock_fd: int, progress: Progress) -> i
                 process.wait(10)
     log.seek(0, os.SEEK_END)
     return process.returncode
+
+
+def _doing(output: str) -> str:
+    for line in reversed(output.splitlines()):
+        if line.startswith("Installing collected"):
+            return "unpacking"
+        if "Retrying (" in line:
+            return "the package index does not answer, trying again"
+        if line.lstrip().startswith(("Collecting", "Downloading", "Using cached", "Processing", "Building")):
+            return line.strip()
+    return "..."
 
 
 def _read_from(path: Path, offset: int) -> str:
