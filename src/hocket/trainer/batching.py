@@ -79,9 +79,9 @@ def num_positions(sample: TrainSample) -> int:
 
 
 def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int) -> None:
-    """Raises TrainerError where there are no samples, or one that no micro-batch can hold."""
-    if not samples:
-        raise TrainerError("there is nothing to train on: the step has no samples; skip it")
+    """Raises TrainerError where there is no trained token, or a sample that no micro-batch can hold."""
+    if not any(any(sample.mask[1:]) for sample in samples):
+        raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
     longest = max(num_positions(sample) for sample in samples)
     if longest > micro_batch_tokens:
         raise TrainerError(
@@ -100,7 +100,7 @@ def pack(
     `micro_batch_tokens` positions, padding included. A rank with fewer micro-batches gets fully masked ones.
 
     Raises:
-        TrainerError: there is no sample, or one is too long.
+        TrainerError: there is no trained token, or a sample is too long.
     """
     check_fits(samples, micro_batch_tokens)
     ordered = sorted(samples, key=num_positions, reverse=True)  # stable: equal lengths keep their order

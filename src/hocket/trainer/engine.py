@@ -4,7 +4,9 @@ DeepSpeed is driven so that nothing has to be compiled, gradients are averaged o
 no step is ever skipped without notice.
 """
 
+import contextlib
 import importlib
+import io
 import logging
 import math
 import os
@@ -98,19 +100,22 @@ class DeepSpeedEngine:
             fused=True,
         )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config))
-        self._engine, *_ = self._deepspeed.initialize(
-            model=module,
-            optimizer=optimizer,
-            lr_scheduler=self._scheduler,
-            config=deepspeed_config(config, stage=self.stage, dtype=dtype),
-            dist_init_required=False,
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # memory statistics, whatever the log level
+            self._engine, *_ = self._deepspeed.initialize(
+                model=module,
+                optimizer=optimizer,
+                lr_scheduler=self._scheduler,
+                config=deepspeed_config(config, stage=self.stage, dtype=dtype),
+                dist_init_required=False,
+            )
         self._dtype = dtype
 
     @staticmethod
     def parameter_dtype(config: TrainerConfig, *, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Returns what the module's parameters must be. Raises ConfigError for a combination that can't train."""
         stage = default_zero_stage(config, device)
+        if dtype == torch.float16 and device.type == "cpu":
+            raise ConfigError("float16 can't be trained on a CPU; set model.dtype to float32 or bfloat16")
         if stage == 0 and dtype == torch.float16:
             raise ConfigError("ZeRO stage 0 can't scale float16 losses; set trainer.zero_stage=1 or a bfloat16 dtype")
         return torch.float32 if stage == 0 else dtype

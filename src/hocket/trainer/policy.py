@@ -55,6 +55,7 @@ class Policy(nn.Module):
         super().__init__()
         # Sequences share rows. flash_attention_2 keeps them apart only where the whole batch is a single row.
         self.single_row = device.type == "cuda" and dtype != torch.float32 and is_flash_attn_2_available()
+        transformers.utils.logging.disable_progress_bar()
         options = {"dtype": dtype, "attn_implementation": "flash_attention_2" if self.single_row else "sdpa"}
         if config.random_init:
             architecture = _load(transformers.AutoConfig.from_pretrained, config.path)

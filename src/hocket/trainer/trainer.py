@@ -243,8 +243,9 @@ class Trainer:
         tensors = {name.removeprefix(prefix): tensor for name, tensor in self._engine.gather()}
         if self.is_main:
             model = self._policy.model
-            model.config.dtype = self._dtype
             model.save_pretrained(folder, state_dict=tensors)
+            model.config.dtype = self._dtype  # of the tensors; the live parameters of ZeRO-0 are float32
+            model.config.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
     def _save(self, folder: Path) -> None:

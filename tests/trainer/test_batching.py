@@ -1,0 +1,130 @@
+import random
+
+import pytest
+import torch
+
+from hocket.errors import TrainerError
+from hocket.trainer.batching import TrainBatch, pack
+from hocket.types import TrainSample
+
+
+def sample(*token_ids: int, prompt: int = 1, advantage: float = 1.0) -> TrainSample:
+    mask = tuple(index >= prompt for index in range(len(token_ids)))
+    return TrainSample(
+        token_ids=token_ids,
+        mask=mask,
+        rollout_logprobs=tuple(-float(i) if m else 0.0 for i, m in zip(token_ids, mask, strict=True)),
+        advantage=advantage,
+    )
+
+
+def random_samples(count: int, seed: int = 0) -> list[TrainSample]:
+    rng = random.Random(seed)
+    return [
+        sample(*(rng.randrange(1, 60) for _ in range(rng.randint(3, 20))), prompt=2, advantage=rng.gauss(0, 1))
+        for _ in range(count)
+    ]
+
+
+def segments(batch: TrainBatch) -> list[tuple[list[int], list[int], list[bool], list[float], list[float]]]:
+    """Cuts each row at its position restarts: (inputs, targets, mask, log-probs, advantages) of every segment."""
+    found = []
+    for row in range(len(batch.input_ids_bt)):
+        positions = batch.position_ids_bt[row].tolist()
+        starts = [t for t, position in enumerate(positions) if position == 0]
+        for start, end in zip(starts, [*starts[1:], len(positions)], strict=True):
+            assert positions[start:end] == list(range(end - start))
+            found.append(
+                tuple(
+                    tensor[row, start:end].tolist()
+                    for tensor in (
+                        batch.input_ids_bt,
+                        batch.target_ids_bt,
+                        batch.mask_bt,
+                        batch.rollout_logprobs_bt,
+                        batch.advantages_bt,
+                    )
+                )
+            )
+    return found  # type: ignore[return-value]
+
+
+def test_a_hand_worked_batch() -> None:
+    long, short, tiny = sample(5, 6, 7, 8, prompt=2, advantage=2.0), sample(1, 2, advantage=-1.0), sample(3, 4)
+    [[batch]] = pack([short, long, tiny], micro_batch_tokens=6, num_ranks=1, pad_id=9)
+    # the longest first; the two others share the second row, whose last position is padding
+    assert batch.input_ids_bt.tolist() == [[5, 6, 7], [1, 3, 9]]
+    assert batch.target_ids_bt.tolist() == [[6, 7, 8], [2, 4, 9]]
+    assert batch.position_ids_bt.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch.mask_bt.tolist() == [[False, True, True], [True, True, False]]
+    assert batch.rollout_logprobs_bt.tolist() == [[0.0, -7.0, -8.0], [-2.0, -4.0, 0.0]]
+    assert batch.advantages_bt.tolist() == [[0.0, 2.0, 2.0], [-1.0, 1.0, 0.0]]
+    assert (batch.num_tokens_global, batch.num_sequences_global, batch.max_tokens) == (4, 3, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch_tokens", [19, 40, 1000])
+def test_every_sample_is_in_exactly_one_segment_and_no_batch_is_too_big(
+    num_ranks: int, micro_batch_tokens: int
+) -> None:
+    samples = random_samples(37)
+    ranks = pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks)
+    assert len({len(batches) for batches in ranks}) == 1
+    batches = [batch for rank in ranks for batch in rank]
+    assert max(batch.input_ids_bt.numel() for batch in batches) <= micro_batch_tokens
+    assert {batch.num_tokens_global for batch in batches} == {sum(sum(s.mask) for s in samples)}
+    assert {batch.num_sequences_global for batch in batches} == {37}
+    assert sum(int(batch.mask_bt.sum()) for batch in batches) == sum(sum(s.mask) for s in samples)
+
+    found = sorted(segment for batch in batches for segment in segments(batch) if any(segment[2]))
+    expected = sorted(
+        (
+            list(s.token_ids[:-1]),
+            list(s.token_ids[1:]),
+            list(s.mask[1:]),
+            list(s.rollout_logprobs[1:]),
+            torch.tensor([s.advantage if m else 0.0 for m in s.mask[1:]]).tolist(),
+        )
+        for s in samples
+    )
+    assert found == expected
+
+
+def test_several_short_sequences_share_a_row() -> None:
+    samples = [sample(*range(1, 18)), *(sample(1, 2, 3) for _ in range(8))]  # 16 positions and 8 times 2
+    [[batch]] = pack(samples, micro_batch_tokens=32, num_ranks=1)
+    assert batch.input_ids_bt.shape == (2, 16)
+
+
+def test_ranks_share_the_tokens_evenly() -> None:
+    ranks = pack(random_samples(64), micro_batch_tokens=10_000, num_ranks=4)
+    tokens = [sum(int((batch.target_ids_bt > 0).sum()) for batch in rank) for rank in ranks]
+    assert max(tokens) - min(tokens) < 20
+
+
+def test_a_rank_that_runs_out_gets_masked_batches() -> None:
+    ranks = pack([sample(1, 2, 3)], micro_batch_tokens=8, num_ranks=3)
+    assert [int(batches[0].mask_bt.sum()) for batches in ranks] == [2, 0, 0]
+    assert {batches[0].max_tokens for batches in ranks} == {2}
+
+
+def test_packing_is_deterministic_and_leaves_its_input_alone() -> None:
+    samples = random_samples(20)
+    copies = list(samples)
+    first, second = (pack(samples, micro_batch_tokens=40, num_ranks=2) for _ in range(2))
+    assert samples == copies
+    for a, b in zip(first, second, strict=True):
+        assert all(torch.equal(x.input_ids_bt, y.input_ids_bt) for x, y in zip(a, b, strict=True))
+
+
+def test_a_sequence_that_fits_nowhere_names_the_setting() -> None:
+    assert pack([sample(*range(1, 10))], micro_batch_tokens=8, num_ranks=1)
+    with pytest.raises(TrainerError, match=r"trainer\.micro_batch_tokens=7.*at least 8"):
+        pack([sample(*range(1, 10))], micro_batch_tokens=7, num_ranks=1)
+
+
+def test_nothing_to_train_on_is_an_error() -> None:
+    with pytest.raises(TrainerError, match="nothing to train on"):
+        pack([], micro_batch_tokens=8, num_ranks=1)
+    with pytest.raises(TrainerError, match="nothing to train on"):
+        pack([sample(1, 2, 3, prompt=3)], micro_batch_tokens=8, num_ranks=1)

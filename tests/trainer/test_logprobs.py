@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from hocket.trainer.logprobs import token_logprobs
+
+TEMPERATURE = 0.7
+Inputs = tuple[torch.Tensor, torch.nn.Linear, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def inputs() -> Inputs:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 11, 8, requires_grad=True)
+    return hidden, torch.nn.Linear(8, 23, bias=False), torch.randint(23, (3, 11)), torch.rand(3, 11) < 0.6
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+def test_values_and_gradients_equal_log_softmax_of_all_logits(inputs: Inputs, chunk_tokens: int) -> None:
+    hidden, head, targets, mask = inputs
+    weights = torch.randn(3, 11)
+    full = torch.log_softmax(head(hidden) / TEMPERATURE, dim=-1)
+    expected = full.gather(-1, targets[..., None]).squeeze(-1).where(mask, 0.0)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), [hidden, head.weight])
+
+    logprobs, entropy = token_logprobs(
+        hidden, head, targets, temperature=TEMPERATURE, chunk_tokens=chunk_tokens, mask_bt=mask
+    )
+    grads = torch.autograd.grad((logprobs * weights).sum(), [hidden, head.weight])
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=full).entropy().where(mask, 0.0))
+    torch.testing.assert_close(grads, expected_grads)
+    assert not entropy.requires_grad
+
+
+def test_without_a_mask_every_position_is_computed(inputs: Inputs) -> None:
+    hidden, head, targets, _ = inputs
+    logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=5)
+    full = torch.log_softmax(head(hidden), dim=-1)
+    torch.testing.assert_close(logprobs, full.gather(-1, targets[..., None]).squeeze(-1))
+
+
+def test_logits_exist_for_one_chunk_at_a_time(inputs: Inputs) -> None:
+    hidden, head, targets, mask = inputs
+    sizes: list[int] = []
+    head.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=7, mask_bt=mask)
+    assert max(sizes) <= 7
+    assert sum(sizes) == mask.sum()
+
+
+def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs) -> None:
+    hidden, head, targets, mask = inputs
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    head.register_forward_hook(count)
+    for masked in (mask, torch.zeros_like(mask)):
+        calls = 0
+        logprobs, _ = token_logprobs(
+            hidden, head, targets, temperature=1.0, chunk_tokens=7, mask_bt=masked, max_tokens=33
+        )
+        assert calls == 5  # ⌈33 / 7⌉
+        logprobs.sum().backward()
+        assert calls == 10  # and again in the backward pass
+    assert logprobs.abs().sum() == 0
+
+
+def test_an_impossible_token_gives_minus_infinity_but_a_finite_entropy() -> None:
+    logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
+    logprobs, entropy = token_logprobs(
+        logits, torch.nn.Identity(), torch.tensor([[2]]), temperature=1.0, chunk_tokens=4
+    )
+    assert logprobs.item() == -torch.inf
+    assert entropy.item() == pytest.approx(torch.tensor(2.0).log().item())

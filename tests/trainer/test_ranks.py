@@ -1,0 +1,169 @@
+"""Several trainer processes on the CPU. One test starts both world sizes over all ZeRO stages, to pay start-up once."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.ranks
+
+WORKER = str(Path(__file__).with_name("worker.py"))
+SOURCE = str(Path(__file__).parents[2] / "src")
+DEADLINE_S = 240
+
+
+def environment(**variables: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return inherited | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"} | variables
+
+
+def start_two(scenario: str, model: str, output: Path) -> list[subprocess.Popen[str]]:
+    """Starts two ranks without a launcher, which would end them itself when one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
+        subprocess.Popen(
+            [sys.executable, WORKER, scenario, model, str(output)],
+            env=environment(RANK=r, LOCAL_RANK=r, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in ("0", "1")
+    ]
+
+
+def outputs_of(processes: list[subprocess.Popen[str]]) -> list[str]:
+    try:
+        return [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="module")
+def runs(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of the scenario `stages`, by number of ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    folders = {}
+    for size, launcher in ((1, [sys.executable]), (2, torchrun)):
+        folder = folders[size] = tmp_path_factory.mktemp(f"ranks{size}")
+        done = subprocess.run(
+            [*launcher, WORKER, "stages", tied_model, str(folder)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folders
+
+
+def stats_of(runs: dict[int, Path], size: int, stage: int) -> list[dict[str, float]]:
+    stats: list[dict[str, float]] = json.loads((runs[size] / str(stage) / "stats.json").read_text())
+    return stats
+
+
+def weights_of(runs: dict[int, Path], size: int, stage: int, name: str) -> dict[str, torch.Tensor]:
+    return load_file(runs[size] / str(stage) / name / "model.safetensors")
+
+
+def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_train_like_one_at_every_zero_stage(runs: dict[int, Path], stage: int) -> None:
+    reference, stats = stats_of(runs, 1, 0), stats_of(runs, 2, stage)
+    for step, expected in zip(stats[:3], reference[:3], strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert step["learning_rate"] == expected["learning_rate"]
+        assert step["num_tokens"] == expected["num_tokens"]
+        assert step["metrics"] == pytest.approx(expected["metrics"], abs=1e-5)
+    assert_same_weights(weights_of(runs, 2, stage, "before"), weights_of(runs, 1, 0, "before"), 1e-5)
+    assert_same_weights(weights_of(runs, 1, stage, "before"), weights_of(runs, 1, 0, "before"), 1e-5)
+
+
+def test_training_equals_plain_torch(runs: dict[int, Path], tied_model: str) -> None:
+    import importlib.util
+
+    from transformers import AutoModelForCausalLM
+
+    spec = importlib.util.spec_from_file_location("worker", WORKER)
+    assert spec is not None
+    assert spec.loader is not None
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    for step, rate in enumerate((0.5e-3, 1e-3, 1e-3)):  # two steps of warm-up, then the first of the linear decay
+        optimizer.param_groups[0]["lr"] = rate
+        loss, num_tokens = torch.zeros(()), 0
+        for sample in worker.make_samples(step):
+            full = torch.log_softmax(model(torch.tensor([sample.token_ids])).logits[0, :-1], dim=-1)
+            logprobs = full.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
+            weight = (logprobs.detach() - torch.tensor(sample.rollout_logprobs[1:])).exp().clamp(max=2)
+            mask = torch.tensor(sample.mask[1:])
+            loss = loss - (weight * sample.advantage * logprobs)[mask].sum()
+            num_tokens += int(mask.sum())
+        optimizer.zero_grad()
+        (loss / num_tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        assert stats_of(runs, 2, 1)[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    assert_same_weights(weights_of(runs, 2, 1, "before"), expected, 1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_the_weights(
+    runs: dict[int, Path], size: int, stage: int
+) -> None:
+    stats = stats_of(runs, size, stage)
+    assert [step["skipped"] for step in stats] == [False, False, False, True, False, False]
+    assert stats[4]["learning_rate"] == stats[3]["learning_rate"]  # the schedule waited too
+    before = weights_of(runs, size, stage, "before")
+    assert_same_weights(weights_of(runs, size, stage, "skipped"), before, 0)
+    after = weights_of(runs, size, stage, "after")
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_restored_checkpoint_continues_bit_for_bit(runs: dict[int, Path], size: int, stage: int) -> None:
+    first, again = stats_of(runs, size, stage)[4:]
+    assert (again["loss"], again["grad_norm"], again["learning_rate"]) == (
+        first["loss"],
+        first["grad_norm"],
+        first["learning_rate"],
+    )
+    assert_same_weights(weights_of(runs, size, stage, "again"), weights_of(runs, size, stage, "after"), 0)
+
+
+def test_followers_are_released_when_rank_0_raises_between_steps(tied_model: str, tmp_path: Path) -> None:
+    processes = start_two("main_fails", tied_model, tmp_path)
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [1, 0], outputs
+    assert "rank 0 has a problem of its own" in outputs[0]
+    assert (tmp_path / "released").exists()
+
+
+def test_a_rank_that_dies_within_a_step_ends_the_other_with_the_reason(tied_model: str, tmp_path: Path) -> None:
+    processes = start_two("rank_dies", tied_model, tmp_path)
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [1, -9], outputs
+    assert "TrainerError: rank 0 lost the other ranks while doing the common step" in outputs[0]

@@ -1,0 +1,131 @@
+"""One trainer process of a test: `worker.py SCENARIO MODEL OUTPUT`, started once per rank."""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hocket import config as config_module
+from hocket.algorithm.losses import LossOutput
+from hocket.trainer import engine
+from hocket.trainer.batching import TrainBatch
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.trainer import Trainer
+from hocket.types import TrainSample
+
+SETTINGS = (
+    "model.dtype=float32",
+    "trainer.learning_rate=1e-3",
+    "trainer.weight_decay=0.1",
+    "trainer.schedule=linear",
+    "trainer.warmup_steps=2",
+    "trainer.steps=6",
+    "trainer.max_grad_norm=0.3",
+    "trainer.micro_batch_tokens=40",
+    "trainer.logprob_chunk_tokens=4",
+    "trainer.max_skipped_steps=2",
+)
+
+
+def make_samples(step: int) -> list[TrainSample]:
+    rng = random.Random(step)
+    samples = []
+    for _ in range(7):
+        length, prompt = rng.randint(4, 20), rng.randint(1, 3)
+        mask = tuple(index >= prompt for index in range(length))
+        samples.append(
+            TrainSample(
+                token_ids=tuple(rng.randrange(62) for _ in range(length)),
+                mask=mask,
+                rollout_logprobs=tuple(-2 - 4 * rng.random() if m else 0.0 for m in mask),
+                advantage=rng.gauss(0, 1),
+            )
+        )
+    return samples
+
+
+def make_config(model: str, *settings: str) -> config_module.Config:
+    return config_module.load(None, [*SETTINGS, f"model.path={model}", *settings])
+
+
+def stages(model: str, output: Path) -> None:
+    """Three steps, one that is not finite, one more; then back to the checkpoint and that last step again."""
+    original = engine.deepspeed_config
+
+    def shard_everything(*args: object, **kwargs: object) -> dict[str, object]:
+        values = original(*args, **kwargs)  # type: ignore[arg-type]
+        values["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # small parameters too
+        return values
+
+    engine.deepspeed_config = shard_everything  # type: ignore[assignment]
+    ranks = Ranks(timeout_s=60)
+    for stage in range(4):
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
+        if not trainer.is_main:
+            trainer.follow()
+            continue
+        with trainer:
+            folder = output / str(stage)
+            stats = [trainer.step(make_samples(step)) for step in range(3)]
+            trainer.export(folder / "before")
+            bad = make_samples(3)
+            bad[4] = dataclasses.replace(bad[4], advantage=math.nan)
+            stats.append(trainer.step(bad))
+            trainer.export(folder / "skipped")
+            trainer.save(folder / "checkpoint")
+            stats.append(trainer.step(make_samples(4)))
+            trainer.export(folder / "after")
+            trainer.load(folder / "checkpoint")
+            stats.append(trainer.step(make_samples(4)))
+            trainer.export(folder / "again")
+            (folder / "stats.json").write_text(json.dumps([dataclasses.asdict(s) for s in stats]))
+    ranks.close()
+
+
+def main_fails(model: str, output: Path) -> None:
+    """Rank 0 raises between two steps."""
+    trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
+    if not trainer.is_main:
+        trainer.follow()
+        (output / "released").touch()
+        return
+    with trainer:
+        trainer.step(make_samples(0))
+        raise ValueError("rank 0 has a problem of its own")
+
+
+def rank_dies(model: str, output: Path) -> None:
+    """Rank 1 is killed in the middle of the second step."""
+    del output
+    steps = 0
+
+    def deadly(logprobs_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
+        nonlocal steps
+        steps += 1
+        if steps == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return LossOutput(loss=-logprobs_bt.sum() / batch.num_tokens_global, metrics={})
+
+    settings = ("trainer.micro_batch_tokens=10000", "trainer.collective_timeout_s=60")
+    trainer = Trainer(make_config(model, *settings), loss=deadly)
+    if not trainer.is_main:
+        trainer.follow()
+    with trainer:
+        for step in range(3):
+            trainer.step(make_samples(step))
+
+
+def main(arguments: Sequence[str]) -> None:
+    scenario, model, output = arguments
+    {"stages": stages, "main_fails": main_fails, "rank_dies": rank_dies}[scenario](model, Path(output))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
