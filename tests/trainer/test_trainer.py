@@ -18,8 +18,7 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 
-
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning", "ignore::DeprecationWarning:torch.jit")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,6 @@ def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
-def load_tokenizer(config: ModelConfig) -> Any:
-    """Returns the tokenizer of the model. Raises ConfigError where there is none at model.path."""
-    return _load(transformers.AutoTokenizer.from_pretrained, config.path)
-
-
 class Policy(nn.Module):
     """A Hugging Face causal language model whose forward never holds all logits.
 
@@ -72,9 +67,9 @@ class Policy(nn.Module):
         _switch_dropout_off(model)
 
     @property
-    def context_length(self) -> int:
-        """Longest sequence that the architecture was made for."""
-        return int(self.model.config.get_text_config().max_position_embeddings)
+    def vocab_size(self) -> int:
+        """Rows of the embedding: ids below it are valid."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Returns (logprobs_bt, entropy_bt) of the batch's targets, 0 where its mask is false."""
@@ -108,8 +103,7 @@ class Policy(nn.Module):
         The shortcuts are: logits are the output head of the last hidden state, and segments of a row don't see each
         other. Some architectures scale or cap logits, or carry a state along the row; they would train silently wrong.
         """
-        vocab_size = int(self.model.config.get_text_config().vocab_size)
-        ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % vocab_size
+        ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         positions_bt = torch.arange(8, device=device).repeat(2)[None]
         head = self.model.get_output_embeddings()
         alone = [head(self._hidden(ids_bt[:, part], positions_bt[:, part])) for part in (slice(0, 8), slice(8, 16))]

@@ -1,8 +1,6 @@
 """The trainer as the loop sees it: one object on rank 0; the other ranks follow and do the same work."""
 
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,13 +105,18 @@ class Trainer:
         return self._ranks.is_main
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that train together."""
+        return self._ranks.size
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model, tied ones counted once."""
         return sum(int(getattr(p, "ds_numel", p.numel())) for p in self._policy.parameters())
 
     def check_same_model(self, health: Health) -> None:
         """Raises TrainerError where the server's vocabulary or tokenizer is not the trainer's."""
-        vocab_size = int(self._policy.model.config.get_text_config().vocab_size)
+        vocab_size = self._policy.vocab_size
         if (health.vocab_size, health.tokenizer_sha256) != (vocab_size, tokenizers.fingerprint(self.tokenizer)):
             raise TrainerError(
                 f"the server serves {health.model} (vocabulary {health.vocab_size}), which is not the trainer's model "
@@ -132,7 +135,7 @@ class Trainer:
             where = f"; gradients that are not finite: {', '.join(broken[:8])}" if broken else ""
             raise TrainerError(
                 f"{self._skipped_in_row} steps in a row were skipped because loss or gradient was not finite"
-                f"{where}. Lower trainer.learning_rate, or look for extreme rewards in the run's rollouts"
+                f"{where}. Lower trainer.learning_rate, or look for extreme values in what was trained on"
             )
         result: StepStats = stats
         return result
@@ -260,16 +263,3 @@ class Trainer:
         if self._owns_ranks:
             self._ranks.close(destroy=self._engine.destroy_groups)
         self._closed = True
-
-
-def export_atomically(trainer: Trainer, folder: Path) -> None:
-    """Exports to `folder`, replacing a model that is there; `folder` never holds a part of one."""
-    partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    trainer.export(partial)
-    if folder.exists():
-        folder.rename(old)
-    os.replace(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,122 @@
+"""Supervised fine-tuning: the same trainer, with the cross-entropy of demonstrated responses as its loss."""
+
+import itertools
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hocket import data
+from hocket import tokenizer as tokenizers
+from hocket.algorithm.losses import LossOutput, sft_loss
+from hocket.config import Config
+from hocket.errors import ConfigError, DataError
+from hocket.observe.console import Console
+from hocket.observe.metrics import train_metrics
+from hocket.observe.recorder import Recorder
+from hocket.trainer.trainer import Trainer
+from hocket.types import TrainSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hocket.trainer.batching import TrainBatch
+
+NUM_LINES = 20
+"""Lines of progress that a whole run prints."""
+
+
+def run(config: Config) -> None:
+    """Trains model.path on the responses of data.source and writes the model to sft.output or <run.dir>/model.
+
+    Every rank calls it; rank 0 reads the data and checks it before a model is loaded. One optimiser step per
+    sft.batch_size rows, trainer.steps steps, rows in a new seeded order each epoch.
+    """
+    if int(os.environ.get("RANK", "0")) > 0:
+        make_trainer(config).follow()
+        return
+    output = Path(config.sft.output) if config.sft.output is not None else config.run_dir / "model"
+    _check_replaceable(output)
+    tokenizer = tokenizers.load(config.model.path)
+    max_length = tokenizers.context_length(config.model)
+    samples = [demonstration(*row) for row in data.load_demonstrations(config.data, tokenizer, max_length)]
+    if not samples:
+        raise DataError(f"{config.data.source} has no demonstration of at most {max_length} tokens to learn from")
+    with (
+        Console(config.observe.console, config.trainer.steps) as console,
+        Recorder(config) as recorder,
+        make_trainer(config) as trainer,
+    ):
+        console.say(
+            f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters, on {trainer.num_ranks} rank(s)"
+        )
+        train(trainer, samples, config, recorder, console)
+        export(trainer, output)
+        console.say(f"wrote {output}")
+
+
+def make_trainer(config: Config) -> Trainer:
+    """Returns a trainer that minimises the cross-entropy of the model as it is, without a sampling temperature."""
+
+    def loss(logprobs_bt: "Tensor", batch: "TrainBatch") -> LossOutput:
+        return sft_loss(logprobs_bt, batch.mask_bt, num_tokens=batch.num_tokens_global)
+
+    return Trainer(config, loss=loss, temperature=1.0)
+
+
+def train(
+    trainer: Trainer, samples: Sequence[TrainSample], config: Config, recorder: Recorder, console: Console
+) -> None:
+    """Takes trainer.steps steps and records each."""
+    steps = config.trainer.steps
+    rows = in_epochs(samples, config.trainer.seed)
+    start, num_tokens = time.perf_counter(), 0
+    for step in range(1, steps + 1):
+        console.progress(step, "training")
+        stats = trainer.step(list(itertools.islice(rows, config.sft.batch_size)))
+        recorder.metrics(step, train_metrics(stats))
+        num_tokens += stats.num_tokens
+        if step in (1, steps) or step % max(1, steps // NUM_LINES) == 0:
+            seconds = time.perf_counter() - start
+            console.say(
+                f"step {step}/{steps}  loss {stats.loss:.4f}  grad {stats.grad_norm:.3f}  "
+                f"{num_tokens / seconds:,.0f} tokens/s  {seconds / step * (steps - step):.0f} s left"
+            )
+
+
+def demonstration(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TrainSample:
+    """Returns the row as a sample in which only the response is trained."""
+    length = len(prompt_ids) + len(response_ids)
+    return TrainSample(
+        token_ids=(*prompt_ids, *response_ids),
+        mask=tuple(index >= len(prompt_ids) for index in range(length)),
+        rollout_logprobs=(0.0,) * length,
+        advantage=1.0,
+    )
+
+
+def in_epochs(samples: Sequence[TrainSample], seed: int) -> Iterator[TrainSample]:
+    """Yields the samples for ever: each once per epoch, every epoch in an order of its own."""
+    for epoch in itertools.count():
+        yield from random.Random(f"{seed}:{epoch}").sample(samples, len(samples))
+
+
+def export(trainer: Trainer, folder: Path) -> None:
+    """Writes the model to `folder`, in place of a model that is there; `folder` never holds a part of one."""
+    partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    trainer.export(partial)
+    if folder.exists():
+        folder.rename(old)
+    os.replace(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} exists and is not a model; choose another sft.output, or remove it")

@@ -1,0 +1,125 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hocket import config as config_module
+from hocket import sft
+from hocket.config import DataConfig
+from hocket.errors import ConfigError, DataError
+from hocket.types import TrainSample
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+
+ROWS = [((1, 2, 3), (4, 5, 11)), ((6,), (7, 11)), ((2, 2), (8, 9, 10, 11))]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "start"
+    vocabulary = {f"t{i}": i for i in range(11)} | {"<eos>": 11}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=12,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    asked: list[Any] = []
+
+    def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[Any]:
+        asked.append((data.source, tokenizer.eos_token_id, max_length))
+        return ROWS
+
+    monkeypatch.setattr("hocket.data.load_demonstrations", load_demonstrations, raising=False)
+    return asked
+
+
+def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Config:
+    defaults = ("model.dtype=float32", "sft.batch_size=3", "trainer.steps=60", "trainer.learning_rate=0.02")
+    places = (f"run.dir={tmp_path / 'run'}", f"model.path={model}", "data.source=rows.jsonl", "observe.console=plain")
+    return config_module.load(None, [*defaults, *places, *settings])
+
+
+def test_only_the_response_is_trained() -> None:
+    assert sft.demonstration((1, 2), (3, 4, 5)) == TrainSample(
+        token_ids=(1, 2, 3, 4, 5),
+        mask=(False, False, True, True, True),
+        rollout_logprobs=(0.0,) * 5,
+        advantage=1.0,
+    )
+
+
+def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
+    samples = [sft.demonstration((i,), (i + 1,)) for i in range(20)]
+    first, again = sft.in_epochs(samples, 7), sft.in_epochs(samples, 7)
+    epochs = [[next(first).token_ids[0] for _ in range(20)] for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] == [next(again).token_ids[0] for _ in range(20)]
+    assert epochs[0] != [next(sft.in_epochs(samples, 8)).token_ids[0] for _ in range(20)]
+
+
+def cross_entropy(path: str | Path) -> float:
+    """Mean over response tokens, each row by itself, through transformers' own logits."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for prompt, response in ROWS:
+        with torch.no_grad():
+            full = torch.log_softmax(model(torch.tensor([[*prompt, *response]])).logits[0], dim=-1)
+        total -= sum(float(full[len(prompt) - 1 + t, token]) for t, token in enumerate(response))
+        count += len(response)
+    return total / count
+
+
+def test_sft_learns_the_responses_and_leaves_a_model(
+    model: str, rows: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = cross_entropy(model)
+    sft.run(make_config(model, tmp_path, "rollout.temperature=0.5"))  # a sampling temperature, not the model's
+    assert rows == [("rows.jsonl", 11, 32)]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 61))
+    assert records[0]["train/loss"] == pytest.approx(before, abs=1e-5)
+    assert records[0]["train/tokens"] == 9
+    after = cross_entropy(tmp_path / "run" / "model")
+    assert after < 0.1 < before
+    assert after <= records[-1]["train/loss"]  # one step further
+    assert "step 60/60" in capsys.readouterr().out
+
+
+def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any], tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match="is not a model"):
+        sft.run(make_config(model, tmp_path, f"sft.output={output}", "trainer.steps=2"))
+    assert (output / "thesis.txt").exists()
+    (output / "thesis.txt").rename(output / "config.json")
+    sft.run(make_config(model, tmp_path, f"sft.output={output}", "trainer.steps=2"))
+    assert math.isfinite(cross_entropy(output))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "start"]
+
+
+def test_no_demonstrations_is_an_error(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.data.load_demonstrations", lambda *_: [], raising=False)
+    with pytest.raises(DataError, match="no demonstration"):
+        sft.run(make_config(model, tmp_path))
