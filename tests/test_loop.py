@@ -1,0 +1,180 @@
+"""The loop with fakes in place of server, trainer and rewards: order, versions, what is skipped, what is recorded."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket import config as config_module
+from hocket.errors import RewardError
+from hocket.loop import Run
+from hocket.observe.console import Console
+from hocket.observe.recorder import Recorder
+from hocket.protocol import Health
+from hocket.sync.disk import Published
+from hocket.types import Completion, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
+
+Reward = Callable[[int, int], float | None]
+"""(step, sample index) → reward, or None for a failed one."""
+
+
+class World:
+    """Everything around the loop, keeping a diary of what it was asked to do."""
+
+    url = "http://server"
+
+    def __init__(self, reward: Reward) -> None:
+        self.reward = reward
+        self.diary: list[Any] = []
+        self.version = 4  # the server was used before
+        self.taken = 0
+
+    async def wait_ready(self, timeout_s: float, on_wait: object) -> Health:
+        return Health(
+            status="ready",
+            version=self.version,
+            model="m",
+            dtype="float32",
+            vocab_size=9,
+            max_length=64,
+            tokenizer_sha256="",
+            session="s",
+            in_flight=0,
+            root="/",
+        )
+
+    def check_same_model(self, health: Health) -> None:
+        self.diary.append("same model")
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+    ) -> AsyncIterator[tuple[int, int, Completion]]:
+        self.diary.append(("generate", len(prompts), n, self.version))
+        for i in range(len(prompts)):
+            for j in range(n):
+                yield (
+                    i,
+                    j,
+                    Completion(
+                        token_ids=(5, 2),
+                        logprobs=(-0.1, -0.2),
+                        finish_reason="stop",
+                        versions=((self.version, 0, 2),),
+                        text=str(j),
+                    ),
+                )
+
+    async def score(self, rollout: Rollout) -> Score:
+        what, step, *_ = rollout.group_id.replace("/", " ").split()
+        value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
+        return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"r": value})
+
+    def take(self, n: int) -> list[Prompt]:
+        self.taken += n
+        return [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(self.taken - n, self.taken)]
+
+    def step(self, samples: Sequence[TrainSample]) -> StepStats:
+        self.diary.append(("train", len(samples), sorted({sample.version_min for sample in samples})))
+        return StepStats(
+            loss=0.5,
+            grad_norm=1.0,
+            learning_rate=0.1,
+            skipped=False,
+            metrics={"logprob_gap": 0.0},
+            num_tokens=2 * len(samples),
+            num_sequences=len(samples),
+            num_micro_batches=1,
+            seconds=0.1,
+        )
+
+    async def publish(self, trainer: object, version: int, server: object) -> Published:
+        assert trainer is self
+        assert server is self
+        self.version = version
+        self.diary.append(("publish", version))
+        return Published(version=version, folder=Path(), checksum="c" * 32, num_bytes=1, write_s=0.0, load_s=0.0)
+
+
+async def trained(tmp_path: Path, reward: Reward, *settings: str, held_out: int = 2) -> tuple[World, list[Any], Any]:
+    config = config_module.load(
+        None,
+        [
+            f"run.dir={tmp_path}/runs/a",
+            "observe.tensorboard=false",
+            "rollout.prompts_per_step=2",
+            "rollout.group_size=2",
+            "trainer.steps=2",
+            *settings,
+        ],
+    )
+    world: Any = World(reward)
+    with Recorder(config) as recorder, Console("plain", config.trainer.steps) as console:
+        summary = await Run(
+            config=config,
+            trainer=world,
+            server=world,
+            prompts=world,
+            held_out=[Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)],
+            scorer=world,
+            judge=world,
+            sync=world,
+            recorder=recorder,
+            console=console,
+        ).train()
+    lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
+    return world, [json.loads(line) for line in lines], summary
+
+
+async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: Path) -> None:
+    world, metrics, summary = await trained(tmp_path, lambda step, j: float(j))
+    assert world.diary == [
+        "same model",
+        ("publish", 5),  # one above what the server held: both sides start from the trainer's weights
+        ("generate", 2, 1, 5),  # held-out accuracy before
+        ("generate", 2, 2, 5),
+        ("train", 4, [5]),  # on what these very weights sampled
+        ("publish", 6),
+        ("generate", 2, 2, 6),
+        ("train", 4, [6]),
+        ("publish", 7),
+        ("generate", 2, 1, 7),  # held-out accuracy after
+    ]
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert metrics[1]["reward/mean"] == 0.5
+    assert metrics[2]["train/loss"] == 0.5
+    assert metrics[2]["rollout/version_lag"] == 0
+    assert (summary["steps"], summary["final_version"], summary["before"], summary["after"]) == (2, 7, 0.0, 0.0)
+    assert sorted(path.name for path in (tmp_path / "runs/a/rollouts").iterdir()) == [
+        "eval_000000.jsonl",
+        "eval_000002.jsonl",
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    ]
+
+
+async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path) -> None:
+    world, metrics, summary = await trained(tmp_path, lambda step, j: 1.0 if step == 1 else float(j), held_out=0)
+    assert world.diary == [
+        "same model",
+        ("publish", 5),
+        ("generate", 2, 2, 5),  # all rewards are alike
+        ("generate", 2, 2, 5),
+        ("train", 4, [5]),
+        ("publish", 6),
+    ]
+    assert metrics[1]["rollout/zero_variance"] == 1.0
+    assert "train/loss" not in metrics[1]
+    assert summary["final_version"] == 6
+    assert summary["before"] is None
+
+
+async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:
+    _, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "eval.every_steps=2", "trainer.steps=5")
+    assert [line["step"] for line in metrics if "eval/accuracy" in line] == [0, 2, 4, 5]
+
+
+async def test_a_run_whose_rewards_mostly_fail_stops_with_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"4 of 4 scores failed.*broke"):
+        await trained(tmp_path, lambda step, j: None if step == 1 else 1.0)
