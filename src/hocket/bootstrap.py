@@ -105,7 +105,8 @@ def parse(line: str) -> Requirement | None:
     text = line.split("#")[0].strip()
     if not text:
         return None
-    match = re.fullmatch(r"([A-Za-z0-9._-]+?)(?:\[[\w,]+\])?((?:(?:==|>=|<)[\w.+]+,?)*)", text.replace(" ", ""))
+    bound = r"(?:==|>=|<)[\w.+]+"
+    match = re.fullmatch(rf"([A-Za-z0-9][\w.-]*)(?:\[[\w,]+\])?((?:{bound}(?:,{bound})*)?)", text)
     if match is None:
         raise SetupError(f"can't read the requirement {line!r}: write NAME, NAME==1.2 or NAME>=1.2,<2")
     return Requirement(match[1], tuple(re.findall(r"(==|>=|<)([\w.+]+)", match[2])))
@@ -213,7 +214,7 @@ def _remove_old(state: dict[str, object], build: str) -> None:
     if not VENV.exists():
         return
     if state.get("state") == "installing":
-        print("run.py: the last installation was interrupted; .venv is made anew", file=sys.stderr)
+        print("run.py: the last installation did not finish; .venv is made anew", file=sys.stderr)
     elif state.get("build") not in (build, None):
         print(f"run.py: .venv holds the {state['build']} build; it is replaced by the {build} build", file=sys.stderr)
     for path in VENV.iterdir():  # the state file goes last: until then the folder is known to be ours

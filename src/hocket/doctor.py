@@ -81,7 +81,8 @@ def _packages(report: Report) -> None:
             report.line("", f"{item.name:<13} {found:<13} wanted {wanted}")
     lacks = bootstrap.missing(build, "serve")
     if lacks:
-        report.line("", f"missing: {', '.join(lacks)}")
+        more = f" and {len(lacks) - 8} more" if len(lacks) > 8 else ""
+        report.line("", f"missing: {', '.join(lacks[:8])}{more}")
         report.error(
             "packages are missing: run `python3 run.py doctor` with a network, or delete .venv and run it again"
         )

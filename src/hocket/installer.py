@@ -52,7 +52,11 @@ CAUSES = (
     ),
     (("Permission denied", "Read-only file system"), "this folder can't be written: clone into one of your own"),
     (("ResolutionImpossible",), "packages contradict each other: look for constraints in `pip config list`"),
-    (NO_WHEEL, "there is no wheel for this Python or system: use Python 3.11, 3.12 or 3.13 on glibc Linux"),
+    (
+        NO_WHEEL,
+        "the package index has no wheel for this Python or system: use Python 3.11, 3.12 or 3.13 on glibc Linux, "
+        "and look at `pip config list`: a mirror may lack it",
+    ),
 )
 
 
@@ -88,7 +92,7 @@ def install(steps: list[Step], log_path: Path, lock_fd: int) -> None:
                     break
             if returncode != 0:
                 progress.end("failed")
-                last = "\n".join(f"  | {line}" for line in output.strip().splitlines()[-8:])
+                last = "\n".join(f"  | {line[:200]}" for line in output.strip().splitlines()[-8:])
                 raise SetupError(f"{step.label}: {explain(output, returncode)}\n{last}\n  full log: {log_path}")
             progress.end("done")
     print(f"run.py: environment ready in {time.monotonic() - started:.0f} s ({log_path.parent})", file=sys.stderr)

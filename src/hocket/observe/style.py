@@ -14,7 +14,7 @@ body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 sys
 main { max-width: 1240px; margin: 0 auto; padding: 32px 20px 64px; }
 .name, .label, small, .legend, figcaption, .note { color: var(--ink-2); }
 .name { margin: 0; }
-h1 { margin: 0; font-size: 56px; line-height: 1.15; font-weight: 650; letter-spacing: -.02em; }
+h1 { margin: 0; font-size: clamp(36px, 9vw, 56px); line-height: 1.15; font-weight: 650; letter-spacing: -.02em; }
 h1 em { font-style: normal; color: var(--muted); font-weight: 400; }
 .label { margin: 0 0 12px; }
 .facts { display: flex; flex-wrap: wrap; gap: 6px 24px; margin: 0; color: var(--ink-2); }

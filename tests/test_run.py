@@ -1,0 +1,118 @@
+"""The door itself, in a process of its own, as people start it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hocket import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    spec = importlib.util.spec_from_file_location("door", ROOT / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*args: str, cwd: Path = ROOT, python: tuple[str, ...] = ("-S", "-E")) -> subprocess.CompletedProcess[str]:
+    """Starts run.py; -S leaves every third-party package out of reach."""
+    return subprocess.run(
+        [sys.executable, *python, str(ROOT / "run.py"), *args], capture_output=True, text=True, timeout=120, cwd=cwd
+    )
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command_without_any_package(args: list[str], tmp_path: Path) -> None:
+    answer = run(*args, cwd=tmp_path)
+    assert answer.returncode == 0
+    listed = {line.split()[0] for line in answer.stdout.splitlines() if line.startswith("  ") and line.strip()}
+    assert listed == {"quickstart", "test", "serve", "train", "sft", "generate", "eval", "config", "doctor"}
+
+
+def test_an_unknown_command_names_the_nearest_and_installs_nothing(tmp_path: Path) -> None:
+    answer = run("quikstart", cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "did you mean 'quickstart'?" in answer.stderr
+
+
+def test_the_door_lists_what_the_command_line_knows(door: ModuleType) -> None:
+    known = set()
+    for command in door.COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        if ended.value.code == 0:
+            known.add(command)
+    assert known == set(door.COMMANDS) - {"test"}  # pytest's arguments are pytest's
+
+
+def test_importing_the_door_does_nothing(door: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Path(door.ROOT) == ROOT
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_old_python_is_refused_with_the_reason(
+    door: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 9))
+    assert door.main(["serve"]) == 1
+    assert "vLLM needs Python 3.11 or newer" in capsys.readouterr().err
+
+
+def test_children_find_the_source_and_the_environments_programs(
+    door: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", "/env")
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    os.environ["PYTHONPATH"] = f"/mine{os.pathsep}{ROOT / 'src'}"
+    os.environ["PATH"] = "/usr/bin"
+    door._prepare()
+    door._prepare()
+    assert os.environ["PYTHONPATH"] == f"{ROOT / 'src'}{os.pathsep}/mine"
+    assert os.environ["PATH"] == f"/env/bin{os.pathsep}/usr/bin"
+
+
+def test_a_users_own_environment_variables_win(door: ModuleType) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    door._prepare()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+def test_what_deepspeeds_launcher_adds_is_dropped(door: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("hocket.bootstrap.ensure", lambda command, install: None)
+    monkeypatch.setattr(cli, "main", lambda argv: seen.append(argv) or 7)
+    assert door.main(["--local_rank=0", "train", "config/quickstart.yaml", "--local-rank=1"]) == 7
+    assert seen == [["train", "config/quickstart.yaml"]]
+
+
+def test_the_test_command_hands_its_arguments_to_pytest(door: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("hocket.bootstrap.ensure", lambda command, install: None)
+    monkeypatch.setattr(os, "chdir", lambda path: None)
+
+    def execv(path: str, args: list[str]) -> None:
+        started.append(args)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", execv)
+    with pytest.raises(SystemExit):
+        door.main(["test", "-k", "config", "-m", "gpu"])
+    assert started == [[sys.executable, "-m", "pytest", "-m", "not gpu", "-k", "config", "-m", "gpu"]]
+
+
+def test_the_exit_status_of_a_command_is_passed_on(tmp_path: Path) -> None:
+    good = run("config", "trainer.steps=3", cwd=tmp_path, python=())
+    assert good.returncode == 0, good.stderr
+    assert "steps: 3" in good.stdout
+    assert run("config", "trainer.stepz=3", cwd=tmp_path, python=()).returncode == 1
