@@ -54,6 +54,7 @@ def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
     app.router.routes[:] = ours + app.router.routes[:known]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
     _document_bodies(app)
     door: ASGIApp = RefuseWhenFailed(app, engine.failure)
     door = LimitBody(door, config.server.max_body_mib << 20)

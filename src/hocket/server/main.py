@@ -53,12 +53,13 @@ def prepare_environment() -> None:
     """Sets what vLLM reads from the environment, in this process and its children; what the user set is kept."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",  # /health must be able to say what happened
         "TOKENIZERS_PARALLELISM": "true",
         "PYTHONWARNINGS": "ignore::FutureWarning",
+        "TORCH_LOGS": "-torch._library.triton",
     }
+    if "VLLM_LOGGING_LEVEL" not in os.environ:  # whoever asks for more gets vLLM's own logging
+        defaults["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("logging.json"))
     if vllm_api.is_cpu_build():
         defaults |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process: one start less
@@ -164,7 +165,7 @@ async def _serve(
     app = await vllm_api.openai_app(llm, args)
     door = assemble(app, engine, config)
     await engine.start()
-    seconds["first generation"] = time.perf_counter() - loading
+    seconds["routes and first tokens"] = time.perf_counter() - loading
     server = uvicorn.Server(
         uvicorn.Config(
             door,
@@ -211,7 +212,7 @@ def _ending_children() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave anything behind
-        left = [child for child in me.children(recursive=True) if child not in before]
+        left = [child for child in me.children(recursive=True) if child not in before and not _ends_by_itself(child)]
         for child in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.terminate()
@@ -219,6 +220,11 @@ def _ending_children() -> Iterator[None]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _ends_by_itself(process: Any) -> bool:
+    """Python's resource tracker ends after its parent: first it removes what that has left behind."""
+    return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
 
 
 def _interrupt(number: int, frame: Any) -> None:

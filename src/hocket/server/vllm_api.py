@@ -89,11 +89,18 @@ def start_engine(args: Namespace) -> Any:
 async def openai_app(llm: Any, args: Namespace) -> Any:
     """Returns vLLM's OpenAI-compatible FastAPI app on the engine, without its own /health."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
 
     tasks = await llm.get_supported_tasks()
-    app = build_app(args, tasks, llm.model_config)
+    app = app_without_engine(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
+    return app
+
+
+def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
+    """Returns the app with all of its routes, which can't answer yet."""
+    from vllm.entrypoints.launchers.app import build_app
+
+    app = build_app(args, tasks, model_config)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/health"]
     return app
 

@@ -3,7 +3,9 @@
 vLLM mixes `WorkerExtension` into its worker class; its methods are called through `collective_rpc`.
 """
 
+import atexit
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -68,3 +70,5 @@ def _wait_and_die(server: int, engine: int | None) -> None:
 
 
 die_with_server()
+# At its end Python would search all of vLLM and torch for garbage once more, for seconds.
+atexit.register(gc.freeze)

@@ -1,0 +1,242 @@
+"""Tiny random Qwen2 models, published versions of them, and real servers in processes of their own."""
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+RUNNER = Path(__file__).with_name("serve_for_tests.py")
+START_TIMEOUT_S = 300
+VOCAB_SIZE = 96
+MAX_LENGTH = 512
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m['role'] }}:{{ m['content'] }}|"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def make_tokenizer() -> Any:
+    """Characters 33 to 122 as ids 3 to 92, besides three special ones; smaller than the model's vocabulary."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(33 + i): 3 + i for i in range(90)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_model(*, tied: bool, seed: int, vocab_size: int = VOCAB_SIZE) -> Any:
+    """A Qwen2 model whose every weight depends on the seed."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if "norm" in name else 0.0
+            parameter.copy_(mean + 0.15 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def publish(model: Any, folder: Path, version: int, *, dtype: str = "float32", drop: Sequence[str] = ()) -> str:
+    """Writes a published version as the trainer does; returns its checksum."""
+    import torch
+    from safetensors.torch import save_file
+
+    from hocket import manifest
+
+    folder.mkdir(parents=True)
+    tensors = {
+        name: tensor.detach().to(getattr(torch, dtype)).clone().contiguous()
+        for name, tensor in model.state_dict().items()
+        if name not in drop
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    built = manifest.build(version, tensors.items())
+    (folder / manifest.MANIFEST_FILE).write_text(built.model_dump_json())
+    (folder / manifest.COMPLETE_FILE).touch()
+    return built.checksum
+
+
+def reference_logprobs(
+    model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
+) -> list[float]:
+    """log_softmax(logits / T) of each completion token, from transformers' own forward pass."""
+    import torch
+
+    ids = torch.tensor([[*prompt, *completion]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclasses.dataclass
+class Server:
+    """A running server process."""
+
+    process: subprocess.Popen[str]
+    client: httpx.Client
+    model: Any
+    root: Path
+    lines: list[str]
+    next_version: int = 1
+
+    def generate(self, **body: Any) -> dict[str, Any]:
+        response = self.client.post("/generate", json=body)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def health(self) -> dict[str, Any]:
+        return dict(self.client.get("/health").json())
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while not condition(health := self.health()):
+            assert time.monotonic() < deadline, health
+            time.sleep(0.05)
+        return health
+
+    def reload(self, version: int, name: str) -> httpx.Response:
+        return self.client.post("/reload_weights", json={"version": version, "source": {"kind": "disk", "name": name}})
+
+    def publish_and_load(self, model: Any, **how: Any) -> dict[str, Any]:
+        """Publishes a model as the next version, loads it and makes it the reference."""
+        version, self.next_version = self.next_version, self.next_version + 1
+        checksum = publish(model, self.root / f"v{version:06d}", version, **how)
+        response = self.reload(version, f"v{version:06d}")
+        assert response.status_code == 200, response.text
+        answer = dict(response.json())
+        assert (answer["version"], answer["checksum"]) == (version, checksum)
+        self.model = model
+        return answer
+
+    def gaps(self, *, temperature: float = 1.0, model: Any = None, prompt: Sequence[int] = (5, 6, 7, 8)) -> list[float]:
+        """|Δ log-prob| between the server and transformers over freshly sampled tokens."""
+        sampling = {"max_tokens": 48, "temperature": temperature}
+        answer = self.generate(prompts=[list(prompt)], n=4, sampling=sampling)
+        gaps = []
+        for done in answer["completions"][0]:
+            expected = reference_logprobs(model or self.model, prompt, done["token_ids"], temperature)
+            gaps += [abs(a - b) for a, b in zip(done["logprobs"], expected, strict=True)]
+        return gaps
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self, number: int = signal.SIGINT, timeout_s: float = 60) -> int:
+        self.client.close()
+        self.process.send_signal(number)
+        return self.process.wait(timeout_s)
+
+
+def start_server(folder: Path, *, tied: bool, seed: int = 0, overrides: Sequence[str] = (), token: str = "") -> Server:
+    model = make_model(tied=tied, seed=seed)
+    model.save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    (folder / "runs").mkdir()
+    port = free_port()
+    settings = [
+        f"model.path={folder / 'model'}",
+        "rollout.max_tokens=16",
+        f"run.dir={folder / 'runs' / 'a'}",
+        f"server.port={port}",
+        "server.kv_cache_mib=64",
+        "server.max_body_mib=1",
+        "server.max_prompts=300",
+        *overrides,
+    ]
+    process = subprocess.Popen(
+        [sys.executable, str(RUNNER), *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "HOCKET_TOKEN": token, "OMP_NUM_THREADS": "2"},
+    )
+    lines: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "ready on" in line:
+                ready.set()
+        ready.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, headers=headers)
+    server = Server(process, client, model, folder / "runs", lines)
+    if not ready.wait(START_TIMEOUT_S) or process.poll() is not None:
+        process.kill()
+        pytest.fail("the server did not start:\n" + "".join(lines))
+    return server
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    """Servers by name, "tied float32", each started at its first use and shared by all tests."""
+    running: dict[str, Server] = {}
+
+    def get(name: str) -> Server:
+        if name not in running:
+            head, dtype = name.split()
+            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            running[name] = start_server(folder, tied=head == "tied", overrides=[f"model.dtype={dtype}"])
+        return running[name]
+
+    yield get
+    for server in running.values():
+        if server.process.poll() is None:
+            server.stop()
+
+
+@pytest.fixture
+def server(servers: Callable[[str], Server]) -> Server:
+    """The server most tests use: tied head, float32."""
+    return servers("tied float32")
+
+
+@pytest.fixture(scope="session")
+def kit() -> Any:
+    """The helper functions of this file, as test modules can't import it."""
+    return sys.modules[__name__]

@@ -1,0 +1,198 @@
+"""Our routes on an app of their own, with a fake engine."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from hocket.config import Config, ServerConfig
+from hocket.protocol import ErrorBody, GenerateRequest, GenerateResponse, Health, ReloadRequest, ReloadResponse
+from hocket.server.app import assemble
+from hocket.server.errors import ApiError
+from hocket.server.requests import Job, RequestReader
+
+
+class FakeEngine:
+    """Completes each job with its own index, last job first."""
+
+    version = 3
+    model = "fake"
+
+    def __init__(self, reader: RequestReader) -> None:
+        self.reader = reader
+        self.reason: ErrorBody | None = None
+        self.break_after: int | None = None
+        self.running = 0
+
+    def failure(self) -> ErrorBody | None:
+        return self.reason
+
+    def health(self) -> Health:
+        return Health(
+            status="ready",
+            version=self.version,
+            model=self.model,
+            dtype="float32",
+            vocab_size=96,
+            max_length=32,
+            tokenizer_sha256="0" * 64,
+            session="s",
+            in_flight=self.running,
+            root="/nowhere",
+        )
+
+    async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
+        return self.reader.read(body)
+
+    async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
+        self.running = len(jobs)
+        try:
+            for number, job in enumerate(reversed(jobs)):
+                await asyncio.sleep(0)
+                if number == self.break_after:
+                    raise ApiError(503, "engine_dead", "it broke", "restart")
+                yield (
+                    job,
+                    {
+                        "token_ids": [job.index],
+                        "logprobs": [-0.5],
+                        "text": str(job.prompt),
+                        "finish_reason": "length",
+                        "versions": [[3, 0, 1]],
+                    },
+                )
+        finally:
+            self.running = 0
+
+    async def reload(self, request: ReloadRequest) -> ReloadResponse:
+        return ReloadResponse(version=request.version, seconds=0.1, num_tensors=2, checksum="c")
+
+
+@pytest.fixture
+def engine(kit: Any) -> FakeEngine:
+    return FakeEngine(RequestReader(kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig()))
+
+
+@pytest.fixture
+async def http(engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
+    door = assemble(FastAPI(), engine, Config())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
+        yield client
+
+
+async def test_completions_come_back_in_the_order_of_the_request(http: httpx.AsyncClient) -> None:
+    response = await http.post("/generate", json={"prompts": ["a", "b"], "n": 3})
+    answer = GenerateResponse.model_validate_json(response.content)
+    assert [[(c.text, c.token_ids) for c in row] for row in answer.completions] == [
+        [("0", [0]), ("0", [1]), ("0", [2])],
+        [("1", [0]), ("1", [1]), ("1", [2])],
+    ]
+    assert (answer.version, answer.model) == (3, "fake")
+
+
+async def test_a_stream_has_a_line_per_completion_as_it_finishes_and_an_end(http: httpx.AsyncClient) -> None:
+    response = await http.post("/generate", json={"prompts": ["a", "b"], "stream": True})
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert [(line["prompt"], line["index"]) for line in lines[:-1]] == [(1, 0), (0, 0)]
+    assert lines[-1] == {"done": True, "version": 3, "model": "fake", "error": None}
+    assert response.headers["content-type"] == "application/x-ndjson"
+
+
+async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.break_after = 1
+    whole = await http.post("/generate", json={"prompts": ["a", "b"]})
+    assert whole.status_code == 503
+    assert whole.json()["error"]["code"] == "engine_dead"
+    stream = await http.post("/generate", json={"prompts": ["a", "b"], "stream": True})
+    lines = [json.loads(line) for line in stream.text.splitlines()]
+    assert len(lines) == 2
+    assert lines[-1]["error"] == {"code": "engine_dead", "message": "it broke", "hint": "restart"}
+
+
+async def test_a_failed_engine_is_unavailable_but_tells_why(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.reason = ErrorBody(code="engine_dead", message="gone", hint="restart")
+    assert (await http.post("/generate", json={"prompts": ["a"]})).status_code == 503
+    assert (await http.get("/health")).status_code == 200
+
+
+async def test_wrong_method_and_unknown_path_have_our_error_form(http: httpx.AsyncClient) -> None:
+    for method, path, status, code in (
+        ("GET", "/generate", 405, "method_not_allowed"),
+        ("PUT", "/reload_weights", 405, "method_not_allowed"),
+        ("GET", "/nothing", 404, "not_found"),
+    ):
+        response = await http.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+async def test_a_reload_request_is_validated(http: httpx.AsyncClient) -> None:
+    good = {"version": 1, "source": {"kind": "disk", "name": "v1"}}
+    assert (await http.post("/reload_weights", json=good)).json()["checksum"] == "c"
+    for wrong in (
+        {**good, "version": 0},
+        {**good, "version": True},
+        {**good, "version": "1"},
+        {**good, "mode": "keep"},
+        {**good, "source": {"kind": "disk"}},
+        {**good, "source": {"kind": "pickle", "name": "v1"}},
+        {"version": 1},
+        [],
+    ):
+        response = await http.post("/reload_weights", json=wrong)
+        assert response.status_code == 422, wrong
+        assert set(response.json()["error"]) == {"code", "message", "hint"}
+
+
+async def test_docs_describe_the_bodies_that_routes_read_themselves(http: httpx.AsyncClient) -> None:
+    schema = (await http.get("/openapi.json")).json()
+    for path, model in (("/generate", "GenerateRequest"), ("/reload_weights", "ReloadRequest")):
+        body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": f"#/components/schemas/{model}"}
+        assert model in schema["components"]["schemas"]
+    assert {"Sampling", "DiskSource", "GenerateResponse"} <= schema["components"]["schemas"].keys()
+    assert (await http.get("/docs")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_the_work(engine: FakeEngine, stream: bool) -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless(jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+            yield jobs[0], {}
+        finally:
+            ended.set()
+
+    engine.completions = endless  # type: ignore[method-assign]
+    body = json.dumps({"prompts": ["a"], "stream": stream}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await started.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/generate",
+        "raw_path": b"/generate",
+        "query_string": b"",
+        "headers": [],
+        "http_version": "1.1",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+    }
+    await asyncio.wait_for(assemble(FastAPI(), engine, Config())(scope, receive, send), 10)
+    await asyncio.wait_for(ended.wait(), 10)

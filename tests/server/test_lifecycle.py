@@ -1,0 +1,127 @@
+"""How a server starts, ends, and fails: nothing is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def wait_until_gone(processes: list[psutil.Process], timeout_s: float = 30) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ctrl_c_ends_all_requests_and_processes_within_ten_seconds(tmp_path: Path, kit: Any) -> None:
+    server = kit.start_server(tmp_path, tied=True, token="correct-horse")
+    assert server.health()["status"] == "ready"
+    assert server.client.get("/v1/models", headers={"Authorization": "Bearer wrong-token"}).status_code == 401
+    assert server.client.get("/health", headers={"Authorization": ""}).status_code == 200
+    # Somebody else wants the port while it is taken.
+    port = server.client.base_url.port
+    settings = [f"server.port={port}", f"model.path={tmp_path / 'model'}"]
+    second = subprocess.run(
+        [sys.executable, str(kit.RUNNER), *settings],
+        env=os.environ | {"PYTHONPATH": str(kit.SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert second.returncode != 0
+    assert f"port {port} is in use by process {server.process.pid}" in second.stderr
+    children = server.children()
+    assert children
+    outcome: list[Any] = []
+    body = {"prompts": [[5]], "n": 64, "sampling": {"max_tokens": 500}}
+    thread = threading.Thread(target=lambda: outcome.append(server.client.post("/generate", json=body)))
+    thread.start()
+    server.wait_for(lambda health: health["in_flight"] > 0)
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0
+    assert time.monotonic() - start < 10  # the promise of the command line; measured: 2
+    thread.join(10)
+    assert (outcome[0].status_code, outcome[0].json()["error"]["code"]) == (503, "shutting_down")
+    wait_until_gone(children)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", port))
+    assert "Traceback" not in "".join(server.lines)
+
+
+def test_the_engine_ends_with_a_server_that_is_killed(tmp_path: Path, kit: Any) -> None:
+    server = kit.start_server(tmp_path, tied=True)
+    children = server.children()
+    assert any("EngineCore" in child.name() for child in children)
+    server.stop(signal.SIGKILL)
+    wait_until_gone(children)
+
+
+def test_a_dead_engine_is_told_and_the_server_still_ends_cleanly(tmp_path: Path, kit: Any) -> None:
+    server = kit.start_server(tmp_path, tied=True)
+    engine = next(child for child in server.children() if "EngineCore" in child.name())
+    outcome: list[Any] = []
+    body = {"prompts": [[5]], "n": 64, "sampling": {"max_tokens": 500}}
+    thread = threading.Thread(target=lambda: outcome.append(server.client.post("/generate", json=body)))
+    thread.start()
+    server.wait_for(lambda health: health["in_flight"] > 0)
+    engine.kill()
+    health = server.wait_for(lambda health: health["status"] == "failed")
+    assert "the engine's process ended" in health["error"]
+    thread.join(60)
+    assert outcome[0].status_code == 503
+    for path, body in (("/generate", {"prompts": [[5]]}), ("/v1/completions", {"prompt": "a"})):
+        refused = server.client.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
+    reload = server.reload(1, "v1")
+    assert (reload.status_code, reload.json()["error"]["code"]) == (503, "engine_dead")
+    assert server.stop(signal.SIGTERM) == 0
+
+
+def test_ctrl_c_while_loading_ends_it_too(tmp_path: Path, kit: Any) -> None:
+    kit.make_model(tied=True, seed=0).save_pretrained(tmp_path)
+    kit.make_tokenizer().save_pretrained(tmp_path)
+    settings = [f"server.port={kit.free_port()}", f"model.path={tmp_path}", "model.max_length=300"]
+    process = subprocess.Popen(
+        [sys.executable, str(kit.RUNNER), *settings],
+        env=os.environ | {"PYTHONPATH": str(kit.SOURCE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    me = psutil.Process(process.pid)
+    deadline = time.monotonic() + 120
+    while not (children := me.children(recursive=True)):  # the engine's process has just been started
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1)
+    children = me.children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    wait_until_gone(children)
+
+
+def test_a_model_that_is_not_there_is_a_clear_error(kit: Any, tmp_path: Path) -> None:
+    settings = [f"server.port={kit.free_port()}", f"model.path={tmp_path / 'nothing'}"]
+    done = subprocess.run(
+        [sys.executable, str(kit.RUNNER), *settings],
+        env=os.environ | {"PYTHONPATH": str(kit.SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "ConfigError" in done.stderr
+    assert "nothing" in done.stderr

@@ -1,0 +1,93 @@
+"""What is refused before a model loads."""
+
+import os
+import socket
+import time
+
+import pytest
+
+from hocket.config import load
+from hocket.errors import ConfigError
+from hocket.server import main, worker
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOCKET_TOKEN", raising=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
+def test_other_machines_are_let_in_only_with_a_token(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"set server\.token"):
+        main._check(load(None, [f"server.host='{host}'"]))
+    main._check(load(None, [f"server.host='{host}'", "server.token=long-enough"]))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_loopback_needs_no_token(host: str) -> None:
+    main._check(load(None, [f"server.host='{host}'"]))
+
+
+def test_random_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match="would not be the trainer's"):
+        main._check(load(None, ["model.random_init=true"]))
+
+
+def test_a_taken_port_is_named_with_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} is in use by process {os.getpid()} .*set server\.port="):
+            main._bind("127.0.0.1", port)
+
+
+def test_two_servers_that_are_both_still_loading_can_not_take_the_same_port() -> None:
+    with main._bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="in use"):
+        main._bind("127.0.0.1", first.getsockname()[1])
+
+
+def test_before_it_is_ready_clients_are_refused_at_once() -> None:
+    with main._bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(sock.getsockname(), timeout=30)
+
+
+def test_a_port_is_free_again_although_the_kernel_remembers_its_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        client = socket.create_connection(address)
+        accepted, _ = listener.accept()
+        accepted.close()  # the side that closes first is remembered
+        assert client.recv(1) == b""
+        client.close()
+    deadline = time.monotonic() + 30
+    while True:  # the client's last packet may still be on its way
+        try:
+            main._bind(*address).close()
+            return
+        except ConfigError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_an_address_of_no_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no address of this machine"):
+        main._bind("no.such.host.invalid", 8000)
+
+
+def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_LOGGING_CONFIG_PATH", "TORCHDYNAMO_DISABLE", "PYTHONPATH", worker.SERVER_PID):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    before = dict(os.environ)
+    main.prepare_environment()
+    added = {key: value for key, value in os.environ.items() if before.get(key) != value}
+    for key in added.keys() - before.keys():
+        monkeypatch.setenv(key, added[key])  # so that it is removed afterwards
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert os.environ["PYTHONPATH"].endswith(f"src{os.pathsep}/somewhere")
+    assert os.environ[worker.SERVER_PID] == str(os.getpid())

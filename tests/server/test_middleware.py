@@ -1,0 +1,139 @@
+"""The door in front of every route, without an engine."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from hocket.protocol import ErrorBody, ErrorResponse
+from hocket.server.middleware import LimitBody, RefuseWhenFailed, RequireToken
+
+TOKEN = "correct-horse"
+
+
+async def echo(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+def client(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+@pytest.fixture
+def app() -> Starlette:
+    methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"]
+    return Starlette(routes=[Route("/{path:path}", echo, methods=methods)])
+
+
+@pytest.mark.parametrize(
+    "path", ["/generate", "/v1/models", "/metrics", "/docs", "/", "//health", "/health/", "/HEALTH"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "HEAD", "DELETE"])
+async def test_without_the_token_every_path_and_method_is_refused(app: Starlette, path: str, method: str) -> None:
+    async with client(RequireToken(app, TOKEN)) as http:
+        assert (await http.request(method, path)).status_code == 401
+
+
+async def test_only_get_health_needs_no_token(app: Starlette) -> None:
+    async with client(RequireToken(app, TOKEN)) as http:
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.post("/health")).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Bearer wrong", "Bearer", "", f"Basic {TOKEN}", f"Bearer {TOKEN} ", f"Bearer  {TOKEN}", f"Bearer {TOKEN}x", TOKEN],
+)
+async def test_anything_but_the_exact_token_is_refused(app: Starlette, header: str) -> None:
+    async with client(RequireToken(app, TOKEN)) as http:
+        response = await http.get("/v1/models", headers={"Authorization": header})
+    assert response.status_code == 401
+    assert ErrorResponse.model_validate(response.json()).error.code == "unauthorized"
+    assert TOKEN not in response.text
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+async def test_the_right_token_passes(app: Starlette, scheme: str) -> None:
+    async with client(RequireToken(app, TOKEN)) as http:
+        assert (await http.get("/v1/models", headers={"Authorization": f"{scheme} {TOKEN}"})).status_code == 200
+
+
+async def test_two_authorization_headers_are_refused(app: Starlette) -> None:
+    headers = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer wrong-token")]
+    async with client(RequireToken(app, TOKEN)) as http:
+        assert (await http.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_a_websocket_without_the_token_is_closed() -> None:
+    sent: list[Any] = []
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("let through")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    await RequireToken(inner, TOKEN)({"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+async def test_a_body_of_exactly_the_limit_passes_and_one_byte_more_does_not(app: Starlette) -> None:
+    async with client(LimitBody(app, 1000)) as http:
+        assert (await http.post("/x", content=b"a" * 1000)).text == "1000"
+        refused = await http.post("/x", content=b"a" * 1001)
+    assert refused.status_code == 413
+    assert ErrorResponse.model_validate(refused.json()).error.code == "body_too_large"
+
+
+async def test_the_limit_holds_while_reading_whatever_content_length_says(app: Starlette) -> None:
+    read = 0
+
+    async def receive() -> Any:
+        nonlocal read
+        read += 100
+        return {"type": "http.request", "body": b"a" * 100, "more_body": True}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": [(b"content-length", b"5")]}
+    await LimitBody(app, 1000)(scope, receive, send)
+    assert sent[0]["status"] == 413
+    assert read == 1100
+
+
+async def test_a_body_that_never_ends_is_given_up() -> None:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+    await LimitBody(Starlette(), 1000, timeout_s=0.05)(scope, receive, send)
+    assert sent[0]["status"] == 408
+
+
+async def test_after_a_failure_only_the_routes_that_help_answer(app: Starlette) -> None:
+    reason: ErrorBody | None = None
+    async with client(RefuseWhenFailed(app, lambda: reason)) as http:
+        assert (await http.post("/generate")).status_code == 200
+        reason = ErrorBody(code="reload_failed", message="half loaded", hint="reload")
+        for path in ("/generate", "/v1/chat/completions", "/tokenize"):
+            refused = await http.post(path)
+            assert refused.status_code == 503
+            assert refused.json()["error"] == {"code": "reload_failed", "message": "half loaded", "hint": "reload"}
+        for path in ("/health", "/reload_weights", "/metrics"):
+            assert (await http.post(path)).status_code == 200

@@ -1,0 +1,120 @@
+"""What /generate makes of a body, without an engine."""
+
+import json
+from typing import Any
+
+import pytest
+
+from hocket.config import ServerConfig
+from hocket.server.errors import ApiError
+from hocket.server.requests import RequestReader
+
+
+@pytest.fixture(scope="module")
+def reader(kit: Any) -> RequestReader:
+    return RequestReader(
+        kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig(max_prompts=4, max_n=3)
+    )
+
+
+def read(reader: RequestReader, **body: Any) -> Any:
+    return reader.read(json.dumps(body).encode())
+
+
+def test_text_ids_and_messages_become_token_ids(reader: RequestReader) -> None:
+    prompts = ["ab", [7, 95], [{"role": "user", "content": "a"}]]
+    _, jobs = read(reader, prompts=prompts, sampling={"max_tokens": 8})
+    # chr(33) is id 3, so "a" (97) is 67, and "user:a|assistant:" follows character by character.
+    assert [job.token_ids for job in jobs[:2]] == [[67, 68], [7, 95]]
+    assert jobs[2].token_ids == [ord(c) - 30 if ord(c) < 123 else 2 for c in "user:a|assistant:"]
+
+
+def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: RequestReader) -> None:
+    _, jobs = read(reader, prompts=["a", "b"], n=3, sampling={"seed": 10})
+    assert [(job.prompt, job.index, job.seed) for job in jobs] == [
+        (0, 0, 10),
+        (0, 1, 11),
+        (0, 2, 12),
+        (1, 0, 13),
+        (1, 1, 14),
+        (1, 2, 15),
+    ]
+    _, jobs = read(reader, prompts=["a"], n=2, sampling={"seed": 2**63 - 1})
+    assert [job.seed for job in jobs] == [2**63 - 1, 0]
+    _, jobs = read(reader, prompts=["a"])
+    assert jobs[0].seed is None
+
+
+def test_a_prompt_that_just_fits_is_taken_and_one_token_more_is_not(reader: RequestReader) -> None:
+    read(reader, prompts=[[5] * 16], sampling={"max_tokens": 16})
+    with pytest.raises(ApiError, match=r"17 prompt tokens \+ max_tokens 16 do not fit"):
+        read(reader, prompts=[[5] * 17], sampling={"max_tokens": 16})
+
+
+def test_the_last_id_of_the_vocabulary_is_taken_and_the_next_is_not(reader: RequestReader) -> None:
+    read(reader, prompts=[[95]])
+    with pytest.raises(ApiError, match="token id 96 is outside the vocabulary of 96"):
+        read(reader, prompts=[[96]])
+
+
+def test_caps_are_taken_and_one_more_is_not(reader: RequestReader) -> None:
+    read(reader, prompts=["a"] * 4, n=3, sampling={"stop": ["x"] * 16, "stop_token_ids": [1] * 16})
+    for wrong in (
+        {"prompts": ["a"] * 5},
+        {"prompts": ["a"], "n": 4},
+        {"prompts": ["a"], "sampling": {"stop": ["x"] * 17}},
+        {"prompts": ["a"], "sampling": {"stop_token_ids": [1] * 17}},
+    ):
+        with pytest.raises(ApiError, match="is more than") as caught:
+            read(reader, **wrong)
+        assert caught.value.status == 422
+        assert "raise server." in caught.value.body.hint
+
+
+def test_text_that_can_not_fit_is_refused_before_it_is_tokenized(reader: RequestReader) -> None:
+    # The longest token, "<pad>", has 5 characters: 32 tokens have at most 160.
+    with pytest.raises(ApiError, match="161 characters can't fit"):
+        read(reader, prompts=["a" * 161])
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "wizard", "content": "a"}], "prompts.0.0.role: must be one of"),
+        ([{"content": "a"}], "prompts.0.0.role: must be one of"),
+        ([{"role": "user"}], "prompts.0.0.content: must be text"),
+        ([{"role": "user", "content": None}], "prompts.0.0.content: must be text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "prompts.0.0.content: must be text"),
+        ([{"role": "user", "content": "a", "colour": 1}], "prompts.0.0: unknown field 'colour'"),
+        ([{"role": "user", "content": "a"}, {}], "prompts.0.1.role: must be one of"),
+        ([{"role": "tool", "content": "a"}], "no tools here"),
+    ],
+)
+def test_wrong_messages_are_refused_by_name(reader: RequestReader, messages: Any, said: str) -> None:
+    with pytest.raises(ApiError, match=said) as caught:
+        read(reader, prompts=[messages])
+    assert caught.value.status == 422
+
+
+def test_a_model_without_chat_template_refuses_messages(kit: Any) -> None:
+    tokenizer = kit.make_tokenizer()
+    tokenizer.chat_template = None
+    reader = RequestReader(tokenizer, vocab_size=96, max_length=32, limits=ServerConfig())
+    with pytest.raises(ApiError, match="no chat template"):
+        read(reader, prompts=[[{"role": "user", "content": "a"}]])
+
+
+def test_temperatures_the_engine_would_change_silently_are_refused(reader: RequestReader) -> None:
+    read(reader, prompts=["a"], sampling={"temperature": 0})
+    read(reader, prompts=["a"], sampling={"temperature": 0.01})
+    with pytest.raises(ApiError, match=r"below 0\.01"):
+        read(reader, prompts=["a"], sampling={"temperature": 0.005})
+
+
+def test_a_body_that_is_no_json_is_malformed_and_a_wrong_field_is_invalid(reader: RequestReader) -> None:
+    with pytest.raises(ApiError) as caught:
+        reader.read(b'{"prompts": ["a"]')
+    assert (caught.value.status, caught.value.body.code) == (400, "malformed_json")
+    with pytest.raises(ApiError, match="colour: unknown field") as caught:
+        read(reader, prompts=["a"], colour="red")
+    assert (caught.value.status, caught.value.body.code) == (422, "invalid_request")

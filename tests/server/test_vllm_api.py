@@ -1,0 +1,148 @@
+"""The contract with vLLM: every name that server/vllm_api.py uses, and the token in front of every route."""
+
+import importlib
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hocket.config import load
+from hocket.protocol import Sampling
+from hocket.server import main, vllm_api
+from hocket.server.app import assemble
+from hocket.server.requests import Job
+from hocket.server.worker import WorkerExtension
+
+TOKEN = "correct-horse"
+NAMES = {
+    "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args"],
+    "vllm.entrypoints.launchers.api_server.app_state": ["init_app_state"],
+    "vllm.entrypoints.launchers.app": ["build_app"],
+    "vllm.entrypoints.launchers.cli_args": ["make_arg_parser"],
+    "vllm.exceptions": ["VLLMClientError"],
+    "vllm.inputs.engine": ["tokens_input"],
+    "vllm.model_executor.layers.vocab_parallel_embedding": ["ParallelLMHead"],
+    "vllm.platforms": ["current_platform.is_cpu"],
+    "vllm.sampling_params": ["RequestOutputKind.FINAL_ONLY", "SamplingParams"],
+    "vllm.utils.argparse_utils": ["FlexibleArgumentParser"],
+    "vllm.v1.engine.async_llm": [
+        "AsyncLLM.from_engine_args",
+        "AsyncLLM.collective_rpc",
+        "AsyncLLM.errored",
+        "AsyncLLM.generate",
+        "AsyncLLM.get_supported_tasks",
+        "AsyncLLM.pause_generation",
+        "AsyncLLM.resume_generation",
+        "AsyncLLM.shutdown",
+        "AsyncLLM.update_weight_version",
+    ],
+    "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
+    "vllm.v1.worker.gpu_worker": ["Worker.reload_weights"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Any:
+    before = dict(os.environ)
+    main.prepare_environment()
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def args() -> Any:
+    return vllm_api.engine_arguments(load(None, ["model.path=some/model", "server.kv_cache_mib=64"]))
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
+def test_vllm_still_has(module: str, name: str) -> None:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        assert hasattr(found, part), f"vLLM's {module} has no {name} any more: change server/vllm_api.py"
+        found = getattr(found, part)
+
+
+def test_vllm_is_imported_in_one_file_only() -> None:
+    folder = Path(inspect.getfile(vllm_api)).parents[1]
+    importing = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip().startswith(("import vllm", "from vllm"))
+    }
+    assert importing == {"server/vllm_api.py"}
+
+
+def test_calls_take_the_arguments_we_give() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert {"mode", "clear_cache"} <= inspect.signature(AsyncLLM.pause_generation).parameters.keys()
+    assert {"prompt", "sampling_params", "request_id"} <= inspect.signature(AsyncLLM.generate).parameters.keys()
+    assert "new_version" in inspect.signature(AsyncLLM.update_weight_version).parameters
+
+
+def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    ours = {name for name in dir(WorkerExtension) if not name.startswith("__")}
+    assert ours == {"hocket_load_disk"}
+    assert not any(hasattr(Worker, name) for name in ours)
+
+
+def test_the_arguments_say_what_the_config_says(args: Any) -> None:
+    assert args.model == "some/model"
+    assert args.served_model_name == ["some/model"]
+    assert args.trust_remote_code is False
+    assert args.generation_config == "vllm"
+    assert args.logprobs_mode == "processed_logprobs"
+    assert args.kv_cache_memory_bytes == 64 * 1024 * 1024
+    with_lora = vllm_api.engine_arguments(load(None, ["server.max_lora_rank=8", "model.dtype=bfloat16"]))
+    assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
+
+
+def test_sampling_reaches_vllm_unchanged() -> None:
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop=["x"], stop_token_ids=[2], seed=4)
+    made = vllm_api.sampling_params(Job(prompt=0, index=0, token_ids=[1], sampling=sampling, seed=9))
+    assert (made.temperature, made.top_p, made.top_k, made.max_tokens) == (0.7, 0.9, 5, 3)
+    assert (made.stop, made.stop_token_ids, made.seed, made.n) == (["x"], [2], 9, 1)
+    assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
+
+
+class Absent:
+    """An engine that must not be asked anything."""
+
+    def failure(self) -> None:
+        return None
+
+
+async def test_every_route_of_the_whole_app_needs_the_token(args: Any) -> None:
+    app = vllm_api.app_without_engine(args, ("generate",), None)
+    door = assemble(app, Absent(), load(None, [f"server.token={TOKEN}"]))  # type: ignore[arg-type]
+    paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
+    assert {("/v1/chat/completions", "POST"), ("/generate", "POST"), ("/reload_weights", "POST")} <= paths
+    assert ("/metrics", "GET") in paths
+    assert len(paths) > 20
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
+        for path, method in sorted(paths - {("/health", "GET")}):
+            for headers in ({}, {"Authorization": "Bearer wrong-token"}):
+                response = await http.request(method, path, headers=headers)
+                assert response.status_code == 401, (method, path)
+
+
+async def test_with_the_token_vllm_s_routes_answer(args: Any) -> None:
+    app = vllm_api.app_without_engine(args, ("generate",), None)
+    door = assemble(app, Absent(), load(None, [f"server.token={TOKEN}"]))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
+        for path in ("/version", "/openapi.json", "/docs", "/metrics"):
+            response = await http.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
+            assert response.status_code == 200, path
+
+
+def test_health_is_ours_alone(args: Any) -> None:
+    app = vllm_api.app_without_engine(args, ("generate",), None)
+    assemble(app, Absent(), load(None, []))  # type: ignore[arg-type]
+    assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
