@@ -23,6 +23,7 @@ class Prompt:
         id: stable name of the row within its source, "source:row".
         token_ids: the rendered prompt, ready for the engine.
         messages: the chat it was rendered from; None where the source gave plain text.
+        text: what was asked, for rewards and people: the last user message, or the plain text.
         answer: the reference that rewards compare with, None where there is none.
         meta: the row's other columns.
     """
@@ -30,6 +31,7 @@ class Prompt:
     id: str
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] | None = None
+    text: str = ""
     answer: str | None = None
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
