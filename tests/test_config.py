@@ -1,0 +1,168 @@
+"""One YAML file, overrides, and answers that name the key."""
+
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from hocket import config
+from hocket.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> config.Config:
+    file = tmp_path / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    return config.load(file, overrides)
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("config/**/*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_loads_and_names_what_exists(file: Path) -> None:
+    loaded = config.load(file)
+    for path in (loaded.data.source, loaded.eval.data.source, *loaded.plugins):
+        if path.endswith((".jsonl", ".parquet", ".py")):
+            assert (ROOT / path).is_file(), path
+    if loaded.model.path.startswith("checkpoints/"):
+        assert (ROOT / loaded.model.path / "config.json").is_file()
+
+
+def test_configs_are_shipped() -> None:
+    assert {"quickstart.yaml", "gsm8k_1gpu.yaml"} <= {path.name for path in ROOT.glob("config/**/*.yaml")}
+
+
+def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "trainer: {steps: 7, seed: 3}\n", "trainer.steps=9", "run.dir=runs/a")
+    assert (loaded.trainer.steps, loaded.trainer.seed, loaded.trainer.max_grad_norm) == (9, 3, 1.0)
+    assert loaded.run_dir == Path("runs/a")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("trainer.learning_rate=1e-6", 1e-6),  # YAML 1.1 calls this a string
+        ("trainer.learning_rate=0.5", 0.5),
+        ("trainer.zero_stage=null", None),
+        ("trainer.betas=[0.9, 0.95]", (0.9, 0.95)),
+        ("trainer.gradient_checkpointing=true", True),
+    ],
+)
+def test_an_overrides_value_is_read_as_yaml(override: str, value: object) -> None:
+    loaded = config.load(overrides=[override])
+    assert getattr(loaded.trainer, override.partition("=")[0].removeprefix("trainer.")) == value
+
+
+def test_a_value_may_hold_equals_signs() -> None:
+    assert config.load(overrides=["data.answer_pattern=x=(.*)"]).data.answer_pattern == "x=(.*)"
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("trainer.stps=3", "unknown key 'trainer.stps'; did you mean 'trainer.steps'?"),
+        ("trainr.steps=3", "unknown key 'trainr'; did you mean 'trainer'?"),
+        ("eval.data.sauce=x", "unknown key 'eval.data.sauce'; did you mean 'eval.data.source'?"),
+        ("zzzz=1", "`python run.py config --reference` lists every key"),
+        ("trainer.steps=0", "trainer.steps: Input should be greater than or equal to 1"),
+        ("server.port=70000", "server.port"),
+        ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
+        ("rollout.group_size=1", "rollout.group_size"),
+        ("rollout.top_p=0.9", "lower the temperature"),
+        ("rollout.top_k=20", "top_k -1 while training"),
+        ("rewards.functions={}", "name at least one reward"),
+        ("server.token=short", "at least 8 characters"),
+        ("model.max_length=256", "leaves no room for a prompt"),
+        ("trainer.steps", "overrides look like section.key=value"),
+        ("=3", "overrides look like section.key=value"),
+        ("trainer.steps=[1", "not valid YAML"),
+    ],
+)
+def test_a_mistake_is_answered_by_name(override: str, answer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(overrides=[override])
+    assert answer in str(caught.value)
+
+
+def test_every_mistake_of_a_file_is_listed_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "trainer: {steps: 0, sed: 1}\n")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"{tmp_path}/run.yaml: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("- a\n", "must be a mapping of sections, got list"), ("a: [\n", "not valid YAML")],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        load(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        config.load(tmp_path / "nowhere.yaml")
+
+
+def test_an_empty_file_means_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "# nothing\n") == config.Config()
+
+
+def test_a_section_that_is_a_value_cannot_be_overridden_below(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'trainer' is not a section"):
+        load(tmp_path, "trainer: 3\n", "trainer.steps=1")
+
+
+def test_the_config_does_not_change() -> None:
+    with pytest.raises(pydantic.ValidationError):
+        config.Config().trainer.steps = 3  # type: ignore[misc]
+
+
+def test_a_reward_may_be_a_weight_alone_or_have_arguments() -> None:
+    loaded = config.load(overrides=["rewards.functions={math: 0.5, length: {weight: 0.1, target: 40}}"])
+    assert loaded.rewards.functions["math"].weight == 0.5
+    assert loaded.rewards.functions["length"].model_extra == {"target": 40}
+
+
+def test_a_dump_is_read_back_as_the_same_config(tmp_path: Path) -> None:
+    original = config.load(ROOT / "config/quickstart.yaml", ["trainer.learning_rate=3e-7", "rollout.stop=['\\n', 'é']"])
+    assert load(tmp_path, config.dump(original)) == original
+
+
+def test_a_dump_holds_no_secret() -> None:
+    assert "0123456789secret" not in config.dump(config.load(overrides=["server.token=0123456789secret"]))
+
+
+def test_the_token_comes_from_config_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_TOKEN", "from-environment")
+    assert config.Config().token == "from-environment"
+    assert config.load(overrides=["server.token=from-config"]).token == "from-config"
+    monkeypatch.setenv("HOCKET_TOKEN", "")
+    assert config.Config().token is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "url"),
+    [
+        ([], "http://127.0.0.1:8000"),
+        (["server.host=::1", "server.port=9"], "http://[::1]:9"),
+        (["server.url=https://gpu.example/hocket/"], "https://gpu.example/hocket"),
+    ],
+)
+def test_the_servers_url_follows_from_its_address(overrides: list[str], url: str) -> None:
+    assert config.load(overrides=overrides).server_url == url
+
+
+def test_versions_are_published_where_the_server_looks() -> None:
+    assert config.load(overrides=["run.dir=runs/a"]).sync_root == Path("runs")
+    with pytest.raises(ConfigError, match=r"run\.dir=runs/a must lie under sync\.root=elsewhere"):
+        config.load(overrides=["run.dir=runs/a", "sync.root=elsewhere"])
+
+
+def test_the_reference_has_one_row_for_every_key() -> None:
+    rows = [line for line in config.reference().splitlines() if line.startswith("| `")]
+    keys = [row.split("`")[1] for row in rows]
+    assert len(keys) == len(set(keys))
+    assert {"trainer.steps", "rollout.group_size", "plugins", "server.port"} <= set(keys)
+    assert next(row for row in rows if "`trainer.learning_rate`" in row).split("`")[3] == "1.0e-06"

@@ -1,0 +1,142 @@
+"""The shape of the project, read from its source: which way imports point, and where heavy packages live."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
+
+LAYERS = (  # a module imports from layers above its own line, and from its own package
+    {"errors", "types"},
+    {"registry", "config", "protocol", "installer"},
+    {"manifest", "tokenizer", "bootstrap"},
+    {"algorithm", "rewards", "envs", "data", "observe", "doctor"},
+    {"client"},
+    {"rollout", "sync", "trainer", "server"},
+    {"loop", "sft", "launch"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+)
+HOMES = {  # the only places that may import a package
+    "vllm": {"server"},
+    "fastapi": {"server"},
+    "starlette": {"server"},
+    "uvicorn": {"server"},
+    "deepspeed": {"trainer"},
+    "httpx": {"client"},
+    "rich": {"observe"},
+    "psutil": {"doctor", "server"},
+}
+HEAVY = {"torch", "transformers", "deepspeed", "vllm", "fastapi", "datasets", "safetensors", "httpx"}
+BEFORE_ANY_PACKAGE = ("run.py", "bootstrap.py", "installer.py", "doctor.py", "errors.py", "types.py", "registry.py")
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def imports(path: Path, *, at_import_time: bool = False) -> set[str]:
+    """Returns the dotted names a file imports; with `at_import_time` only those that run when it is imported."""
+
+    def nodes(parent: ast.AST) -> Iterator[ast.AST]:
+        for node in ast.iter_child_nodes(parent):
+            checked_only = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            if at_import_time and (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or checked_only):
+                continue
+            yield node
+            yield from nodes(node)
+
+    found = set()
+    for node in nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def part(module: str) -> str:
+    """Returns the package or module right under hocket: "server" for hocket.server.app."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def own(names: set[str]) -> set[str]:
+    """Returns the hocket modules among imported names; `from hocket.x import y` counts as hocket.x or hocket.x.y."""
+    return {name if name in FILES else name.rpartition(".")[0] for name in names if name.startswith("hocket.")}
+
+
+def reached(module: str) -> set[str]:
+    """Returns every hocket module that is imported when `module` is."""
+    todo, seen = [module], set()
+    while todo:
+        name = todo.pop()
+        if name in seen or name not in FILES:
+            continue
+        seen.add(name)
+        todo += own(imports(FILES[name], at_import_time=True))
+    return seen
+
+
+def test_every_module_has_a_layer() -> None:
+    known = set().union(*LAYERS)
+    assert {part(module) for module in FILES} - {""} <= known
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if part(name)])
+def test_imports_point_one_way(module: str) -> None:
+    layer = {name: index for index, names in enumerate(LAYERS) for name in names}
+    targets = {part(target) for target in own(imports(FILES[module]))} - {"", part(module)}
+    assert [target for target in sorted(targets) if layer[target] >= layer[part(module)]] == []
+
+
+@pytest.mark.parametrize("package", sorted(HOMES))
+def test_heavy_packages_have_one_home(package: str) -> None:
+    users = {
+        part(name) for name, path in FILES.items() if package in {target.split(".")[0] for target in imports(path)}
+    }
+    assert users <= HOMES[package]
+
+
+@pytest.mark.parametrize("package", ["data", "rewards", "rollout", "client", "config", "protocol"])
+def test_no_torch_is_needed_for(package: str) -> None:
+    modules = [name for name in FILES if part(name) == package]
+    assert modules
+    for module in modules:
+        for name in reached(module) | {module}:
+            assert "torch" not in {target.split(".")[0] for target in imports(FILES[name], at_import_time=True)}, name
+        assert "torch" not in {target.split(".")[0] for target in imports(FILES[module])}, module
+
+
+@pytest.mark.parametrize("module", ["hocket.cli", "hocket.config", "hocket.launch", "hocket.registry"])
+def test_arguments_are_parsed_before_anything_heavy_is_imported(module: str) -> None:
+    for name in reached(module):
+        assert not HEAVY & {target.split(".")[0] for target in imports(FILES[name], at_import_time=True)}, name
+
+
+@pytest.mark.parametrize("name", BEFORE_ANY_PACKAGE)
+def test_what_runs_before_there_is_an_environment_needs_only_the_standard_library(name: str) -> None:
+    path = ROOT / name if name == "run.py" else SOURCE / "hocket" / name
+    roots = {target.split(".")[0] for target in imports(path, at_import_time=True)}
+    assert roots <= sys.stdlib_module_names | {"hocket", "__future__"}
+
+
+def test_the_import_reader_sees_every_way_to_import(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        "import a.b\nfrom c import d\nfrom typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import e\n"
+        "def f():\n    import g\n"
+        "class H:\n    import i\n"
+        "try:\n    import j\nexcept ImportError:\n    pass\n"
+    )
+    assert imports(file) == {"a.b", "c.d", "typing.TYPE_CHECKING", "e", "g", "i", "j"}
+    assert imports(file, at_import_time=True) == {"a.b", "c.d", "typing.TYPE_CHECKING", "i", "j"}

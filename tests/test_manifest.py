@@ -1,0 +1,113 @@
+"""Checksums against the same formula in plain Python integers, and what they must notice."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from hocket import manifest
+from hocket.manifest import tensor_checksum, total_checksum
+
+K = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, rounded to odd
+BLOCK = 65536
+
+
+def in_plain_python(data: bytes) -> str:
+    """t ← t·K + Σ (2i + 1)·K·w_i over blocks of 2^16 signed 32-bit words, modulo 2^64."""
+    data += bytes(-len(data) % 4)
+    words = struct.unpack(f"<{len(data) // 4}i", data)
+    total = 0
+    for start in range(0, len(words), BLOCK):
+        block = sum((2 * i + 1) * K * word for i, word in enumerate(words[start : start + BLOCK]))
+        total = (total * K + block) % 2**64
+    return f"{total:016x}"
+
+
+def test_one_word_by_hand() -> None:
+    # 1.0 in float32 is the word 0x3f800000; alone in its block it is multiplied by (2·0 + 1)·K.
+    assert tensor_checksum(torch.tensor([1.0])) == f"{0x3F800000 * K % 2**64:016x}"
+
+
+def test_two_words_by_hand() -> None:
+    assert tensor_checksum(torch.tensor([2, 5], dtype=torch.int32)) == f"{(2 + 3 * 5) * K % 2**64:016x}"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+def test_float32_of_any_size_agrees_with_plain_python(count: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    assert tensor_checksum(values) == in_plain_python(struct.pack(f"<{count}f", *values.tolist()))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 2 * BLOCK - 1, 2 * BLOCK + 1])
+def test_two_byte_and_one_byte_numbers_are_padded_with_zero_bytes(count: int) -> None:
+    half = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(torch.float16)
+    assert tensor_checksum(half) == in_plain_python(struct.pack(f"<{count}e", *half.tolist()))
+    small = torch.randint(-128, 128, (count,), dtype=torch.int8, generator=torch.Generator().manual_seed(count))
+    assert tensor_checksum(small) == in_plain_python(struct.pack(f"<{count}b", *small.tolist()))
+
+
+def test_bfloat16_is_the_upper_half_of_float32() -> None:
+    values = [1.0, -2.5, 0.15625]
+    upper = b"".join(struct.pack("<f", value)[2:] for value in values)
+    assert tensor_checksum(torch.tensor(values, dtype=torch.bfloat16)) == in_plain_python(upper)
+
+
+def test_the_layout_in_memory_does_not_matter() -> None:
+    base = torch.arange(35, dtype=torch.float32).reshape(5, 7)
+    assert tensor_checksum(base.t()) == tensor_checksum(base.t().contiguous())
+    packed = torch.arange(9, dtype=torch.bfloat16)
+    assert tensor_checksum(packed[1:]) == tensor_checksum(packed[1:].clone())  # starts between two words
+
+
+@pytest.mark.parametrize("position", [0, 1, BLOCK - 1, BLOCK, BLOCK + 4])
+def test_the_smallest_change_anywhere_is_noticed(position: int) -> None:
+    values = torch.zeros(BLOCK + 5)
+    changed = values.clone()
+    changed[position] = torch.finfo(torch.float32).smallest_normal
+    assert tensor_checksum(values) != tensor_checksum(changed)
+
+
+def test_two_rows_that_changed_places_are_noticed() -> None:
+    values = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0))
+    assert tensor_checksum(values) != tensor_checksum(values.roll(1))
+    assert tensor_checksum(values) != tensor_checksum(values.roll(BLOCK))
+
+
+def test_the_input_is_left_as_it_was() -> None:
+    values = torch.arange(6, dtype=torch.float32, requires_grad=True)
+    tensor_checksum(values)
+    assert values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert values.requires_grad
+
+
+def test_a_version_is_summed_up_in_any_order() -> None:
+    a, b = manifest.spec(torch.ones(2)), manifest.spec(torch.zeros(3))
+    assert total_checksum({"a": a, "b": b}) == total_checksum({"b": b, "a": a})
+
+
+@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"shape": [1, 2]}, {"checksum": "0"}])
+def test_a_versions_sum_covers_every_property(change: dict[str, object]) -> None:
+    original = manifest.spec(torch.ones(2))
+    assert total_checksum({"a": original}) != total_checksum({"a": original.model_copy(update=change)})
+    assert total_checksum({"a": original}) != total_checksum({"b": original})
+
+
+def test_a_manifest_is_read_back(tmp_path: Path) -> None:
+    built = manifest.build(4, [("w", torch.ones(2, 3, dtype=torch.bfloat16))])
+    assert (built.tensors["w"].dtype, built.tensors["w"].shape) == ("bfloat16", [2, 3])
+    (tmp_path / manifest.MANIFEST_FILE).write_text(built.model_dump_json())
+    assert manifest.read(tmp_path) == built
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', json.dumps({"version": "1"})])
+def test_a_malformed_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / manifest.MANIFEST_FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"."):
+        manifest.read(tmp_path)
+
+
+def test_a_missing_manifest_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        manifest.read(tmp_path)

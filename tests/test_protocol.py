@@ -1,0 +1,116 @@
+"""Messages are strict: what is not exactly right is refused, on either side."""
+
+import json
+
+import pydantic
+import pytest
+
+from hocket.protocol import (
+    CompletionMessage,
+    GenerateRequest,
+    GenerateResponse,
+    Manifest,
+    ReloadRequest,
+    Sampling,
+    StreamEnd,
+    StreamLine,
+)
+
+COMPLETION = {
+    "token_ids": [4, 2],
+    "logprobs": [-0.5, -0.1],
+    "text": "a",
+    "finish_reason": "stop",
+    "versions": [[3, 0, 2]],
+}
+
+
+def test_prompts_may_be_text_tokens_or_messages_and_stay_what_they_are() -> None:
+    prompts = ["text", [1, 2], [{"role": "user", "content": "hi"}]]
+    assert GenerateRequest.model_validate({"prompts": prompts}).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompts": []},
+        {"prompts": "text"},
+        {"prompts": [[1, -2]]},
+        {"prompts": [[1, 2.5]]},
+        {"prompts": [[True, 2]]},
+        {"prompts": [None]},
+        {"prompts": ["a"], "n": 0},
+        {"prompts": ["a"], "n": True},
+        {"prompts": ["a"], "n": "2"},
+        {"prompts": ["a"], "stream": 1},
+        {"prompts": ["a"], "temperature": 1.0},
+        {"prompts": ["a"], "sampling": {"temperature": float("nan")}},
+        {"prompts": ["a"], "sampling": {"temperature": float("inf")}},
+        {"prompts": ["a"], "sampling": {"temperature": -0.1}},
+        {"prompts": ["a"], "sampling": {"top_p": 0.0}},
+        {"prompts": ["a"], "sampling": {"max_tokens": 0}},
+        {"prompts": ["a"], "sampling": {"stop": [""]}},
+        {"prompts": ["a"], "sampling": {"seed": 2**63}},
+        {"prompts": ["a"], "sampling": {"presence_penalty": 1.0}},
+    ],
+)
+def test_a_bad_request_is_refused(body: dict[str, object]) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        GenerateRequest.model_validate(body)
+
+
+def test_json_has_no_nan_either() -> None:
+    with pytest.raises(pydantic.ValidationError):
+        GenerateRequest.model_validate_json('{"prompts": ["a"], "sampling": {"temperature": NaN}}')
+
+
+def test_sampling_is_by_default_from_the_policy_itself() -> None:
+    assert (Sampling().temperature, Sampling().top_p, Sampling().top_k) == (1.0, 1.0, -1)
+
+
+def test_an_answer_survives_the_wire() -> None:
+    answer = GenerateResponse.model_validate_json(
+        json.dumps({"version": 3, "model": "tiny", "completions": [[COMPLETION]]})
+    )
+    assert answer.completions[0][0].versions == [(3, 0, 2)]
+    assert GenerateResponse.model_validate_json(answer.model_dump_json()) == answer
+
+
+@pytest.mark.parametrize("change", [{"finish_reason": "eos"}, {"logprobs": [float("nan"), 0.0]}, {"extra": 1}])
+def test_a_malformed_completion_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        CompletionMessage.model_validate_json(json.dumps({**COMPLETION, **change}))
+
+
+def test_the_last_line_of_a_stream_is_told_from_the_others() -> None:
+    line = StreamLine.model_validate_json(json.dumps({"prompt": 0, "index": 1, "completion": COMPLETION}))
+    end = StreamEnd.model_validate({"version": 3, "model": "tiny"})
+    assert end.done is True
+    with pytest.raises(pydantic.ValidationError):
+        StreamEnd.model_validate_json(line.model_dump_json())
+    with pytest.raises(pydantic.ValidationError):
+        StreamLine.model_validate_json(end.model_dump_json())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"version": 0, "source": {"kind": "disk", "name": "v1"}},
+        {"version": 1, "source": {"kind": "disk", "name": ""}},
+        {"version": 1, "source": {"kind": "disk", "name": "v" * 513}},
+        {"version": 1, "source": {"kind": "ftp", "name": "v1"}},
+        {"version": 1, "source": {"kind": "disk", "name": "v1", "path": "/etc"}},
+        {"version": 1},
+    ],
+)
+def test_a_bad_reload_is_refused(body: dict[str, object]) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        ReloadRequest.model_validate(body)
+
+
+def test_a_manifest_names_every_tensor_completely() -> None:
+    tensor = {"dtype": "float32", "shape": [2, 3], "checksum": "00"}
+    body = {"version": 1, "tensors": {"a": tensor}, "checksum": "11"}
+    assert Manifest.model_validate(body).tensors["a"].shape == [2, 3]
+    with pytest.raises(pydantic.ValidationError):
+        Manifest.model_validate({**body, "tensors": {"a": {"dtype": "float32", "shape": [2, 3]}}})

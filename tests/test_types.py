@@ -1,0 +1,70 @@
+"""What flows between the stages can't be malformed and can't be changed."""
+
+import dataclasses
+
+import pytest
+
+from hocket.types import Completion, Group, Prompt, Rollout, Score, TrainSample
+
+PROMPT = Prompt(id="sort:7", token_ids=(5, 6))
+ROLLOUT = Rollout(
+    id="sort:7/0",
+    group_id="sort:7",
+    prompt=PROMPT,
+    token_ids=(5, 6, 9, 2),
+    mask=(False, False, True, True),
+    logprobs=(0.0, 0.0, -0.7, -0.1),
+    finish_reason="stop",
+    version_min=3,
+    version_max=3,
+    text="c",
+)
+
+
+def test_a_prompt_needs_tokens() -> None:
+    with pytest.raises(ValueError, match="sort:8 has no tokens"):
+        Prompt(id="sort:8", token_ids=())
+
+
+def test_only_sampled_tokens_count_as_length() -> None:
+    assert ROLLOUT.num_sampled == 2
+
+
+@pytest.mark.parametrize("field", ["mask", "logprobs", "token_ids"])
+def test_a_rollouts_fields_have_one_length(field: str) -> None:
+    shorter = getattr(ROLLOUT, field)[:-1]
+    with pytest.raises(ValueError, match=rf"equal lengths.*'{field}': 3"):
+        dataclasses.replace(ROLLOUT, **{field: shorter})
+
+
+def test_a_completion_has_one_logprob_per_token() -> None:
+    with pytest.raises(ValueError, match="'token_ids': 2, 'logprobs': 1"):
+        Completion(token_ids=(1, 2), logprobs=(-0.1,), finish_reason="stop", versions=((1, 0, 2),), text="")
+
+
+def test_a_group_has_one_score_per_rollout() -> None:
+    with pytest.raises(ValueError, match="'rollouts': 1, 'scores': 2"):
+        Group(id="g", rollouts=(ROLLOUT,), scores=(Score(total=1.0), Score(total=0.0)))
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_sample_has_a_token_to_predict_from(length: int) -> None:
+    with pytest.raises(ValueError, match="at least two tokens"):
+        TrainSample(token_ids=(1,) * length, mask=(True,) * length, rollout_logprobs=(0.0,) * length, advantage=1.0)
+
+
+def test_a_sample_has_one_mask_and_logprob_per_token() -> None:
+    with pytest.raises(ValueError, match="'rollout_logprobs': 2"):
+        TrainSample(token_ids=(1, 2, 3), mask=(False, True, True), rollout_logprobs=(0.0, -1.0), advantage=1.0)
+
+
+@pytest.mark.parametrize("value", [PROMPT, ROLLOUT, Score(total=1.0)])
+def test_values_do_not_change(value: object) -> None:
+    name = dataclasses.fields(value)[0].name  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, name, None)
+
+
+def test_an_error_is_not_a_zero() -> None:
+    assert Score(total=0.0).error is None
+    assert Score(total=0.0, error="timeout") != Score(total=0.0)
