@@ -175,8 +175,9 @@ def _processes(report: Report) -> None:
     if psutil is None:
         return
     leftovers = []
+    in_container = is_ours(psutil.Process(1).cmdline())  # then process 1 is the server, not the adopter of orphans
     for process, age, command in _ours(psutil):
-        orphan = process.ppid() == 1
+        orphan = process.ppid() == 1 and not in_container
         kind = "leftover" if orphan else "running"
         report.line("process", f"{process.pid} {kind}, {age:.0f} s old: {command[:90]}")
         if orphan:
