@@ -8,10 +8,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.server.requests import Job
 
 CPU_KV_CACHE_MIB = 256
+CPU_BATCHED_TOKENS = 8192
 
 
 def is_cpu_build() -> bool:
@@ -66,6 +68,9 @@ def engine_arguments(config: Config) -> Namespace:
         settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
     if cpu:
         settings["enforce_eager"] = True
+        # With a seeded request whose prompt it cuts into chunks, vLLM's CPU worker dies ("does not use offset").
+        settings["enable_chunked_prefill"] = False
+        settings["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, tokenizers.context_length(config.model))
         if server.tensor_parallel_size == 1:
             settings["distributed_executor_backend"] = "uni"
     for key, value in settings.items():
