@@ -7,7 +7,7 @@ change of any single word always changes the sum. It runs where the tensor lies,
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,3 +68,13 @@ def build(version: int, tensors: Iterable[tuple[str, "torch.Tensor"]]) -> Manife
 def read(folder: Path) -> Manifest:
     """Reads manifest.json. Raises OSError or ValueError where it is missing or malformed."""
     return Manifest.model_validate(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")))
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
+    """Yields every tensor of the folder's safetensors files, file by file. Raises SafetensorError on a broken one."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)

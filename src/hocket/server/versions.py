@@ -1,7 +1,7 @@
 """Published weight versions on disk: found under one root, and verified to the last byte before a model sees them."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ def verify(folder: Path, version: int, expected: ModelShapes) -> Manifest:
     _check_shapes(described, expected)
     found = set()
     try:
-        for name, tensor in tensors(folder):
+        for name, tensor in manifest.tensors(folder):
             if name not in described.tensors:
                 raise _refused(f"the files hold tensor {name!r}, which the manifest does not have")
             if name in found:
@@ -101,16 +101,6 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest.read(folder)
     except (OSError, ValueError) as error:
         raise _refused(f"can't read {manifest.MANIFEST_FILE}: {error}") from error
-
-
-def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Yields every tensor of the folder's safetensors files, file by file."""
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
 
 
 def _check_shapes(described: Manifest, expected: ModelShapes) -> None:

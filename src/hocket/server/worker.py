@@ -31,12 +31,12 @@ class WorkerExtension:
             `checksum` of the tensors as they went into the model and `num_tensors`.
         """
         from hocket import manifest
-        from hocket.server import versions, vllm_api
+        from hocket.server import vllm_api
 
         specs = {}
 
         def passing() -> Iterator[tuple[str, Any]]:
-            for name, tensor in versions.tensors(Path(folder)):
+            for name, tensor in manifest.tensors(Path(folder)):
                 specs[name] = manifest.spec(tensor)
                 yield name, tensor
 

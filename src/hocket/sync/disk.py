@@ -10,18 +10,13 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from hocket import manifest
 from hocket.config import Config
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import ReloadResponse
-
-if TYPE_CHECKING:
-    import torch
-
 
 class Exporter(Protocol):
     """What publishing needs of the trainer."""
@@ -108,7 +103,7 @@ class DiskSync:
         partial.mkdir(parents=True)
         try:
             trainer.export(partial)
-            made = manifest.build(version, _tensors(partial))
+            made = manifest.build(version, manifest.tensors(partial))
             (partial / manifest.MANIFEST_FILE).write_text(made.model_dump_json(indent=1), encoding="utf-8")
             (partial / manifest.COMPLETE_FILE).touch()
             num_bytes = sum(_flush(path) for path in sorted(partial.iterdir()))
@@ -127,15 +122,6 @@ class DiskSync:
             gone = old.with_name(f".{old.name}.partial")
             old.rename(gone)
             shutil.rmtree(gone)
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
 
 
 def _flush(path: Path) -> int:
