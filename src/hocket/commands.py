@@ -109,9 +109,8 @@ def _load(which: str, config: Config, tokenizer: Any, console: Console) -> tuple
     longest = tokenizers.context_length(config.model) - config.rollout.max_tokens
     loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest)
     if loaded.num_dropped:
-        console.say(
-            f"{which}: dropped {loaded.num_dropped} prompts of {data.source}: longer than {min(longest, data.max_prompt_tokens or longest)} tokens"
-        )
+        limit = min(longest, data.max_prompt_tokens or longest)
+        console.say(f"{which}: dropped {loaded.num_dropped} prompts of {data.source} with more than {limit} tokens")
     if not loaded.prompts:
         raise ConfigError(f"{which}: no prompt of {data.source} is short enough; lower rollout.max_tokens")
     return loaded.prompts if which == "train" else loaded.prompts[: config.eval.num_prompts]

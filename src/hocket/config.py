@@ -206,7 +206,9 @@ class EvalConfig(Section):
     num_prompts: int = Field(256, ge=0, description="Prompts per evaluation; 0: no evaluation.")
     every_steps: int = Field(0, ge=0, description="Evaluate every so many steps, besides before and after; 0: don't.")
     temperature: float | None = Field(None, ge=0, description="Default: rollout.temperature; 0: greedy.")
-    reward: str | None = Field(None, description="Reward whose mean is the accuracy; default: the first of rewards.functions.")
+    reward: str | None = Field(
+        None, description="Reward whose mean is the accuracy; default: first of rewards.functions."
+    )
 
 
 class ObserveConfig(Section):

@@ -18,6 +18,7 @@ from hocket.config import Config
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import ReloadResponse
 
+
 class Exporter(Protocol):
     """What publishing needs of the trainer."""
 
