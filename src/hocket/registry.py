@@ -12,6 +12,9 @@ from hocket.errors import ConfigError
 
 T = TypeVar("T")
 
+PLUGIN_PREFIX = "hocket_plugin_"
+"""The names of modules that load_plugins makes begin with it."""
+
 
 class Registry(Generic[T]):
     """Named things of one kind, filled by a decorator.
@@ -61,7 +64,7 @@ def load_plugins(paths: Iterable[str]) -> None:
         file = Path(path).expanduser().resolve()
         if not file.is_file():
             raise ConfigError(f"plugin {path!r} is not a file; paths are relative to {Path.cwd()}")
-        name = f"hocket_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+        name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
         if name in sys.modules:
             continue
         spec = importlib.util.spec_from_file_location(name, file)

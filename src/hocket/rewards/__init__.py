@@ -1,0 +1,7 @@
+"""Rewards: functions that score a finished rollout, found by name, each asking only for the arguments it uses."""
+
+from hocket.rewards import builtin  # registers the rewards that ship with hocket
+from hocket.rewards.base import reward
+from hocket.rewards.scorer import RewardScorer
+
+__all__ = ["RewardScorer", "builtin", "reward"]
