@@ -69,7 +69,7 @@ class World:
     async def score(self, rollout: Rollout) -> Score:
         what, step, *_ = rollout.group_id.replace("/", " ").split()
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
-        return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"r": value})
+        return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
 
     def take(self, n: int) -> list[Prompt]:
         self.taken += n

@@ -6,6 +6,7 @@ prints them all. This module imports no engine and no torch, so that a mistake i
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,13 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class Section(pydantic.BaseModel):
     """Base of every section: unknown keys are errors, values don't change, no silent conversion of types."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # YAML takes an answer column called 2024, or a token of digits, for a number
+    )
 
 
 class RunConfig(Section):
@@ -356,12 +363,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, str):  # YAML 1.1 reads 1e-6 as text
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    # YAML 1.1 reads 1e-6 as text
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
 
 
 def _explain(error: pydantic.ValidationError) -> list[str]:

@@ -28,7 +28,7 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
         scores=(
             Score(total=1.0, parts={"math": 1.0, "length": 0.5}),
             Score(total=0.0, parts={"math": 0.0, "length": 0.0}),
-            Score(total=0.5, parts={"math": 0.5, "length": 1.0}),
+            Score(total=0.5, parts={"math": 0.5}),
             Score(total=0.0, error="math: hung"),
         ),
     )
@@ -43,7 +43,7 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
             "reward/mean": 0.5,  # of the three scored ones
             "reward/std": math.sqrt(0.5 / 3),
             "reward/math": 0.5,
-            "reward/length": 0.5,
+            "reward/length": 0.25,  # of the two that have it
         }
     )
 

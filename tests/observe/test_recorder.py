@@ -9,7 +9,9 @@ from hocket.errors import ConfigError
 from hocket.observe.recorder import Recorder
 from hocket.types import Group, Prompt, Rollout, Score
 
-PROMPT = Prompt(id="task:0", token_ids=(1, 2), messages=({"role": "user", "content": "sort ba"},), answer="ab")
+PROMPT = Prompt(
+    id="task:0", token_ids=(1, 2), messages=({"role": "user", "content": "sort ba"},), answer="ab", text="sort ba"
+)
 ROLLOUT = Rollout(
     id="step 1/0/0",
     group_id="step 1/0",

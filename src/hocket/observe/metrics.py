@@ -109,8 +109,8 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float
         totals = [score.total for score in scores]
         metrics["reward/mean"] = statistics.fmean(totals)
         metrics["reward/std"] = statistics.pstdev(totals)
-        for name in scores[0].parts:
-            metrics[f"reward/{name}"] = statistics.fmean(score.parts[name] for score in scores)
+        for name in sorted({name for score in scores for name in score.parts}):  # a reward may leave a part out
+            metrics[f"reward/{name}"] = statistics.fmean(s.parts[name] for s in scores if name in s.parts)
     return metrics
 
 

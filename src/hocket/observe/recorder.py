@@ -81,7 +81,7 @@ def _rows(group: Group) -> Iterable[dict[str, Any]]:
             "id": rollout.id,
             "group_id": rollout.group_id,
             "prompt_id": rollout.prompt.id,
-            "prompt": rollout.prompt.messages[-1]["content"] if rollout.prompt.messages else rollout.prompt.id,
+            "prompt": rollout.prompt.text,
             "completion": rollout.text,
             "answer": rollout.prompt.answer,
             "reward": None if score.error is not None else score.total,

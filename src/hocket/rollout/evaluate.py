@@ -25,7 +25,7 @@ async def evaluate(
     """Returns the eval/* metrics and the groups, in the prompts' order.
 
     Args:
-        scorer: scores by `rewards_of_eval`; its one part is the accuracy.
+        scorer: scores by `rewards_of_eval`.
 
     Raises:
         RewardError: nothing could be scored.
@@ -48,7 +48,8 @@ async def evaluate(
     groups.sort(key=lambda group: int(group.id.rpartition("/")[2]))
     rollouts = [group.rollouts[0] for group in groups]
     scores = [group.scores[0] for group in groups]
-    correct = [value for score in scores if score.error is None for value in score.parts.values()]
+    (name,) = rewards_of_eval(config).functions
+    correct = [score.parts[name] for score in scores if score.error is None]
     if not correct:
         raise RewardError(f"no held-out completion could be scored, the first because: {scores[0].error}")
     metrics = {
