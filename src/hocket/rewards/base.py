@@ -29,7 +29,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hocket.errors import ConfigError
 from hocket.registry import Registry, nearest
@@ -56,19 +56,14 @@ class Reward:
     """A registered reward function.
 
     Attributes:
-        inline: call it in this process and thread; only for functions that can't hang.
+        runs: where it is called: in this process and thread, in the event loop, or in a worker process.
         imports: packages that it needs beyond hocket's own.
     """
 
     name: str
     function: Callable[..., Any]
-    inline: bool
+    runs: Literal["inline", "async", "worker"]
     imports: tuple[str, ...]
-
-    @property
-    def is_async(self) -> bool:
-        """True where the function runs in the event loop."""
-        return inspect.iscoroutinefunction(self.function)
 
 
 REWARDS: Registry[Reward] = Registry("reward")
@@ -86,7 +81,10 @@ def reward(name: str, *, inline: bool = False, imports: tuple[str, ...] = ()) ->
     """
 
     def add(function: F) -> F:
-        REWARDS.register(name)(Reward(name=name, function=function, inline=inline, imports=imports))
+        runs: Literal["inline", "async", "worker"] = "inline" if inline else "worker"
+        if inspect.iscoroutinefunction(function):
+            runs = "async"
+        REWARDS.register(name)(Reward(name=name, function=function, runs=runs, imports=imports))
         return function
 
     return add
@@ -94,7 +92,7 @@ def reward(name: str, *, inline: bool = False, imports: tuple[str, ...] = ()) ->
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BoundReward:
-    """A reward with its weight and options."""
+    """A reward with its weight, its options, and what it asks for of the rollout."""
 
     reward: Reward
     weight: float
@@ -150,8 +148,12 @@ def outcome(returned: Any) -> Outcome:
     """Returns what a reward function's return value means."""
     try:
         if isinstance(returned, Score):
-            return Outcome(_number(returned.total), _numbers(returned.parts), returned.error)
+            if returned.error is not None:
+                return Outcome(error=returned.error)
+            return Outcome(_number(returned.total), _numbers(returned.parts))
         if isinstance(returned, Mapping):
+            if not returned:
+                raise ValueError("returned no parts")
             parts = _numbers(returned)
             return Outcome(math.fsum(parts.values()), parts)
         return Outcome(_number(returned))
@@ -177,6 +179,4 @@ def _number(value: Any) -> float:
 
 
 def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
-    if not parts:
-        raise ValueError("returned no parts")
     return {str(name): _number(value) for name, value in parts.items()}

@@ -63,7 +63,8 @@ def math(completion: str, answer: str | None) -> float:
 
     # Its own time limits are alarm signals, which only work on a main thread; the deadline here is the worker's.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    reference = _reference(answer)
+    # An escaped dollar sign is a currency; the parser takes it for the start of a formula.
+    reference, completion = (text.replace(r"\$", "") for text in (_reference(answer), completion))
     delimited = "$" in reference or r"\boxed" in reference
     gold: list[Any] = parse(reference if delimited else rf"\boxed{{{reference}}}", parsing_timeout=None)
     if not gold:

@@ -26,10 +26,9 @@ class RewardScorer:
     def __init__(self, config: RewardsConfig) -> None:
         self._timeout_s = config.timeout_s
         self._rewards = [bind(name, spec.weight, spec.model_extra or {}) for name, spec in config.functions.items()]
-        in_workers = [bound.reward for bound in self._rewards if not bound.reward.inline and not bound.reward.is_async]
-        modules = sorted({module_of(reward) for reward in in_workers})
-        imports = sorted({package for reward in in_workers for package in reward.imports})
-        self._workers = WorkerPool([*imports, *modules], min(MAX_WORKERS, os.cpu_count() or 1)) if in_workers else None
+        in_workers = [bound.reward for bound in self._rewards if bound.reward.runs == "worker"]
+        modules = [package for reward in in_workers for package in (*reward.imports, module_of(reward))]
+        self._workers = WorkerPool(dict.fromkeys(modules), min(MAX_WORKERS, os.cpu_count() or 1))
         self._abandoned: set[asyncio.Task[Any]] = set()
 
     def __enter__(self) -> "RewardScorer":
@@ -40,8 +39,7 @@ class RewardScorer:
 
     def close(self) -> None:
         """Ends the worker processes, busy ones too."""
-        if self._workers is not None:
-            self._workers.close()
+        self._workers.close()
 
     async def score(self, rollout: Rollout) -> Score:
         """Returns the weighted sum of the rewards, with each one's unweighted value among the parts.
@@ -49,9 +47,8 @@ class RewardScorer:
         Where a reward has parts of its own they are there as "reward/part". Where a reward fails there is no total:
         `error` names each that did and why, `total` is nan. Never raises for what a reward does.
         """
-        outcomes = await asyncio.gather(*(self._call(bound, rollout) for bound in self._rewards))
         total, parts, errors = 0.0, {}, []
-        for bound, result in zip(self._rewards, outcomes, strict=True):
+        for bound, result in zip(self._rewards, await self._outcomes(rollout), strict=True):
             name = bound.reward.name
             if result.error is not None:
                 errors.append(f"{name}: {result.error}")
@@ -63,16 +60,21 @@ class RewardScorer:
             return Score(total=math.nan, parts=parts, error="; ".join(errors))
         return Score(total=total, parts=parts)
 
+    async def _outcomes(self, rollout: Rollout) -> list[Outcome]:
+        if len(self._rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
+            return [await self._call(self._rewards[0], rollout)]
+        return await asyncio.gather(*(self._call(bound, rollout) for bound in self._rewards))
+
     async def _call(self, bound: BoundReward, rollout: Rollout) -> Outcome:
         arguments = bound.arguments(rollout)
-        if bound.reward.is_async:
+        if bound.reward.runs == "async":
             return await self._call_async(bound, arguments)
-        if bound.reward.inline or self._workers is None:
-            try:
-                return outcome(bound.reward.function(**arguments))
-            except Exception as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
-                return failure(error)
-        return await self._workers.call(bound.reward.name, arguments, self._timeout_s)
+        if bound.reward.runs == "worker":
+            return await self._workers.call(bound.reward.name, arguments, self._timeout_s)
+        try:
+            return outcome(bound.reward.function(**arguments))
+        except Exception as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
+            return failure(error)
 
     async def _call_async(self, bound: BoundReward, arguments: dict[str, Any]) -> Outcome:
         task = asyncio.ensure_future(bound.reward.function(**arguments))

@@ -29,6 +29,7 @@ from hocket.rewards.base import REWARDS, Outcome, Reward, failure, outcome
 START_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
+_MAIN = "from hocket.rewards.worker import main; main()"
 
 
 class WorkerLostError(HocketError):
@@ -45,7 +46,7 @@ class Worker:
     def __init__(self, modules: Iterable[str]) -> None:
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hocket.rewards.worker", str(theirs.fileno()), str(os.getpid()), *modules],
+            [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *modules],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             stdin=subprocess.DEVNULL,
@@ -106,16 +107,19 @@ class WorkerPool:
         self._mine = threading.local()
         self._lock = threading.Lock()
         self._workers: set[Worker] = set()
-        self._refusal: str | None = None
+        self._closed = False
+        self._unloadable: str | None = None
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
         """Returns what the reward gives; an error where it raises, hangs or ends its process."""
+        if self._closed:
+            return Outcome(error="the rewards are closed")
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, name, arguments, timeout_s)
 
     def close(self) -> None:
         """Ends all workers, also those that are busy."""
         with self._lock:
-            self._refusal = "the rewards are closed"
+            self._closed = True
             for worker in self._workers:
                 worker.kill()
         self._threads.shutdown(cancel_futures=True)
@@ -138,14 +142,14 @@ class WorkerPool:
 
     def _start(self) -> Worker:
         with self._lock:
-            if self._refusal is not None:
-                raise WorkerLostError(self._refusal)
+            if self._closed or self._unloadable is not None:
+                raise WorkerLostError(self._unloadable or "the rewards are closed")
             worker = Worker(self._modules)
             self._workers.add(worker)
         try:
             worker.wait_ready()
         except WorkerLostError as error:
-            self._refusal = str(error)  # the next one would fail alike
+            self._unloadable = str(error)  # the next one would fail alike
             self._end(worker)
             raise
         return worker
@@ -157,7 +161,7 @@ class WorkerPool:
 
 
 def main() -> None:
-    """The worker process: `python -m hocket.rewards.worker FD PARENT_PID MODULE...`."""
+    """The worker process; its command line is the pipe's file descriptor, the parent's pid, and the modules."""
     connection, parent, modules = Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
     if sys.platform == "linux":
@@ -208,7 +212,3 @@ def module_of(reward: Reward) -> str:
     if module.startswith(PLUGIN_PREFIX):
         return str(sys.modules[module].__file__)
     return module
-
-
-if __name__ == "__main__":
-    main()

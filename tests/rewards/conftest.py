@@ -1,0 +1,51 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hocket.config import RewardsConfig
+from hocket.rewards import RewardScorer
+from hocket.types import Prompt, Rollout
+
+
+@pytest.fixture
+def make_rollout() -> Callable[..., Rollout]:
+    def make(
+        text: str = "abcd", *, answer: str | None = "abcd", id: str = "step 1/0/0", num_sampled: int = 3
+    ) -> Rollout:
+        prompt = Prompt(
+            id="rows.jsonl:1",
+            token_ids=(1, 2),
+            messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"}),
+            text="Sort: dbca",
+            answer=answer,
+            meta={"level": 2},
+        )
+        return Rollout(
+            id=id,
+            group_id="step 1/0",
+            prompt=prompt,
+            token_ids=(1, 2, *range(10, 10 + num_sampled)),
+            mask=(False, False) + (True,) * num_sampled,
+            logprobs=(0.0, 0.0) + (-0.5,) * num_sampled,
+            finish_reason="stop",
+            version_min=1,
+            version_max=1,
+            text=text,
+        )
+
+    return make
+
+
+@pytest.fixture
+def scorer_of() -> Iterator[Callable[..., RewardScorer]]:
+    """Makes scorers from rewards.functions and closes them."""
+    scorers: list[RewardScorer] = []
+
+    def make(functions: dict[str, Any], **settings: Any) -> RewardScorer:
+        scorers.append(RewardScorer(RewardsConfig.model_validate({"functions": functions, **settings})))
+        return scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        scorer.close()

@@ -1,0 +1,134 @@
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from hocket.errors import ConfigError
+from hocket.registry import Registry
+from hocket.rewards import base
+from hocket.rewards.base import Outcome, Reward, bind, failure, outcome, reward
+from hocket.types import Rollout, Score
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Registry[Reward]:
+    registry: Registry[Reward] = Registry("reward")
+    monkeypatch.setattr(base, "REWARDS", registry)
+    return registry
+
+
+def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]) -> None:
+    @reward("few")
+    def few(meta: Any, completion: str, share: float = 0.5) -> float:
+        return 0.0
+
+    @reward("all")
+    def everything(
+        completion: Any, prompt: Any, messages: Any, answer: Any, token_ids: Any, finish_reason: Any, rollout: Any
+    ) -> float:
+        return 0.0
+
+    rollout = make_rollout("abdc")
+    assert bind("few", 1.0, {"share": 0.25}).arguments(rollout) == {
+        "meta": {"level": 2},
+        "completion": "abdc",
+        "share": 0.25,
+    }
+    assert bind("all", 1.0, {}).arguments(rollout) == {
+        "completion": "abdc",
+        "prompt": "Sort: dbca",
+        "messages": ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"}),
+        "answer": "abcd",
+        "token_ids": (10, 11, 12),
+        "finish_reason": "stop",
+        "rollout": rollout,
+    }
+
+
+def test_unknown_and_missing_options_are_answered_with_the_signature() -> None:
+    @reward("near")
+    def near(completion: str, target: int, unit: str = "tokens") -> float:
+        return 0.0
+
+    with pytest.raises(ConfigError, match=r"near\(.*target.*\).* no option 'tarket' \(did you mean 'target'\?\)"):
+        bind("near", 1.0, {"tarket": 3})
+    with pytest.raises(ConfigError, match=r"needs the option 'target': set rewards.functions.near.target"):
+        bind("near", 1.0, {})
+    with pytest.raises(ConfigError, match="'completion' comes from the rollout"):
+        bind("near", 1.0, {"target": 3, "completion": "x"})
+
+
+def test_a_function_with_keyword_arguments_takes_any_option(make_rollout: Callable[..., Rollout]) -> None:
+    @reward("open")
+    def accepting(completion: str, **options: Any) -> float:
+        return 0.0
+
+    bound = bind("open", 1.0, {"anything": 1})
+    assert bound.arguments(make_rollout("x")) == {"completion": "x", "anything": 1}
+
+
+def test_arguments_that_have_no_name_are_refused() -> None:
+    reward("starred")(lambda *completions: 0.0)
+    with pytest.raises(ConfigError, match="arguments are given by name"):
+        bind("starred", 1.0, {})
+
+
+def test_a_missing_package_is_named_before_anything_runs() -> None:
+    reward("needy", imports=("no_such_package",))(lambda completion: 0.0)
+    with pytest.raises(ConfigError, match="needs the package no_such_package"):
+        bind("needy", 1.0, {})
+
+
+def test_an_unknown_reward_lists_the_known_ones_and_a_name_is_taken_once() -> None:
+    reward("vowels")(lambda completion: 0.0)
+    with pytest.raises(ConfigError, match=r"no reward 'vowel' \(did you mean 'vowels'\?\); known: vowels"):
+        bind("vowel", 1.0, {})
+    with pytest.raises(ConfigError, match="'vowels' is registered twice"):
+        reward("vowels")(lambda completion: 1.0)
+
+
+@pytest.mark.parametrize("number", [2, 2.0, numpy.float32(2), numpy.int64(2)])
+def test_numbers_of_any_kind_are_values(number: Any) -> None:
+    assert outcome(number) == Outcome(2.0, {})
+
+
+def test_true_is_one_and_a_dict_adds_up_and_a_score_says_its_total() -> None:
+    assert outcome(True) == Outcome(1.0, {})
+    assert outcome({"style": 0.25, "sense": 1}) == Outcome(1.25, {"style": 0.25, "sense": 1.0})
+    assert outcome(Score(total=3.0, parts={"style": 0.5})) == Outcome(3.0, {"style": 0.5})
+    assert outcome(Score(total=1.0)) == Outcome(1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        (None, "returned None instead of a number"),
+        ("1", "returned str instead of a number"),
+        ([1.0], "returned list instead of a number"),
+        (1j, "returned complex instead of a number"),
+        (math.nan, "returned nan, which is not a finite number"),
+        (-math.inf, "returned -inf, which is not a finite number"),
+        ({"style": math.inf}, "returned inf, which is not a finite number"),
+        ({}, "returned no parts"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error(returned: Any, error: str) -> None:
+    assert outcome(returned).error == error
+    assert math.isnan(outcome(returned).value)
+
+
+def test_an_error_of_the_function_s_own_score_stays_one() -> None:
+    assert outcome(Score(total=math.nan, error="the judge refused")).error == "the judge refused"
+
+
+def test_a_failure_names_the_line_that_raised(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def f():\n    x = 'x'\n    return int(x)\n", encoding="utf-8")
+    scope: dict[str, Any] = {}
+    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), scope)
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        scope["f"]()
+    assert failure(caught.value).error == f"ValueError: invalid literal for int() with base 10: 'x' ({file}:3)"

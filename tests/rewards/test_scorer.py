@@ -1,0 +1,274 @@
+import asyncio
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hocket.errors import ConfigError
+from hocket.registry import load_plugins
+from hocket.rewards import RewardScorer
+from hocket.rewards.base import REWARDS, reward
+from hocket.types import Rollout
+
+Make = Callable[..., Rollout]
+Scorers = Callable[..., RewardScorer]
+
+PLUGIN = """
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+from hocket.rewards import reward
+
+@reward("vowels")
+def vowels(completion, share=1.0):
+    print("counting", completion)
+    return share * sum(letter in "aeiou" for letter in completion)
+
+@reward("pid")
+def pid(completion):
+    return os.getpid()
+
+@reward("picky")
+def picky(completion):
+    if completion == "raise":
+        raise KeyError("no such word")
+    if completion == "hang":
+        time.sleep(3600)
+    if completion == "child":
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(3600)  # " + __file__])
+    if completion == "exit":
+        os._exit(7)
+    if completion == "nan":
+        return float("nan")
+    if completion == "none":
+        return None
+    return {"good": 0.5, "better": 0.25}
+
+@reward("slow_judge")
+async def slow_judge(completion):
+    await asyncio.sleep(3600 if completion == "hang" else 0)
+    return 0.75
+
+@reward("stubborn")
+async def stubborn(completion):
+    for _ in range(2):
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("plugins") / "own_rewards.py"
+    file.write_text(PLUGIN, encoding="utf-8")
+    load_plugins([str(file)])
+    return file
+
+
+async def test_the_total_is_the_weighted_sum_and_the_parts_are_not_weighted(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
+    scorer = scorer_of({"exact_match": 2.0, "length": {"weight": 0.5, "target": 4}, "picky": 0.1})
+    score = await scorer.score(make_rollout("abcd", num_sampled=3))
+    # 2·1 + 0.5·(−1/4) + 0.1·(0.5 + 0.25)
+    assert score.total == pytest.approx(1.95)
+    assert score.parts == {
+        "exact_match": 1.0,
+        "length": -0.25,
+        "picky": 0.75,
+        "picky/good": 0.5,
+        "picky/better": 0.25,
+    }
+    assert score.error is None
+
+
+async def test_a_plugin_runs_in_another_process_with_its_options(scorer_of: Scorers, make_rollout: Make) -> None:
+    scorer = scorer_of({"vowels": {"weight": 1.0, "share": 0.5}, "pid": 1.0}, timeout_s=60)
+    score = await scorer.score(make_rollout("eau"))
+    assert score.parts["vowels"] == 1.5
+    assert score.parts["pid"] != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("raise", "picky: KeyError: 'no such word' ("),
+        ("nan", "picky: returned nan, which is not a finite number"),
+        ("none", "picky: returned None instead of a number"),
+        ("exit", "picky: its worker process ended with exit code 7"),
+    ],
+)
+async def test_a_failing_reward_is_an_error_and_never_zero(
+    scorer_of: Scorers, make_rollout: Make, text: str, error: str
+) -> None:
+    scorer = scorer_of({"exact_match": 1.0, "picky": 1.0}, timeout_s=60)
+    score = await scorer.score(make_rollout(text, answer=text))
+    assert score.error is not None
+    assert score.error.startswith(error)
+    assert math.isnan(score.total)
+    assert score.parts == {"exact_match": 1.0}  # what did work is still to be seen
+    assert (await scorer.score(make_rollout("fine"))).error is None
+
+
+async def test_a_reward_that_hangs_ends_at_the_deadline_and_others_go_on(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
+    scorer = scorer_of({"picky": 1.0}, timeout_s=2)
+    texts = ["hang" if i in (3, 17, 40, 41, 42, 43) else "fine" for i in range(60)]
+    scores = await asyncio.gather(*(scorer.score(make_rollout(text)) for text in texts))
+    for text, score in zip(texts, scores, strict=True):
+        if text == "hang":
+            assert score.error == "picky: no result within 2 s; its worker process was ended"
+        else:
+            assert (score.total, score.error) == (0.75, None)
+
+
+async def test_the_event_loop_runs_while_a_reward_hangs(scorer_of: Scorers, make_rollout: Make) -> None:
+    scorer = scorer_of({"picky": 1.0}, timeout_s=2)
+    hanging = asyncio.create_task(scorer.score(make_rollout("hang")))
+    turns = 0
+    while not hanging.done():
+        await asyncio.sleep(0.01)
+        turns += 1
+    assert turns > 10
+
+
+async def test_what_a_hanging_reward_started_ends_with_it(scorer_of: Scorers, make_rollout: Make, plugin: Path) -> None:
+    scorer = scorer_of({"picky": 1.0}, timeout_s=3)
+    score = asyncio.create_task(scorer.score(make_rollout("child")))
+    await _until(lambda: bool(_sleepers(plugin)), score)
+    assert (await score).error is not None
+    await _until(lambda: not _sleepers(plugin))
+
+
+async def test_closing_ends_workers_that_are_busy(scorer_of: Scorers, make_rollout: Make, plugin: Path) -> None:
+    scorer = scorer_of({"picky": 1.0}, timeout_s=3600)
+    score = asyncio.create_task(scorer.score(make_rollout("child")))
+    await _until(lambda: bool(_sleepers(plugin)), score)
+    await asyncio.get_running_loop().run_in_executor(None, scorer.close)
+    assert (await score).error is not None
+    await _until(lambda: not _sleepers(plugin))
+    refused = await scorer_error(scorer, make_rollout("fine"))
+    assert "closed" in refused
+
+
+async def test_an_async_reward_that_hangs_is_cancelled(scorer_of: Scorers, make_rollout: Make) -> None:
+    scorer = scorer_of({"slow_judge": 1.0}, timeout_s=0.2)
+    assert (await scorer.score(make_rollout("hang"))).error == "slow_judge: no result within 0.2 s"
+    assert (await scorer.score(make_rollout("fine"))).total == 0.75
+    await asyncio.sleep(0.05)
+    assert _tasks_of("slow_judge") == []
+
+
+async def test_an_async_reward_that_ignores_its_cancellation_holds_nobody_up(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
+    scorer = scorer_of({"stubborn": 1.0}, timeout_s=0.2)
+    assert (await scorer.score(make_rollout())).error == "stubborn: no result within 0.2 s"
+    await _until(lambda: bool(_tasks_of("stubborn")))
+    for task in _tasks_of("stubborn"):
+        task.cancel()
+
+
+async def test_a_cancelled_score_cancels_its_async_reward(scorer_of: Scorers, make_rollout: Make) -> None:
+    scorer = scorer_of({"slow_judge": 1.0}, timeout_s=3600)
+    score = asyncio.create_task(scorer.score(make_rollout("hang")))
+    await _until(lambda: bool(_tasks_of("slow_judge")))
+    score.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await score
+    await _until(lambda: not _tasks_of("slow_judge"))
+
+
+async def test_a_hundred_at_once_each_get_their_own_score(scorer_of: Scorers, make_rollout: Make) -> None:
+    scorer = scorer_of({"exact_match": 1.0, "vowels": 1.0, "slow_judge": 1.0}, timeout_s=60)
+    rollouts = [make_rollout("a" * i, answer="a" * 30) for i in range(100)]
+    scores = await asyncio.gather(*(scorer.score(rollout) for rollout in rollouts))
+    for i, score in enumerate(scores):
+        assert score.parts == {"exact_match": float(i == 30), "vowels": float(i), "slow_judge": 0.75}
+
+
+def test_one_scorer_serves_several_event_loops(scorer_of: Scorers, make_rollout: Make) -> None:
+    scorer = scorer_of({"vowels": 1.0}, timeout_s=60)
+    assert [asyncio.run(scorer.score(make_rollout("eau"))).total for _ in range(2)] == [3.0, 3.0]
+
+
+def test_a_worker_reward_that_no_other_process_can_reach_is_refused() -> None:
+    @reward("local")
+    def local(completion: str) -> float:
+        return 0.0
+
+    from hocket.config import RewardsConfig
+
+    with pytest.raises(ConfigError, match="define it at the top level of a Python file named under plugins"):
+        RewardScorer(RewardsConfig.model_validate({"functions": {"local": 1.0}}))
+
+
+async def test_an_inline_reward_of_one_s_own_needs_no_worker(scorer_of: Scorers, make_rollout: Make) -> None:
+    @reward("own_inline", inline=True)
+    def own_inline(completion: str) -> float:
+        if not completion:
+            raise ZeroDivisionError("nothing")
+        return float(os.getpid())
+
+    scorer = scorer_of({"own_inline": 1.0})
+    assert (await scorer.score(make_rollout("x"))).total == os.getpid()
+    assert "ZeroDivisionError: nothing" in await scorer_error(scorer, make_rollout(""))
+
+
+async def test_a_plugin_that_only_loads_here_says_so_once_and_for_all(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+) -> None:
+    file = tmp_path / "vanishing.py"
+    file.write_text('from hocket.rewards import reward\n@reward("vanishing")\ndef f(completion): return 1.0\n')
+    load_plugins([str(file)])
+    file.unlink()
+    scorer = scorer_of({"vanishing": 1.0})
+    for _ in range(2):
+        assert "can't load it" in await scorer_error(scorer, make_rollout())
+
+
+def test_the_names_that_ship_are_these() -> None:
+    assert {"exact_match", "length", "think_format", "math", "random"} <= set(REWARDS.names())
+
+
+async def scorer_error(scorer: RewardScorer, rollout: Rollout) -> str:
+    error = (await scorer.score(rollout)).error
+    assert error is not None
+    return error
+
+
+async def _until(holds: Callable[[], bool], running: "asyncio.Task[object] | None" = None) -> None:
+    """Waits until the condition holds; the deadline is generous, for it only ends a test that fails anyway."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        assert running is None or not running.done()
+        await asyncio.sleep(0.02)
+
+
+def _sleepers(plugin: Path) -> list[str]:
+    """Processes of this machine that the plugin's reward started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_text()
+            except OSError:
+                continue
+            if f"# {plugin}" in command:
+                found.append(entry.name)
+    return found
+
+
+def _tasks_of(name: str) -> "list[asyncio.Task[object]]":
+    return [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == name]
