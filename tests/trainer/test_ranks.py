@@ -162,6 +162,18 @@ def test_followers_are_released_when_rank_0_raises_between_steps(tied_model: str
     assert (tmp_path / "released").exists()
 
 
+def test_a_rank_that_hangs_within_a_step_ends_the_other_at_its_deadline(tied_model: str, tmp_path: Path) -> None:
+    processes = start_two("rank_hangs", tied_model, tmp_path)
+    try:
+        output, _ = processes[0].communicate(timeout=DEADLINE_S)
+        assert processes[1].poll() is None  # it still sleeps
+    finally:
+        processes[1].kill()
+        outputs_of(processes[1:])
+    assert processes[0].returncode == 1, output
+    assert "did not answer within trainer.collective_timeout_s=20" in output
+
+
 def test_a_rank_that_dies_within_a_step_ends_the_other_with_the_reason(tied_model: str, tmp_path: Path) -> None:
     processes = start_two("rank_dies", tied_model, tmp_path)
     outputs = outputs_of(processes)

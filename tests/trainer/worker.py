@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -102,19 +103,28 @@ def main_fails(model: str, output: Path) -> None:
 
 
 def rank_dies(model: str, output: Path) -> None:
-    """Rank 1 is killed in the middle of the second step."""
+    """Rank 1 is killed in the middle of a step, at its second micro-batch."""
     del output
-    steps = 0
+    break_down(model, lambda: os.kill(os.getpid(), signal.SIGKILL), "trainer.collective_timeout_s=60")
+
+
+def rank_hangs(model: str, output: Path) -> None:
+    """Rank 1 stops answering in the middle of a step, while rank 0 waits for its share of the gradients."""
+    del output
+    break_down(model, lambda: time.sleep(1000), "trainer.collective_timeout_s=20", "trainer.zero_stage=2")
+
+
+def break_down(model: str, happen: Callable[[], object], *settings: str) -> None:
+    micro_batches = 0
 
     def deadly(logprobs_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
-        nonlocal steps
-        steps += 1
-        if steps == 2 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
+        nonlocal micro_batches
+        micro_batches += 1
+        if micro_batches == 2 and os.environ["RANK"] == "1":
+            happen()
         return LossOutput(loss=-logprobs_bt.sum() / batch.num_tokens_global, metrics={})
 
-    settings = ("trainer.micro_batch_tokens=10000", "trainer.collective_timeout_s=60")
-    trainer = Trainer(make_config(model, *settings), loss=deadly)
+    trainer = Trainer(make_config(model, "trainer.micro_batch_tokens=20", *settings), loss=deadly)
     if not trainer.is_main:
         trainer.follow()
     with trainer:
@@ -124,7 +134,8 @@ def rank_dies(model: str, output: Path) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     scenario, model, output = arguments
-    {"stages": stages, "main_fails": main_fails, "rank_dies": rank_dies}[scenario](model, Path(output))
+    scenarios = {"stages": stages, "main_fails": main_fails, "rank_dies": rank_dies, "rank_hangs": rank_hangs}
+    scenarios[scenario](model, Path(output))
 
 
 if __name__ == "__main__":

@@ -100,6 +100,10 @@ class DeepSpeedEngine:
             fused=True,
         )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config))
+        ranks.destroy = self._deepspeed.comm.destroy_process_group  # which also forgets DeepSpeed's copies
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        if groups._WORLD_GROUP is None:  # DeepSpeed's own copy of all ranks would wait half an hour for a lost rank
+            groups._WORLD_GROUP = ranks.new_group()
         with contextlib.redirect_stdout(io.StringIO()):  # memory statistics, whatever the log level
             self._engine, *_ = self._deepspeed.initialize(
                 model=module,
@@ -215,10 +219,6 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Lets go of DeepSpeed's state."""
         self._engine.destroy()
-
-    def destroy_groups(self) -> None:
-        """Ends communication, DeepSpeed's own references to it included."""
-        self._deepspeed.comm.destroy_process_group()
 
     def _layout(self) -> str:
         return f"{self._ranks.size} rank(s) with ZeRO stage {self.stage}"

@@ -6,6 +6,7 @@ LOCAL_RANK. Commands and reports go over a gloo group of their own, beside the g
 
 import datetime
 import os
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,6 +24,9 @@ class Ranks:
 
     Args:
         timeout_s: deadline of every wait between ranks, this first one included.
+
+    Attributes:
+        destroy: ends communication without a word to the others; a library with groups of its own may replace it.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -32,12 +36,14 @@ class Ranks:
         self.size = int(os.environ.setdefault("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         self.timeout_s = timeout_s
+        self.destroy: Callable[[], None] = dist.destroy_process_group
         timeout = datetime.timedelta(seconds=timeout_s)
         if torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device("cpu")
+            _share_cores()
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         with self.deadline("waiting for the other ranks to start"):
             if self.size == 1:  # needs no port
@@ -46,6 +52,11 @@ class Ranks:
             else:
                 dist.init_process_group(backend, timeout=timeout)
             self._control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def new_group(self) -> dist.ProcessGroup:
+        """Returns one more group of all ranks, for gradients, with the same deadline."""
+        group: dist.ProcessGroup = dist.new_group(timeout=datetime.timedelta(seconds=self.timeout_s))
+        return group
 
     @property
     def is_main(self) -> bool:
@@ -70,14 +81,25 @@ class Ranks:
         """Returns once every rank is here."""
         dist.barrier(group=self._control)
 
-    def close(self, *, destroy: Callable[[], None] = dist.destroy_process_group) -> None:
+    def close(self) -> None:
         """Parts from the other ranks together; a rank that just left could make them fail on their way out."""
         self.barrier()
-        destroy()
+        self.destroy()
 
     def deadline(self, doing: str) -> "_Deadline":
         """Context in which failed communication is raised as a TrainerError that says what was going on."""
         return _Deadline(self.rank, doing, self.timeout_s)
+
+
+def _share_cores() -> None:
+    """Takes half of the cores, shared by the ranks of this machine; OMP_NUM_THREADS overrides it.
+
+    An engine that generates on the same cores needs the other half: threads that wait for each other's core make a step
+    many times slower.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // local_size))
 
 
 class _Deadline:
@@ -89,10 +111,10 @@ class _Deadline:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and _is_communication(error):
+            reason = re.sub(r"^\[.*?\] *|\. .*", "", str(error).splitlines()[0])  # gloo's source line, its jokes
             raise TrainerError(
-                f"rank {self.rank} lost the other ranks while {self.doing}: {str(error).splitlines()[0]}. Another rank "
-                f"has ended (its output says why), or did not answer within trainer.collective_timeout_s="
-                f"{self.timeout_s:g}"
+                f"rank {self.rank} lost the other ranks while {self.doing}: {reason}. Another rank has ended, and its "
+                f"output says why, or did not answer within trainer.collective_timeout_s={self.timeout_s:g}"
             ) from error
 
 

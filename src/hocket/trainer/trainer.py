@@ -77,21 +77,28 @@ class Trainer:
         self._closed = self._broken = False
         self._skipped_in_row = 0
 
-        dtype = compute_dtype(config.model, self._ranks.device)
-        policy = Policy(
+        try:
+            self._build(config, config.rollout.temperature if temperature is None else temperature)
+        except BaseException:
+            if self._owns_ranks:
+                self._ranks.destroy()
+            raise
+
+    def _build(self, config: Config, temperature: float) -> None:
+        device = self._ranks.device
+        self._dtype = compute_dtype(config.model, device)
+        self._policy = Policy(
             config.model,
-            dtype=DeepSpeedEngine.parameter_dtype(config.trainer, dtype=dtype, device=self._ranks.device),
-            device=self._ranks.device,
-            temperature=config.rollout.temperature if temperature is None else temperature,
+            dtype=DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=device),
+            device=device,
+            temperature=temperature,
             chunk_tokens=config.trainer.logprob_chunk_tokens,
             gradient_checkpointing=config.trainer.gradient_checkpointing,
             seed=config.trainer.seed,
         )
         with self._ranks.deadline("starting DeepSpeed"):
-            self._engine = DeepSpeedEngine(policy, config.trainer, dtype=dtype, ranks=self._ranks)
-            policy.check_architecture(self._ranks.device)
-        self._policy = policy
-        self._dtype = dtype
+            self._engine = DeepSpeedEngine(self._policy, config.trainer, dtype=self._dtype, ranks=self._ranks)
+            self._policy.check_architecture(device)
 
     def __enter__(self) -> Self:
         return self
@@ -261,5 +268,5 @@ class Trainer:
     def _close(self) -> None:
         self._engine.close()
         if self._owns_ranks:
-            self._ranks.close(destroy=self._engine.destroy_groups)
+            self._ranks.close()
         self._closed = True
