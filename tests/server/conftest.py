@@ -24,7 +24,7 @@ MAX_LENGTH = 512
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m['role'] }}:{{ m['content'] }}|"
+    "{{ m['role'] }}:{{ m['content'] }};"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 

@@ -43,8 +43,8 @@ def test_logprobs_are_of_the_sampled_distribution(server: Any, temperature: floa
 
 def test_text_ids_and_chat_are_the_same_prompt(server: Any) -> None:
     sampling = {"temperature": 0, "max_tokens": 8}
-    text = "user:hi|assistant:"
-    ids = [ord(character) - 30 if ord(character) < 123 else 2 for character in text]
+    text = "user:hi;assistant:"
+    ids = [ord(character) - 30 for character in text]  # "!" (33) is id 3
     chat = [{"role": "user", "content": "hi"}]
     answer = GenerateResponse.model_validate_json(
         json.dumps(server.generate(prompts=[text, ids, chat], sampling=sampling))
@@ -258,7 +258,7 @@ def test_an_openai_client_chats(server: Any) -> None:
     assert choice.message.content
     assert choice.finish_reason in ("stop", "length")
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len("user:hi|assistant:")
+    assert answer.usage.prompt_tokens == len("user:hi;assistant:")
     # The sampled distribution, here too: the same token ids through transformers.
     text = server.client.post(
         "/v1/completions",

@@ -24,9 +24,9 @@ def read(reader: RequestReader, **body: Any) -> Any:
 def test_text_ids_and_messages_become_token_ids(reader: RequestReader) -> None:
     prompts = ["ab", [7, 95], [{"role": "user", "content": "a"}]]
     _, jobs = read(reader, prompts=prompts, sampling={"max_tokens": 8})
-    # chr(33) is id 3, so "a" (97) is 67, and "user:a|assistant:" follows character by character.
+    # chr(33) is id 3, so "a" (97) is 67, and "user:a;assistant:" follows character by character.
     assert [job.token_ids for job in jobs[:2]] == [[67, 68], [7, 95]]
-    assert jobs[2].token_ids == [ord(c) - 30 if ord(c) < 123 else 2 for c in "user:a|assistant:"]
+    assert jobs[2].token_ids == [ord(c) - 30 for c in "user:a;assistant:"]
 
 
 def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: RequestReader) -> None:

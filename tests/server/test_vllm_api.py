@@ -39,6 +39,7 @@ NAMES = {
         "AsyncLLM.shutdown",
         "AsyncLLM.update_weight_version",
     ],
+    "vllm.v1.engine.core": ["EngineCoreProc.run_engine_core"],
     "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
     "vllm.v1.worker.gpu_worker": ["Worker.reload_weights"],
 }

@@ -37,14 +37,16 @@ def serve(config: Config) -> None:
     with contextlib.closing(_bind(config.server.host, config.server.port)) as sock, _ending_children():
         prepare_environment()
         try:
-            signal.signal(signal.SIGTERM, _interrupt)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, _interrupt)
             _say(f"loading model {config.model.path}")
             llm, args, seconds = _start_engine(config)
             try:
                 _run(_serve(llm, args, config, sock, seconds, start))
             finally:
+                _ignore_signals()  # an impatient second Ctrl-C must not leave anything behind
                 llm.shutdown(timeout=GRACE_S)
-        except KeyboardInterrupt:
+        except _Interrupted:
             pass
         _say("stopped")
 
@@ -180,6 +182,8 @@ async def _serve(
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    # Connections take this over from the listening socket, and the port is free again as soon as the server has ended.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -211,7 +215,7 @@ def _ending_children() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave anything behind
+        _ignore_signals()
         left = [child for child in me.children(recursive=True) if child not in before and not _ends_by_itself(child)]
         for child in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -220,6 +224,7 @@ def _ending_children() -> Iterator[None]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _ends_by_itself(process: Any) -> bool:
@@ -227,8 +232,23 @@ def _ends_by_itself(process: Any) -> bool:
     return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
 
 
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C or SIGTERM while the model loads. vLLM swallows a KeyboardInterrupt there and then waits for minutes."""
+
+
 def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):  # there is nothing yet that they could finish
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not _ends_by_itself(child):
+                child.kill()
+    raise _Interrupted
 
 
 def _say(line: str) -> None:

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import hocket.server.worker  # noqa: F401 - ties the engine's process to the server, before all else
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.server.requests import Job
@@ -87,8 +88,17 @@ def start_engine(args: Namespace) -> Any:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCoreProc
 
+    EngineCoreProc.run_engine_core = run_engine
     return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+
+
+def run_engine(*args: Any, **kwargs: Any) -> None:
+    """What the engine's process runs: vLLM's own function, in a process that has imported this module first."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    EngineCoreProc.run_engine_core(*args, **kwargs)
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:

@@ -1,10 +1,10 @@
-"""The receiving half of weight hand-over, inside the engine's worker processes, and their tie to the server's life.
+"""The receiving half of weight hand-over, inside the engine's processes, and their tie to the server's life.
 
-vLLM mixes `WorkerExtension` into its worker class; its methods are called through `collective_rpc`.
+vLLM mixes `WorkerExtension` into its worker class; its methods are called through `collective_rpc`. Importing this
+module in a process that the server has started ties it to the server.
 """
 
 import atexit
-import contextlib
 import gc
 import os
 import select
@@ -45,27 +45,22 @@ class WorkerExtension:
 
 
 def die_with_server() -> None:
-    """Ends this process, and an engine process between it and the server, as soon as the server is gone.
+    """Ends this process as soon as the server is gone, even if that was killed.
 
-    vLLM's engine process outlives a server that was killed, and keeps its memory.
+    vLLM's own engine process would outlive it, and keep its memory.
     """
     server_pid = int(os.environ.get(SERVER_PID, "0"))
     if server_pid in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
         return
-    parent_pid = os.getppid()
     try:
         server = os.pidfd_open(server_pid)
-        engine = os.pidfd_open(parent_pid) if parent_pid != server_pid else None
     except ProcessLookupError:
         os._exit(1)
-    threading.Thread(target=_wait_and_die, args=(server, engine), name="die_with_server", daemon=True).start()
+    threading.Thread(target=_wait_and_die, args=(server,), name="die_with_server", daemon=True).start()
 
 
-def _wait_and_die(server: int, engine: int | None) -> None:
+def _wait_and_die(server: int) -> None:
     select.select([server], [], [])  # ends when the server does: that is the wait's whole purpose
-    if engine is not None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(engine, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
