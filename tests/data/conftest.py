@@ -1,0 +1,44 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-sort"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The tokenizer that ships: one token per byte."""
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+@pytest.fixture
+def bos_tokenizer() -> Any:
+    """Words a to e are 3 to 7; adds <s> (0) before whatever it encodes, and its chat template writes <s> too."""
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<eot>", *"abcde", "user", "assistant"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="e"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<eot>"]
+    )
+    fast.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<eot>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    return fast
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., str]:
+    def write(*rows: Any, name: str = "rows.jsonl") -> str:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path = tmp_path / name
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return str(path)
+
+    return write

@@ -1,0 +1,242 @@
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from hocket.config import DataConfig
+from hocket.data import load_demonstrations, load_prompts
+from hocket.errors import ConfigError, DataError
+from hocket.types import Prompt
+
+Write = Callable[..., str]
+ROWS = [{"prompt": "Sort: ba", "answer": "ab", "level": 1}, {"prompt": "Sort: dc", "answer": "cd", "level": 2}]
+
+
+def load(source: str, tokenizer: Any, *, max_prompt_tokens: int = 100, **settings: Any) -> tuple[Prompt, ...]:
+    data = DataConfig(source=source, **settings)
+    return load_prompts(data, tokenizer, max_prompt_tokens=max_prompt_tokens).prompts
+
+
+def check_rows(prompts: tuple[Prompt, ...]) -> None:
+    assert [(p.text, p.answer, p.meta) for p in prompts] == [
+        ("Sort: ba", "ab", {"level": 1}),
+        ("Sort: dc", "cd", {"level": 2}),
+    ]
+    assert len({p.id for p in prompts}) == 2
+
+
+def test_jsonl_json_and_parquet_give_the_same_prompts(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS), encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    for source in (write_jsonl(*ROWS), str(tmp_path / "rows.json"), str(tmp_path / "rows.parquet")):
+        check_rows(load(source, tokenizer))
+
+
+def test_a_hugging_face_folder_is_read_by_split(
+    tokenizer: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_jsonl(*ROWS, name="folder/train.jsonl")
+    check_rows(load(f"hf:{folder}", tokenizer))
+    with pytest.raises(DataError, match=r"can't load hf:.*split test"):
+        load(f"hf:{folder}", tokenizer, split="test")
+
+
+def test_a_saved_hugging_face_data_set_is_read_by_split(tokenizer: Any, tmp_path: Path) -> None:
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    check_rows(load(f"hf:{tmp_path / 'saved'}", tokenizer))
+    with pytest.raises(DataError, match="has the splits train, not 'test'"):
+        load(f"hf:{tmp_path / 'saved'}", tokenizer, split="test")
+
+
+def test_a_prompt_is_rendered_as_the_chat_template_says(tokenizer: Any, write_jsonl: Write) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    source = write_jsonl({"prompt": "Sort: ba"}, {"prompt": chat})
+    plain, turns = load(source, tokenizer, answer_column=None, system_prompt="Be brief.")
+    assert tokenizer.decode(plain.token_ids) == "<|system|>Be brief.<|end|><|user|>Sort: ba<|end|><|assistant|>"
+    assert plain.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: ba"})
+    assert tokenizer.decode(turns.token_ids) == "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>"
+    assert (turns.text, turns.answer) == ("c", None)
+
+
+def test_the_template_s_beginning_of_sequence_is_the_only_one(bos_tokenizer: Any, write_jsonl: Write) -> None:
+    (prompt,) = load(write_jsonl({"prompt": "a b"}), bos_tokenizer, answer_column=None)
+    assert prompt.token_ids == (0, 8, 3, 4, 2, 9)  # <s> user a b <eot> assistant
+    expected = bos_tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], add_generation_prompt=True)
+    assert list(prompt.token_ids) == expected["input_ids"]
+
+
+def test_plain_text_is_tokenized_as_it_is_with_one_beginning_of_sequence(
+    bos_tokenizer: Any, write_jsonl: Write
+) -> None:
+    source = write_jsonl({"prompt": "a b"}, {"prompt": "<s> a b"})
+    prompts = load(source, bos_tokenizer, answer_column=None, chat_template=False)
+    assert [p.token_ids for p in prompts] == [(0, 3, 4), (0, 3, 4)]
+    assert (prompts[0].messages, prompts[0].text) == (None, "a b")
+
+
+def test_columns_are_mapped_and_the_answer_is_cut_out(tokenizer: Any, write_jsonl: Write) -> None:
+    source = write_jsonl({"question": "2 + 3?", "solution": "2 and 3 is 5\n#### 5 ", "id": 7})
+    (prompt,) = load(source, tokenizer, prompt_column="question", answer_column="solution", answer_pattern="#### (.+)")
+    assert (prompt.text, prompt.answer, prompt.meta, prompt.id) == ("2 + 3?", "5", {"id": 7}, "rows.jsonl:1")
+
+
+def test_numbers_are_answers(tokenizer: Any, write_jsonl: Write) -> None:
+    source = write_jsonl({"prompt": "2 + 3?", "answer": 5}, {"prompt": "1 / 2?", "answer": 0.5})
+    assert [p.answer for p in load(source, tokenizer)] == ["5", "0.5"]
+
+
+def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, write_jsonl: Write) -> None:
+    source = write_jsonl(*({"prompt": "a" * n} for n in (1, 7, 8, 50)))  # the template adds 3 tokens
+    data = DataConfig(source=source, answer_column=None)
+    loaded = load_prompts(data, tokenizer, max_prompt_tokens=10)
+    assert ([len(p.token_ids) for p in loaded.prompts], loaded.num_dropped) == ([4, 10], 2)
+    lower = data.model_copy(update={"max_prompt_tokens": 4})
+    assert load_prompts(lower, tokenizer, max_prompt_tokens=10).num_dropped == 3
+
+
+def test_a_limit_takes_the_first_rows(tokenizer: Any, write_jsonl: Write) -> None:
+    assert [p.answer for p in load(write_jsonl(*ROWS, "not read"), tokenizer, limit=1)] == ["ab"]
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ('{"prompt": "x"', "not valid JSON"),
+        ("[1]", "must be a JSON object, got list"),
+        ({"question": "x", "answer": "y"}, "no column 'prompt', only 'question', 'answer'"),
+        ({"prompt": "x"}, "no column 'answer', only 'prompt'; data.answer_column: null where there is no answer"),
+        ({"prompt": " \n", "answer": "y"}, "column 'prompt' is empty"),
+        ({"prompt": [], "answer": "y"}, "column 'prompt' is empty"),
+        ({"prompt": 3, "answer": "y"}, "column 'prompt' must be text or a list of messages, got 3"),
+        ({"prompt": ["x"], "answer": "y"}, "message 0 of column 'prompt' must be"),
+        ({"prompt": [{"role": "user", "content": None}], "answer": "y"}, "message 0 of column 'prompt' must be"),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"}, "ends with an assistant message"),
+        ({"prompt": [{"role": "judge", "content": "x"}], "answer": "y"}, "the chat template refuses the messages"),
+        ({"prompt": "x", "answer": None}, "column 'answer' must be text or a number, got None"),
+        ({"prompt": "x", "answer": True}, "column 'answer' must be text or a number, got True"),
+        ({"prompt": "x", "answer": ["y"]}, "column 'answer' must be text or a number, got ['y']"),
+        ({"prompt": "x", "answer": ""}, "column 'answer' is empty"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tokenizer: Any, write_jsonl: Write, row: Any, what: str) -> None:
+    source = write_jsonl(ROWS[0], "", row, ROWS[1])
+    with pytest.raises(DataError) as caught:
+        load(source, tokenizer)
+    heading, offender = str(caught.value).splitlines()
+    assert heading.startswith(f"1 of 3 rows of {source} can't be used")
+    assert offender.startswith(f"  {source}:3: ")
+    assert what in offender
+
+
+def test_the_first_offenders_are_shown_and_all_are_counted(tokenizer: Any, write_jsonl: Write) -> None:
+    source = write_jsonl(*({"prompt": "x", "answer": f"= {i}" if i < 3 else str(i)} for i in range(12)))
+    with pytest.raises(DataError) as caught:
+        load(source, tokenizer, answer_pattern="= (.+)")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("9 of 12 rows")
+    assert [line.split(": ")[0] for line in lines[1:6]] == [f"  {source}:{i}" for i in (4, 5, 6, 7, 8)]
+    assert "data.answer_pattern '= (.+)' finds no answer in column 'answer': '3'" in lines[1]
+    assert lines[6] == "  ... and 4 more"
+
+
+def test_a_token_outside_the_model_s_vocabulary_is_an_error(tokenizer: Any, write_jsonl: Write) -> None:
+    data = DataConfig(source=write_jsonl(*ROWS))
+    load_prompts(data, tokenizer, max_prompt_tokens=100, vocab_size=261)
+    with pytest.raises(DataError, match=r"2 of 2 rows(.|\n)*token id 225 is outside the model's vocabulary of 200"):
+        load_prompts(data, tokenizer, max_prompt_tokens=100, vocab_size=200)  # the space is token 225
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"source": "rows.csv"}, "none of file.jsonl"),
+        ({"source": "missing.jsonl"}, "is not a file; paths are relative to"),
+        ({"source": "task:sort", "split": "validation"}, "splits train and test"),
+        ({"source": "task:sort", "answer_pattern": "("}, "no regular expression"),
+        ({"source": "task:sort", "answer_pattern": "x"}, "needs a group"),
+        ({"source": "task:sort", "answer_pattern": "(x)", "answer_column": None}, "needs data.answer_column"),
+        ({"source": "task:sort", "system_prompt": "x", "chat_template": False}, "needs data.chat_template: true"),
+    ],
+)
+def test_a_section_that_can_t_work_says_why(tokenizer: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_prompts(DataConfig(**settings), tokenizer, max_prompt_tokens=100)
+
+
+def test_an_unknown_task_lists_the_known_ones(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no task 'sorting' \(did you mean 'sort'\?\)"):
+        load("task:sorting", tokenizer)
+
+
+def test_files_that_are_no_rows_say_so(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        load(write_jsonl(""), tokenizer)
+    with pytest.raises(DataError, match=r"ends in \.jsonl"):
+        load(write_jsonl(*ROWS, name="rows.json"), tokenizer)
+    (tmp_path / "rows.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        load(str(tmp_path / "rows.parquet"), tokenizer)
+
+
+def test_without_a_chat_template_the_way_out_is_named(bos_tokenizer: Any, write_jsonl: Write) -> None:
+    bos_tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"set data\.chat_template: false"):
+        load(write_jsonl(*ROWS), bos_tokenizer)
+
+
+def test_a_demonstration_ends_with_the_template_s_end_of_turn(bos_tokenizer: Any, write_jsonl: Write) -> None:
+    source = write_jsonl({"prompt": "a b", "response": "c d"})
+    rows = load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
+    assert rows == [([0, 8, 3, 4, 2, 9], [5, 6, 2])]  # ... <eot>, though the tokenizer's EOS is </s>
+    chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    assert rows[0][0] + rows[0][1] == bos_tokenizer.apply_chat_template(chat)["input_ids"]
+
+
+def test_a_plain_demonstration_ends_with_the_tokenizer_s_eos(bos_tokenizer: Any, write_jsonl: Write) -> None:
+    data = DataConfig(source=write_jsonl({"prompt": "a b", "answer_key": "c d"}), chat_template=False)
+    data = data.model_copy(update={"response_column": "answer_key"})
+    assert load_demonstrations(data, bos_tokenizer, 20) == [([0, 3, 4], [5, 6, 1])]
+
+
+def test_over_long_demonstrations_are_left_out_and_counted(
+    tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_jsonl(*({"prompt": "a", "response": "b" * n} for n in (1, 5, 6)))
+    with caplog.at_level(logging.WARNING):
+        rows = load_demonstrations(DataConfig(source=source), tokenizer, 10)  # 4 + 5 + 1 tokens just fit
+    assert [len(prompt) + len(response) for prompt, response in rows] == [6, 10]
+    assert "left out 1 of 3 demonstrations" in caplog.text
+    with pytest.raises(DataError, match=r"raise model\.max_length"):
+        load_demonstrations(DataConfig(source=source), tokenizer, 5)
+
+
+@pytest.mark.parametrize("response", ["", None, 3])
+def test_a_demonstration_needs_a_response(tokenizer: Any, write_jsonl: Write, response: Any) -> None:
+    source = write_jsonl({"prompt": "a", "response": response})
+    with pytest.raises(DataError, match=f"rows.jsonl:1: column 'response' must be text, got {response!r}"):
+        load_demonstrations(DataConfig(source=source), tokenizer, 10)
+
+
+def test_tasks_and_jsonl_load_no_data_library() -> None:
+    code = (
+        "import sys; from hocket.data import load_prompts; from hocket.config import DataConfig\n"
+        "from hocket.data.sources import read_rows; list(read_rows(DataConfig()))\n"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'pandas', 'numpy') if m in sys.modules])"
+    )
+    source = Path(__file__).parents[2] / "src"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(source)}
+    )
+    assert done.stdout.strip() == "[]"
