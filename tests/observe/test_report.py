@@ -80,7 +80,11 @@ def test_a_finished_run_leads_with_before_and_after(tmp_path: Path) -> None:
 def test_seconds_are_shared_out_with_the_rest(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "run"))
     # of 2 × 4 seconds: 2 generating, 4 training, the other 2 unnamed
-    for row in ("generate</td><td>2 s</td><td>25%", "train</td><td>4 s</td><td>50%", "other</td><td>2 s</td><td>25%"):
+    for row in (
+        "generate</td><td>2.0 s</td><td>25%",
+        "train</td><td>4.0 s</td><td>50%",
+        "other</td><td>2.0 s</td><td>25%",
+    ):
         assert row in page
     assert "sync</td>" not in page
 
@@ -174,7 +178,8 @@ def test_samples_are_best_and_worst_of_the_groups_that_differ_most(tmp_path: Pat
     assert page.index("far-high") < page.index("far-low") < page.index("near-2") < page.index("near-1")
     assert "far-mid" not in page
     assert "far-failed" not in page  # a score that failed is not the worst one
-    assert page.count("same-") == 1  # all alike: one is enough
+    assert page.count("same-") == 1  # one is enough
+    assert page.index("<b>all alike</b>") < page.index("same-")
 
 
 def test_a_group_that_failed_altogether_says_why(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hocket.observe.charts import Series, legend, line_chart, number, stacked_bars
+from hocket.observe.charts import Series, legend, line_chart, stacked_bars
 from hocket.observe.metrics import METRICS
 from hocket.observe.style import STYLE
 
@@ -189,7 +189,7 @@ def _phases(records: Sequence[Record]) -> Iterable[str]:
     seconds = {phase: values for phase, values in seconds.items() if any(values)}
     whole = math.fsum(math.fsum(values) for values in seconds.values())
     rows = "".join(
-        f'<tr><td><i class="s{index}"></i>{phase}</td><td>{number(math.fsum(values))} s</td>'
+        f'<tr><td><i class="s{index}"></i>{phase}</td><td>{math.fsum(values):.1f} s</td>'
         f"<td>{math.fsum(values) / whole:.0%}</td><td>{math.fsum(values) / len(timed):.2f} s</td></tr>"
         for index, (phase, values) in enumerate(seconds.items(), 1)
     )
@@ -220,7 +220,8 @@ def _samples(name: str, rows: Sequence[Record]) -> Iterable[str]:
     for group in chosen:
         scored = [row for row in group if reward(row) > -math.inf] or group  # a failed score is not a bad one
         best, worst = max(scored, key=reward), min(scored, key=reward)
-        shown = [_completion("best", best)] + ([_completion("worst", worst)] if worst is not best else [])
+        pair = [("best", best), ("worst", worst)] if worst is not best else [("all alike", best)]
+        shown = [_completion(title, row) for title, row in pair]
         answer = f"<p>answer <code>{clean(best['answer'], 200)}</code></p>" if best.get("answer") is not None else ""
         cards.append(
             f'<article><pre class="prompt">{clean(best.get("prompt", ""), MAX_CHARACTERS)}</pre>{answer}'
@@ -236,6 +237,6 @@ def _completion(title: str, row: Record) -> str:
     score = f"failed: {row['error']}" if row.get("error") else f"reward {_show(row.get('reward'))}"
     facts = [score, named, f"{row.get('num_tokens', '?')} tokens", f"{row.get('finish_reason', '?')}"]
     return (
-        f'<div><p class="{title}"><b>{title}</b> {clean(" · ".join(fact for fact in facts if fact), 500)}</p>'
+        f'<div><p class="{title.split()[0]}"><b>{title}</b> {clean(" · ".join(fact for fact in facts if fact), 500)}</p>'
         f"<pre>{clean(row.get('completion', ''), MAX_CHARACTERS)}</pre></div>"
     )
