@@ -1,9 +1,15 @@
 """The documentation is what the program itself prints."""
 
+import re
 from pathlib import Path
+
+import pytest
 
 from hocket import config
 from hocket.observe import metrics
+from hocket.registry import load_plugins
+from hocket.rewards import RewardScorer
+from hocket.types import Prompt, Rollout
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,3 +37,29 @@ def test_readme_names_no_file_that_is_not_there() -> None:
     named = {word for word in tree.split() if word.endswith((".py", ".yaml"))}
     assert "loop.py" in named
     assert [name for name in sorted(named) if not list(ROOT.glob(f"**/{name}"))] == []
+
+
+async def test_the_readmes_own_reward_works_as_it_stands(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    command = re.search(r'quickstart "(plugins=.*?)" "(rewards.*?)"', readme)
+    assert code
+    assert command
+    plugin = tmp_path / "my_rewards.py"
+    plugin.write_text(code[1])
+    settings = config.load(None, [command[1].replace("my_rewards.py", str(plugin)), command[2]])
+    load_plugins(settings.plugins)
+    rollout = Rollout(
+        id="r",
+        group_id="g",
+        prompt=Prompt(id="p", token_ids=(1,), answer="abcd"),
+        token_ids=(1, 2),
+        mask=(False, True),
+        logprobs=(0.0, -1.0),
+        finish_reason="stop",
+        version_min=1,
+        version_max=1,
+        text="abdc",
+    )
+    with RewardScorer(settings.rewards) as scorer:
+        assert (await scorer.score(rollout)).total == pytest.approx(0.5)  # "ab" of "abcd", and no bonus

@@ -35,7 +35,7 @@ METRICS = (
     Metric(
         name="rollout/zero_variance",
         meaning="share of groups whose rewards are all alike; they carry no signal and are not trained",
-        high=0.9,
+        high=0.95,
         advice="the prompts are too easy or too hard for the policy: change the data or the reward",
     ),
     Metric(name="rollout/length_mean", meaning="mean number of sampled tokens"),
