@@ -220,7 +220,8 @@ def _samples(name: str, rows: Sequence[Record]) -> Iterable[str]:
     for group in chosen:
         scored = [row for row in group if reward(row) > -math.inf] or group  # a failed score is not a bad one
         best, worst = max(scored, key=reward), min(scored, key=reward)
-        pair = [("best", best), ("worst", worst)] if worst is not best else [("all alike", best)]
+        alike = "all alike" if len(scored) > 1 else "only one"
+        pair = [("best", best), ("worst", worst)] if worst is not best else [(alike, best)]
         shown = [_completion(title, row) for title, row in pair]
         answer = f"<p>answer <code>{clean(best['answer'], 200)}</code></p>" if best.get("answer") is not None else ""
         cards.append(
@@ -236,7 +237,8 @@ def _completion(title: str, row: Record) -> str:
     named = ", ".join(f"{k} {_show(v)}" for k, v in parts.items()) if isinstance(parts, dict) and len(parts) > 1 else ""
     score = f"failed: {row['error']}" if row.get("error") else f"reward {_show(row.get('reward'))}"
     facts = [score, named, f"{row.get('num_tokens', '?')} tokens", f"{row.get('finish_reason', '?')}"]
+    listed = clean(" · ".join(fact for fact in facts if fact), 500)
     return (
-        f'<div><p class="{title.split()[0]}"><b>{title}</b> {clean(" · ".join(fact for fact in facts if fact), 500)}</p>'
+        f'<div><p class="{title.split()[0]}"><b>{title}</b> {listed}</p>'
         f"<pre>{clean(row.get('completion', ''), MAX_CHARACTERS)}</pre></div>"
     )
