@@ -65,6 +65,8 @@ def test_an_exported_model_loads_anywhere_with_the_trained_weights(
         assert not torch.allclose(start(ids).logits, expected, atol=1e-3)
     names = load_file(tmp_path / "model" / "model.safetensors").keys()
     assert ("lm_head.weight" in names) == (model == "untied_model")
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1  # whoever may read the config may read the weights
     assert tokenizers.fingerprint(AutoTokenizer.from_pretrained(tmp_path / "model")) == tokenizers.fingerprint(
         trainer.tokenizer
     )

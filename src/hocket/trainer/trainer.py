@@ -1,6 +1,7 @@
 """The trainer as the loop sees it: one object on rank 0; the other ranks follow and do the same work."""
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -257,6 +258,8 @@ class Trainer:
             model.config.dtype = self._dtype  # of the tensors; the live parameters of ZeRO-0 are float32
             model.config.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
+            for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
+                shutil.copymode(folder / "config.json", file)
 
     def _save(self, folder: Path) -> None:
         self._engine.save(folder)
