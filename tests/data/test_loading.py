@@ -151,13 +151,6 @@ def test_the_first_offenders_are_shown_and_all_are_counted(tokenizer: Any, write
     assert lines[6] == "  ... and 4 more"
 
 
-def test_a_token_outside_the_model_s_vocabulary_is_an_error(tokenizer: Any, write_jsonl: Write) -> None:
-    data = DataConfig(source=write_jsonl(*ROWS))
-    load_prompts(data, tokenizer, max_prompt_tokens=100, vocab_size=261)
-    with pytest.raises(DataError, match=r"2 of 2 rows(.|\n)*token id 225 is outside the model's vocabulary of 200"):
-        load_prompts(data, tokenizer, max_prompt_tokens=100, vocab_size=200)  # the space is token 225
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

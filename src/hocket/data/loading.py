@@ -27,22 +27,19 @@ class Prompts:
     num_dropped: int
 
 
-def load_prompts(
-    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int = 0, vocab_size: int | None = None
-) -> Prompts:
+def load_prompts(data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int = 0) -> Prompts:
     """Reads, checks and renders every row of `data.source`.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         max_prompt_tokens: longer prompts are dropped and counted; data.max_prompt_tokens counts where it is lower.
         seed: of the rows that a built-in task makes.
-        vocab_size: of the model; a token outside it is an error.
 
     Raises:
         DataError: the source can't be read, or has rows that can't be used; names file, line and what is missing.
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
-    prompts = _load(data, Renderer(data, tokenizer), seed=seed, vocab_size=vocab_size)
+    prompts = _load(data, Renderer(data, tokenizer), seed=seed)
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= longest)
     return Prompts(prompts=kept, num_dropped=len(prompts) - len(kept))
 
@@ -76,7 +73,6 @@ def _load(
     renderer: Renderer,
     *,
     seed: int = 0,
-    vocab_size: int | None = None,
     with_response: bool = False,
 ) -> list[Prompt]:
     problems = Problems(data.source)
@@ -85,8 +81,6 @@ def _load(
     for draft, ids in zip(drafts, token_ids, strict=True):
         if not ids:
             problems.add(draft.where, "the tokenizer makes no token of the prompt")
-        elif vocab_size is not None and max(ids) >= vocab_size:
-            problems.add(draft.where, f"token id {max(ids)} is outside the model's vocabulary of {vocab_size}")
     problems.refuse(len(drafts))
     return [draft.prompt(ids) for draft, ids in zip(drafts, token_ids, strict=True)]
 
