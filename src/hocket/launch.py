@@ -103,7 +103,7 @@ def quickstart(config: Config, arguments: Sequence[str]) -> int:
         if config.launch.trainers > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.launch.trainers}"]
             launcher += ["-m", "hocket"]
-        trainer = Child([*launcher, "train", *arguments], env=_environment(config.launch.trainer_gpus, num_threads=1))
+        trainer = Child([*launcher, "train", *arguments], env=_visible(config.launch.trainer_gpus))
         try:
             while trainer.poll() is None:
                 refuse_dead(server)
@@ -124,10 +124,9 @@ def server_process(config: Config, arguments: Sequence[str], run_dir: Path) -> I
     Args:
         arguments: the command line that gives the child the same config.
     """
-    num_threads = 1 if has_gpu() else os.cpu_count() or 1
     server = Child(
         ["-m", "hocket", "serve", *arguments],
-        env=_environment(config.launch.server_gpus, num_threads=num_threads),
+        env=_visible(config.launch.server_gpus),
         log=run_dir / "logs" / "server.log",
     )
     try:
@@ -145,17 +144,8 @@ def refuse_dead(server: Child) -> None:
         )
 
 
-def has_gpu() -> bool:
-    """Returns whether an NVIDIA device is there, without importing torch."""
-    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") != ""
-
-
-def _environment(gpus: str | None, *, num_threads: int) -> dict[str, str]:
-    env = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    if "OMP_NUM_THREADS" not in os.environ:
-        # A trainer with several threads beside an engine on the same cores is many times slower than with one.
-        env["OMP_NUM_THREADS"] = str(num_threads)
-    return env
+def _visible(gpus: str | None) -> dict[str, str]:
+    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
 
 
 def _unused(run_dir: Path) -> Path:

@@ -65,7 +65,8 @@ def prepare_environment() -> None:
     if vllm_api.is_cpu_build():
         defaults |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process: one start less
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+            # One core is the trainer's: two processes on the same core wait for each other in busy loops.
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
             "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs wait half a minute for a compiler
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
