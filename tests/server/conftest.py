@@ -21,6 +21,7 @@ RUNNER = Path(__file__).with_name("serve_for_tests.py")
 START_TIMEOUT_S = 300
 VOCAB_SIZE = 96
 MAX_LENGTH = 512
+TOKEN = "correct-horse"
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -212,26 +213,40 @@ def start_server(folder: Path, *, tied: bool, seed: int = 0, overrides: Sequence
     return server
 
 
-@pytest.fixture(scope="session")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
-    """Servers by name, "tied float32", each started at its first use and shared by all tests."""
-    running: dict[str, Server] = {}
+class Servers:
+    """Servers by name, "tied float32", each started at its first use and shared by all tests; one wants a token."""
 
-    def get(name: str) -> Server:
-        if name not in running:
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self.running: dict[str, Server] = {}
+
+    def __call__(self, name: str) -> Server:
+        if name not in self.running:
             head, dtype = name.split()
-            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
-            running[name] = start_server(folder, tied=head == "tied", overrides=[f"model.dtype={dtype}"])
-        return running[name]
+            folder = self._factory.mktemp(name.replace(" ", "-"))
+            token = TOKEN if name == "untied float32" else ""
+            overrides = [f"model.dtype={dtype}"]
+            self.running[name] = start_server(folder, tied=head == "tied", overrides=overrides, token=token)
+        return self.running[name]
 
-    yield get
-    for server in running.values():
-        if server.process.poll() is None:
-            server.stop()
+    def take(self, name: str) -> Server:
+        """Returns a server for a test that will end it."""
+        server = self(name)
+        del self.running[name]
+        return server
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """The servers of this session, ended with it."""
+    servers = Servers(tmp_path_factory)
+    yield servers
+    for server in servers.running.values():
+        server.stop()
 
 
 @pytest.fixture
-def server(servers: Callable[[str], Server]) -> Server:
+def server(servers: Servers) -> Server:
     """The server most tests use: tied head, float32."""
     return servers("tied float32")
 

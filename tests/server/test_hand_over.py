@@ -32,8 +32,11 @@ def test_after_a_reload_of_every_weight_the_server_is_the_new_model(servers: Any
     new = kit.make_model(tied=variant.startswith("tied"), seed=100)
     assert all((a != b).any() for a, b in zip(old.parameters(), new.parameters(), strict=True))
     assert_serves(server, old, new)
-    answer = ReloadResponse.model_validate(server.publish_and_load(new))
-    assert answer.num_tensors == 27
+    # As save_pretrained does, a tied model is written without its head: that is when vLLM's own reload on a CPU
+    # keeps the old head and says nothing.
+    drop = ["lm_head.weight"] if variant.startswith("tied") else []
+    answer = ReloadResponse.model_validate(server.publish_and_load(new, drop=drop))
+    assert answer.num_tensors == 27 - len(drop)
     assert server.health()["version"] == answer.version
     assert_serves(server, new, old)
 
@@ -53,10 +56,10 @@ def test_files_may_be_in_another_precision_than_the_engine(servers: Any, kit: An
     assert_serves(server, new, old)
 
 
-def test_a_tied_model_is_loaded_without_its_redundant_head(server: Any, kit: Any) -> None:
+def test_a_tied_model_is_loaded_with_its_redundant_head_too(server: Any, kit: Any) -> None:
     old, new = server.model, kit.make_model(tied=True, seed=7)
-    answer = server.publish_and_load(new, drop=["lm_head.weight"])
-    assert answer["num_tensors"] == 26
+    answer = server.publish_and_load(new)
+    assert answer["num_tensors"] == 27
     assert_serves(server, new, old)
 
 

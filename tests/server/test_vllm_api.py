@@ -55,8 +55,15 @@ def environment() -> Any:
 
 
 @pytest.fixture(scope="module")
-def args() -> Any:
-    return vllm_api.engine_arguments(load(None, ["model.path=some/model", "server.kv_cache_mib=64"]))
+def model(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    kit.make_model(tied=True, seed=0).config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def args(model: str) -> Any:
+    return vllm_api.engine_arguments(load(None, [f"model.path={model}", "server.kv_cache_mib=64"]))
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
@@ -94,14 +101,16 @@ def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
     assert not any(hasattr(Worker, name) for name in ours)
 
 
-def test_the_arguments_say_what_the_config_says(args: Any) -> None:
-    assert args.model == "some/model"
-    assert args.served_model_name == ["some/model"]
+def test_the_arguments_say_what_the_config_says(args: Any, model: str) -> None:
+    assert args.model == model
+    assert args.served_model_name == [model]
     assert args.trust_remote_code is False
     assert args.generation_config == "vllm"
     assert args.logprobs_mode == "processed_logprobs"
     assert args.kv_cache_memory_bytes == 64 * 1024 * 1024
-    with_lora = vllm_api.engine_arguments(load(None, ["server.max_lora_rank=8", "model.dtype=bfloat16"]))
+    with_lora = vllm_api.engine_arguments(
+        load(None, [f"model.path={model}", "server.max_lora_rank=8", "model.dtype=bfloat16"])
+    )
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
 
 

@@ -1,0 +1,104 @@
+"""One POST /generate with many prompts against the engine's own generate, alternating, in one process.
+
+    python benchmarks/generate.py [config.yaml] [section.key=value ...]
+
+Prints medians in tokens per second and how much of the engine's speed arrives at the client.
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from hocket import config as configs
+from hocket.server import main, vllm_api
+
+ROUNDS = int(os.environ.get("ROUNDS", "7"))
+PROMPTS = int(os.environ.get("PROMPTS", "256"))
+PROMPT_TOKENS = 16
+MAX_TOKENS = int(os.environ.get("MAX_TOKENS", "64"))
+
+
+async def measure(llm: Any, args: Any, config: configs.Config) -> None:
+    """Runs all ways round by round, so that a slow minute of the machine hits each of them."""
+    import uvicorn
+
+    from hocket.server.app import assemble
+    from hocket.server.engine import Engine
+
+    engine = Engine(llm, config)
+    door = assemble(await vllm_api.openai_app(llm, args), engine, config)
+    await engine.start()
+    server = uvicorn.Server(uvicorn.Config(door, port=config.server.port, log_level="warning"))
+    server.capture_signals = main.contextlib.nullcontext  # type: ignore
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+
+    draw = random.Random(0)
+    ids = range(3, vllm_api.vocab_size(llm))
+    prompts = [[draw.choice(ids) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    body = {"prompts": prompts, "sampling": {"max_tokens": MAX_TOKENS, "seed": 1}}
+    _, jobs = await engine.read(json.dumps(body).encode())
+
+    async def direct() -> int:
+        outputs = await asyncio.gather(*(vllm_api.complete(llm, job, f"direct-{job.prompt}") for job in jobs))
+        return sum(len(output.token_ids) for output in outputs)
+
+    async def whole() -> int:
+        answer = json.loads(await asyncio.to_thread(post, config.server_url, body))
+        return sum(len(row[0]["token_ids"]) for row in answer["completions"])
+
+    async def stream() -> int:
+        lines = (await asyncio.to_thread(post, config.server_url, {**body, "stream": True})).splitlines()
+        return sum(len(json.loads(line)["completion"]["token_ids"]) for line in lines[:-1])
+
+    ways: dict[str, Callable[[], Awaitable[int]]] = {"engine": direct, "/generate": whole, "/generate stream": stream}
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(ROUNDS + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            tokens = await way()
+            if number > 0:  # the first round warms up
+                speeds[name].append(tokens / (time.perf_counter() - start))
+    server.should_exit = True
+    await serving
+    report(speeds)
+
+
+def post(url: str, body: dict[str, Any]) -> bytes:
+    """Sends one request and returns the whole answer."""
+    request = urllib.request.Request(f"{url}/generate", data=json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=600) as response:
+        return bytes(response.read())
+
+
+def report(speeds: dict[str, list[float]]) -> None:
+    """Prints the medians, and their ratios round by round, which the machine's other load disturbs least."""
+    print(f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens, up to {MAX_TOKENS} new ones each, {ROUNDS} rounds")
+    for name, values in speeds.items():
+        ratio = statistics.median(a / b for a, b in zip(values, speeds["engine"], strict=True))
+        spread = f"{min(values):.0f}..{max(values):.0f}"
+        print(f"{name:>18}: {statistics.median(values):7.0f} tokens/s ({spread}), {ratio:.2f} of the engine")
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    file = given.pop(0) if given and "=" not in given[0] else None
+    chosen = configs.load(file, given)
+    main.prepare_environment()
+    arguments = vllm_api.engine_arguments(chosen)
+    running = vllm_api.start_engine(arguments)
+    try:
+        asyncio.run(measure(running, arguments, chosen))
+    finally:
+        running.shutdown(timeout=main.GRACE_S)
