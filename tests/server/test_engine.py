@@ -94,6 +94,14 @@ def test_a_seed_repeats_the_answer_and_each_sample_has_its_own(server: Any) -> N
     assert other["token_ids"] == first[2]["token_ids"]
 
 
+def test_many_seeded_prompts_at_once_leave_the_engine_alive(server: Any) -> None:
+    # 12,000 prompt tokens are more than one engine step takes; vLLM's CPU worker dies of a seeded prompt cut in two.
+    prompts = [[3 + (i + j) % 90 for j in range(60)] for i in range(200)]
+    answer = server.generate(prompts=prompts, sampling={"seed": 1, "max_tokens": 3})
+    assert all(len(row[0]["token_ids"]) > 0 for row in answer["completions"])
+    assert server.client.get("/health").json()["status"] == "ready"
+
+
 def test_a_stream_has_every_completion_once_and_an_end(server: Any) -> None:
     seen = set()
     with server.client.stream(
