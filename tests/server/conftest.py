@@ -190,6 +190,7 @@ def start_server(folder: Path, *, tied: bool, seed: int = 0, overrides: Sequence
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # as in a terminal of its own
         env=os.environ | {"PYTHONPATH": str(SOURCE), "HOCKET_TOKEN": token, "OMP_NUM_THREADS": "2"},
     )
     lines: list[str] = []

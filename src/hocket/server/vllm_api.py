@@ -4,6 +4,7 @@ tests/server/test_vllm_api.py names each of them, so that a release that moves o
 """
 
 import importlib.metadata
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -98,6 +99,7 @@ def run_engine(*args: Any, **kwargs: Any) -> None:
     """What the engine's process runs: vLLM's own function, in a process that has imported this module first."""
     from vllm.v1.engine.core import EngineCoreProc
 
+    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process when the requests have been told
     EngineCoreProc.run_engine_core(*args, **kwargs)
 
 
