@@ -96,6 +96,7 @@ if __name__ == "__main__":
     file = given.pop(0) if given and "=" not in given[0] else None
     chosen = configs.load(file, given)
     main.prepare_environment()
+    vllm_api.preload_engine()
     arguments = vllm_api.engine_arguments(chosen)
     running = vllm_api.start_engine(arguments)
     try:

@@ -163,6 +163,10 @@ class Server:
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def engine(self) -> psutil.Process:
+        """The engine's process: it is forked from one that the server has started, or started by the server itself."""
+        return next(child for child in self.children() if child.ppid() != self.process.pid or "Engine" in child.name())
+
     def stop(self, number: int = signal.SIGINT, timeout_s: float = 60) -> int:
         self.client.close()
         self.process.send_signal(number)

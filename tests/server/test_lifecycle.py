@@ -63,14 +63,14 @@ def test_ctrl_c_ends_all_requests_and_processes_within_ten_seconds(servers: Any,
 def test_the_engine_ends_with_a_server_that_is_killed(servers: Any) -> None:
     server = servers.take("untied bfloat16")
     children = server.children()
-    assert any("EngineCore" in child.name() for child in children)
+    assert server.engine() in children
     server.stop(signal.SIGKILL)
     wait_until_gone(children)
 
 
 def test_a_dead_engine_is_told_and_the_server_still_ends_cleanly(servers: Any) -> None:
     server = servers.take("tied bfloat16")
-    engine = next(child for child in server.children() if "EngineCore" in child.name())
+    engine = server.engine()
     outcome: list[Any] = []
     body = {"prompts": [[5]], "n": 64, "sampling": {"max_tokens": 500}}
     thread = threading.Thread(target=lambda: outcome.append(server.client.post("/generate", json=body)))

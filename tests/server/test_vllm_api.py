@@ -18,7 +18,7 @@ from hocket.server.worker import WorkerExtension
 
 TOKEN = "correct-horse"
 NAMES = {
-    "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args"],
+    "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args", "AsyncEngineArgs.create_engine_config"],
     "vllm.entrypoints.launchers.api_server.app_state": ["init_app_state"],
     "vllm.entrypoints.launchers.app": ["build_app"],
     "vllm.entrypoints.launchers.cli_args": ["make_arg_parser"],
@@ -29,7 +29,7 @@ NAMES = {
     "vllm.sampling_params": ["RequestOutputKind.FINAL_ONLY", "SamplingParams"],
     "vllm.utils.argparse_utils": ["FlexibleArgumentParser"],
     "vllm.v1.engine.async_llm": [
-        "AsyncLLM.from_engine_args",
+        "AsyncLLM.from_vllm_config",
         "AsyncLLM.collective_rpc",
         "AsyncLLM.errored",
         "AsyncLLM.generate",
@@ -40,6 +40,7 @@ NAMES = {
         "AsyncLLM.update_weight_version",
     ],
     "vllm.v1.engine.core": ["EngineCoreProc.run_engine_core"],
+    "vllm.v1.engine.utils": ["get_mp_context"],
     "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
     "vllm.v1.worker.gpu_worker": ["Worker.reload_weights"],
 }

@@ -36,6 +36,7 @@ def serve(config: Config) -> None:
     _check(config)
     with contextlib.closing(_bind(config.server.host, config.server.port)) as sock, _ending_children():
         prepare_environment()
+        vllm_api.preload_engine()
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, _interrupt)
