@@ -116,7 +116,7 @@ def test_an_unfinished_environment_is_made_anew(place: Place, monkeypatch: pytes
     assert bootstrap.read_state(place.venv)["state"] == "complete"
 
 
-@pytest.mark.parametrize("leftover", [None, "hocket.json.partial"])
+@pytest.mark.parametrize("leftover", [None, ".hocket.json.partial"])
 def test_an_installation_that_was_killed_at_once_is_taken_up(place: Place, leftover: str | None) -> None:
     place.venv.mkdir()
     if leftover:

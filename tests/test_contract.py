@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
-    {"errors", "types"},
+    {"errors", "types", "system"},
     {"registry", "config", "protocol", "installer"},
     {"manifest", "tokenizer", "bootstrap"},
     {"algorithm", "rewards", "envs", "data", "observe", "doctor"},
@@ -33,7 +33,16 @@ HOMES = {  # the only places that may import a package
     "psutil": {"doctor", "server"},
 }
 HEAVY = {"torch", "transformers", "deepspeed", "vllm", "fastapi", "datasets", "safetensors", "httpx"}
-BEFORE_ANY_PACKAGE = ("run.py", "bootstrap.py", "installer.py", "doctor.py", "errors.py", "types.py", "registry.py")
+BEFORE_ANY_PACKAGE = (
+    "run.py",
+    "bootstrap.py",
+    "installer.py",
+    "doctor.py",
+    "errors.py",
+    "system.py",
+    "types.py",
+    "registry.py",
+)
 
 
 def module_name(path: Path) -> str:
@@ -127,6 +136,13 @@ def test_what_runs_before_there_is_an_environment_needs_only_the_standard_librar
     path = ROOT / name if name == "run.py" else SOURCE / "hocket" / name
     roots = {target.split(".")[0] for target in imports(path, at_import_time=True)}
     assert roots <= sys.stdlib_module_names | {"hocket", "__future__"}
+
+
+@pytest.mark.parametrize("call", ["prctl", "fsync"])
+def test_the_operating_system_is_asked_in_one_place(call: str) -> None:
+    nodes = {name: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for name, path in FILES.items()}
+    users = [name for name in nodes for node in nodes[name] if isinstance(node, ast.Attribute) and node.attr == call]
+    assert users == ["hocket.system"]
 
 
 def test_the_import_reader_sees_every_way_to_import(tmp_path: Path) -> None:

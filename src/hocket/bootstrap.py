@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from hocket import installer
 from hocket.errors import SetupError
+from hocket.system import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -166,9 +167,7 @@ def read_state(venv: Path) -> dict[str, object]:
 def write_state(venv: Path, state: str, build: str, files: Iterable[str]) -> None:
     """Notes atomically how far an environment is, and from which requirements it is made."""
     values = {"state": state, "build": build, "files": {name: _digest(ROOT / name) for name in files}}
-    partial = venv / "hocket.json.partial"
-    partial.write_text(json.dumps(values, indent=1), encoding="utf-8")
-    partial.replace(venv / "hocket.json")
+    write_atomically(venv / "hocket.json", json.dumps(values, indent=1))
 
 
 def is_complete(state: dict[str, object], builds: list[str], command: str) -> bool:
@@ -190,7 +189,7 @@ def _make(builds: list[str], command: str) -> None:
         state = read_state(VENV)
         if is_complete(state, builds, command):  # another process was faster
             return
-        if VENV.exists() and not state and any(path.name != "hocket.json.partial" for path in VENV.iterdir()):
+        if VENV.exists() and not state and any(path.name != ".hocket.json.partial" for path in VENV.iterdir()):
             raise SetupError(
                 f"{VENV} was not made by run.py and lacks packages. Move it away, or install into it: "
                 f"{VENV}/bin/python -m pip install -r {CUDA_FILES[0] if builds[0] == 'cuda' else CPU_FILES[0]}"

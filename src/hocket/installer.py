@@ -1,8 +1,8 @@
 """Runs installation steps with progress, one process at a time; explains failures. Standard library only."""
 
 import contextlib
-import ctypes
 import fcntl
+import functools
 import os
 import shutil
 import signal
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from hocket.errors import SetupError
+from hocket.system import end_with
 
 LOCK_TIMEOUT_S = 3600.0
 STEP_TIMEOUT_S = 3600.0
@@ -144,7 +145,8 @@ def _run(command: list[str], log: TextIO, lock_fd: int, progress: Progress) -> i
         stderr=subprocess.STDOUT,
         env=environment,
         pass_fds=(lock_fd,),
-        preexec_fn=_die_with_parent,
+        # when run.py is killed: an orphan would go on writing into .venv
+        preexec_fn=functools.partial(end_with, os.getpid(), signal.SIGKILL),
     )
     deadline = time.monotonic() + STEP_TIMEOUT_S
     try:
@@ -181,13 +183,6 @@ def _read_from(path: Path, offset: int) -> str:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read().decode("utf-8", "replace")
-
-
-def _die_with_parent() -> None:
-    """Asks the kernel to end this child when run.py is killed: an orphan would go on writing into .venv."""
-    libc = ctypes.CDLL(None)
-    pr_set_pdeathsig = 1
-    libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ the processes do.
 """
 
 import contextlib
-import ctypes
 import os
 import shlex
 import signal
@@ -19,20 +18,17 @@ from pathlib import Path
 
 from hocket.config import Config
 from hocket.errors import ConfigError, ServerError
+from hocket.system import end_with
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
-_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
     """Has the kernel send SIGTERM to this process when the hocket process that started it is gone (Linux)."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it went before the kernel was told
-        sys.exit(f"the process that started this one (pid {parent}) is gone")
+    if parent is not None:
+        end_with(int(parent), signal.SIGTERM)
 
 
 class Child:

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.observe.report import write_report
+from hocket.system import write_atomically
 from hocket.types import Group
 
 
@@ -66,13 +66,6 @@ class Recorder:
         write_atomically(self.run_dir / "summary.json", json.dumps(values, indent=1) + "\n")
         write_report(self.run_dir)
         return values
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old or the new content, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _rows(group: Group) -> Iterable[dict[str, Any]]:

@@ -6,7 +6,6 @@ Model output is hostile text: everything is escaped, and the page forbids script
 import html
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from hocket.observe.charts import Series, legend, line_chart, stacked_bars
 from hocket.observe.metrics import METRICS
 from hocket.observe.style import STYLE
+from hocket.system import write_atomically
 
 Record = Mapping[str, Any]
 
@@ -50,9 +50,7 @@ def write_report(run_dir: Path) -> Path:
     ]
     page = PAGE.format(title=clean(run_dir.resolve().name), style=STYLE, body="\n".join(parts))
     path = run_dir / "report.html"
-    partial = run_dir / ".report.html.partial"
-    partial.write_bytes(page.encode("utf-8", "replace"))  # half a surrogate pair, which JSON allows, has no encoding
-    os.replace(partial, path)
+    write_atomically(path, page)
     return path
 
 

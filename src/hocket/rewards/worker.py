@@ -6,7 +6,6 @@ child; the answer comes back as JSON, because the child may have run what a mode
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import importlib
 import json
@@ -25,10 +24,10 @@ from typing import Any
 from hocket.errors import ConfigError, HocketError
 from hocket.registry import PLUGIN_PREFIX, load_plugins
 from hocket.rewards.base import REWARDS, Outcome, Reward, failure, outcome
+from hocket.system import end_with
 
 START_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 10.0
-_PR_SET_PDEATHSIG = 1
 _MAIN = "from hocket.rewards.worker import main; main()"
 
 
@@ -164,10 +163,7 @@ def main() -> None:
     """The worker process; its command line is the pipe's file descriptor, the parent's pid, and the modules."""
     connection, parent, modules = Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it went before the kernel was told
-            return
+    end_with(parent, signal.SIGKILL)
     _send(connection, _load(modules))
     while True:
         try:

@@ -7,7 +7,6 @@ than the manifest's is an error.
 """
 
 import dataclasses
-import os
 import shutil
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from hocket import manifest
 from hocket.config import Config
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import ReloadResponse
+from hocket.system import flush
 
 
 class Exporter(Protocol):
@@ -107,10 +107,12 @@ class DiskSync:
             made = manifest.build(version, manifest.tensors(partial))
             (partial / manifest.MANIFEST_FILE).write_text(made.model_dump_json(indent=1), encoding="utf-8")
             (partial / manifest.COMPLETE_FILE).touch()
-            num_bytes = sum(_flush(path) for path in sorted(partial.iterdir()))
-            _flush(partial)
+            files = sorted(partial.iterdir())
+            for path in (*files, partial):
+                flush(path)
+            num_bytes = sum(path.stat().st_size for path in files)
             partial.rename(folder)
-            _flush(folder.parent)
+            flush(folder.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -123,13 +125,3 @@ class DiskSync:
             gone = old.with_name(f".{old.name}.partial")
             old.rename(gone)
             shutil.rmtree(gone)
-
-
-def _flush(path: Path) -> int:
-    """Flushes a file or folder to disk and returns its size in bytes (0 for a folder)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        return 0 if path.is_dir() else os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)

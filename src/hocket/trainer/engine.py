@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hocket.config import TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.manifest import COMPLETE_FILE
+from hocket.system import flush
 from hocket.trainer.ranks import Ranks
 
 GATHER_BYTES = 64 << 20
@@ -191,14 +192,14 @@ class DeepSpeedEngine:
         self._ranks.barrier()
         self._engine.save_checkpoint(str(partial), tag=_TAG)
         for file in (partial / _TAG).iterdir():
-            _fsync(file)
+            flush(file)
         self._ranks.barrier()
         if self._ranks.is_main:
             (partial / COMPLETE_FILE).write_text(self._layout())
             for path in (partial / COMPLETE_FILE, partial / _TAG, partial):
-                _fsync(path)
+                flush(path)
             os.replace(partial, folder)
-            _fsync(folder.parent)
+            flush(folder.parent)
         self._ranks.barrier()
 
     def check_saved(self, folder: Path) -> None:
@@ -241,11 +242,3 @@ def _by_bytes(named: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str,
             group, size = [], 0
     if group:
         yield group
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

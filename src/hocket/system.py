@@ -1,0 +1,43 @@
+"""What several parts ask of the operating system. Standard library only."""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int, signum: signal.Signals) -> None:
+    """Has the kernel send `signum` to this process when its parent ends (Linux; elsewhere nothing happens).
+
+    Exits where that has happened already.
+
+    Args:
+        parent: pid of the process that started this one.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it went before the kernel was told
+        sys.exit(f"the process that started this one (pid {parent}) is gone")
+
+
+def flush(path: Path) -> None:
+    """Returns once a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that a reader sees the old or the new content, never a part.
+
+    Half a surrogate pair, which JSON allows in a string, has no encoding: it becomes a question mark.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(partial, path)

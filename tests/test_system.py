@@ -1,0 +1,76 @@
+"""What is asked of the operating system: ends with the parent, files that are whole."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hocket.system import flush, write_atomically
+
+ORPHAN = "import os, signal; from hocket.system import end_with; end_with({parent}, signal.SIGKILL); print('went on')"
+PARENT = """
+import subprocess, sys
+code = "import os, signal, time; from hocket.system import end_with; end_with(os.getppid(), signal.{signum}); \
+print('tied', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()  # then this process ends; the child may not
+print(child.pid)
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_ends_with_its_parent(signum: signal.Signals) -> None:
+    # run() returns when every copy of the pipe is closed: the child, which has one as its stderr, is gone
+    assert run(PARENT.format(signum=signum.name)).returncode == 0
+
+
+def test_a_process_whose_parent_is_gone_already_ends_with_the_reason() -> None:
+    assert run(ORPHAN.format(parent=os.getpid())).stdout == "went on\n"
+    ended = run(ORPHAN.format(parent=2**22 + 1))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "is gone" in ended.stderr
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+    write_atomically(path, "new é")
+    assert path.read_bytes() == "new é".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+    def fail(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, "newer")
+    assert path.read_text(encoding="utf-8") == "new é"
+
+
+def test_half_a_surrogate_pair_can_be_written(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a", "a\ud800b")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "a?b"
+
+
+def test_files_and_folders_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    (tmp_path / "a").touch()
+    flush(tmp_path / "a")
+    flush(tmp_path)
+    assert flushed == [str(tmp_path / "a"), str(tmp_path)]
+    with pytest.raises(FileNotFoundError):
+        flush(tmp_path / "b")
