@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from hocket import config as config_module
 from hocket import launch
 from hocket.errors import ServerError
 from hocket.launch import Child, refuse_dead
@@ -89,14 +88,57 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         parent.kill()
 
 
+RANK = """
+import os, sys, time; from pathlib import Path
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "X")
+folder = Path(sys.argv[1])
+(folder / f"rank{os.environ['RANK']}").write_text(" ".join([str(os.getpid()), *(os.environ[name] for name in names)]))
+while len(list(folder.iterdir())) < 3:
+    time.sleep(0.05)
+"""
+
+
+def nothing() -> None: ...
+
+
+def ranks_in(folder: Path) -> list[list[str]]:
+    return [path.read_text().split() for path in sorted(folder.iterdir())]
+
+
+def test_ranks_run_together_and_find_each_other(tmp_path: Path) -> None:
+    assert launch.run_ranks(["-c", RANK, str(tmp_path)], 3, env={"X": "y"}, check=nothing) == 0
+    ports = {words[6] for words in ranks_in(tmp_path)}
+    assert len(ports) == 1
+    assert [words[1:] for words in ranks_in(tmp_path)] == [
+        [str(rank), str(rank), "3", "3", "127.0.0.1", *ports, "y"] for rank in range(3)
+    ]
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_status(tmp_path: Path) -> None:
+    code = f"{RANK}\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)"
+    assert launch.run_ranks(["-c", code, str(tmp_path)], 3, env={"X": "y"}, check=nothing) == 7
+    assert len(ranks_in(tmp_path)) == 3
+    assert all(gone(int(words[0])) for words in ranks_in(tmp_path))
+
+
+def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
+    def check() -> None:
+        if len(ranks_in(tmp_path)) == 3:
+            raise ServerError("gone", code="unreachable")
+
+    with pytest.raises(ServerError):
+        launch.run_ranks(["-c", f"{RANK}\ntime.sleep(600)", str(tmp_path)], 3, env={"X": "y"}, check=check)
+    wait_for(lambda: all(words and gone(int(words[0])) for words in ranks_in(tmp_path)))
+
+
 def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        chosen = launch._free_port(config_module.load(None, [f"server.port={port}"]))
+        chosen = launch._free_port("127.0.0.1", port)
         assert chosen != port
-    assert launch._free_port(config_module.load(None, [f"server.port={port}"])) == port
+    assert launch._free_port("127.0.0.1", port) == port
 
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -92,25 +92,47 @@ def quickstart(config: Config, arguments: Sequence[str]) -> int:
         arguments: the command line that gives a child the same config.
     """
     run_dir = _unused(config.run_dir)
-    arguments = [*arguments, f"run.dir={run_dir}", f"server.port={_free_port(config)}"]
+    arguments = [*arguments, f"run.dir={run_dir}", f"server.port={_free_port(config.server.host, config.server.port)}"]
     print(f"run folder {run_dir}; the server's log is {run_dir}/logs/server.log", flush=True)
     with _terminate_as_interrupt(), server_process(config, arguments, run_dir) as server:
-        launcher = ["-m", "hocket"]
-        if config.launch.trainers > 1:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.launch.trainers}"]
-            launcher += ["-m", "hocket"]
-        trainer = Child([*launcher, "train", *arguments], env=_visible(config.launch.trainer_gpus))
-        try:
-            while trainer.poll() is None:
-                refuse_dead(server)
-                time.sleep(0.2)
-        except BaseException:
-            trainer.stop(signal.SIGINT)
-            raise
-        status = trainer.stop()
+        status = run_ranks(
+            ["-m", "hocket", "train", *arguments],
+            config.launch.trainers,
+            env=_visible(config.launch.trainer_gpus),
+            check=lambda: refuse_dead(server),
+        )
     if status == 0:
         print(_what_next(run_dir))
     return status
+
+
+def run_ranks(command: Sequence[str], size: int, *, env: Mapping[str, str], check: Callable[[], None]) -> int:
+    """Runs one command as `size` ranks, which find each other as under torchrun, and leaves none of them running.
+
+    Not by torchrun itself: its workers outlive it where it is killed.
+
+    Args:
+        env: variables added to this process's own.
+        check: called again and again; what it raises ends the ranks, too.
+
+    Returns:
+        0 once all have ended well, or the exit status of a rank that failed; then the others are stopped.
+    """
+    together = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    together["MASTER_PORT"] = str(_free_port("127.0.0.1", 0))
+    ranks: list[Child] = []
+    try:
+        ranks.extend(Child(command, env={**env, **together, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(size))
+        while True:
+            statuses = [rank.poll() for rank in ranks]
+            failed = [status for status in statuses if status]
+            if failed or None not in statuses:
+                return failed[0] if failed else 0
+            check()
+            time.sleep(0.2)
+    finally:
+        for rank in ranks:  # rank 0 first: it closes the run, and releases the others, which have nothing to close
+            rank.stop(signal.SIGINT if rank is ranks[0] else signal.SIGTERM)
 
 
 @contextmanager
@@ -150,10 +172,9 @@ def _unused(run_dir: Path) -> Path:
     return next(folder for folder in candidates if not folder.exists())
 
 
-def _free_port(config: Config) -> int:
-    """Returns server.port, or another free port where somebody listens there already."""
-    host = config.server.host
-    for port in (config.server.port, 0):
+def _free_port(host: str, wanted: int) -> int:
+    """Returns the wanted port, or another free one where somebody listens there already."""
+    for port in (wanted, 0):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -56,14 +56,40 @@ def wait_for(condition: Callable[[], bool], log: Path, seconds: float = START_S)
         time.sleep(0.1)
 
 
-def of_run(run_dir: Path) -> list[int]:
-    """Returns the pids of processes with the run folder on their command line, and of their children."""
-    found = []
-    for process in psutil.process_iter():
+def started_by(process: subprocess.Popen[bytes]) -> set[psutil.Process]:
+    """Returns what a process and its children have started: orphans of a killed parent can't be found any more."""
+    try:
+        return set(psutil.Process(process.pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def status_and_started(process: subprocess.Popen[bytes], seconds: float) -> tuple[int, set[psutil.Process]]:
+    """Waits for the end; returns the exit status, and every process that was seen below it until then."""
+    end = time.monotonic() + seconds
+    started: set[psutil.Process] = set()
+    while process.poll() is None and time.monotonic() < end:
+        started |= started_by(process)
+        time.sleep(0.2)
+    return process.wait(0), started
+
+
+def wait_until_gone(processes: set[psutil.Process], seconds: float = 30.0) -> None:
+    """Fails where any is left, however it is called and whoever has adopted it."""
+    assert processes
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    left = []
+    for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if any(str(run_dir) in word for word in process.cmdline()) and process.pid != os.getpid():
-                found += [process.pid, *(child.pid for child in process.children(recursive=True))]
-    return found
+            if process.status() != psutil.STATUS_ZOMBIE:
+                left.append((process, process.cmdline()))
+    assert left == []
+
+
+def ranks_of(processes: set[psutil.Process]) -> list[str]:
+    """Returns "RANK of SIZE" of the trainers among the processes."""
+    environments = [process.environ() for process in processes if "train" in process.cmdline()]
+    return [f"{env['RANK']} of {env['WORLD_SIZE']}" for env in environments]
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:
@@ -73,7 +99,9 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
 def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("quickstart", log, f"run.dir={run_dir}", "trainer.steps=30", "eval.every_steps=0") as process:
-        assert process.wait(START_S + 300) == 0, log.read_text()
+        status, started = status_and_started(process, START_S + 300)
+        assert status == 0, log.read_text()
+        wait_until_gone(started)
     out = log.read_text()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["before"] <= 0.35, out
@@ -98,7 +126,19 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
     assert len((run_dir / "rollouts" / "step_000030.jsonl").read_text().splitlines()) == 16 * 8
     assert "held-out accuracy" in out
     assert out.count("→") >= 4  # before → after, and three samples
-    assert of_run(run_dir) == []
+
+
+def test_quickstart_trains_with_two_ranks_and_leaves_no_process(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+    settings = ["launch.trainers=2", "trainer.steps=2", "eval.num_prompts=8"]
+    with running("quickstart", log, f"run.dir={run_dir}", *settings) as process:
+        wait_for(lambda: (run_dir / "metrics.jsonl").exists() or process.poll() is not None, log)
+        assert sorted(ranks_of(started_by(process))) == ["0 of 2", "1 of 2"], log.read_text()
+        status, started = status_and_started(process, START_S)
+        assert status == 0, log.read_text()
+        wait_until_gone(started)
+    assert [step["step"] for step in metrics_of(run_dir)] == [0, 1, 2]
+    assert "error: " not in log.read_text()
 
 
 def test_a_random_reward_teaches_nothing(tmp_path: Path) -> None:
@@ -118,10 +158,11 @@ def test_a_trainer_started_first_waits_for_the_server_and_both_end_cleanly(tmp_p
         wait_for(lambda: waiting in (tmp_path / "train.log").read_text(), tmp_path / "train.log")
         with running("serve", tmp_path / "serve.log", *settings) as server:
             assert trainer.wait(START_S) == 0, (tmp_path / "train.log").read_text()
+            started = started_by(server)
             server.send_signal(signal.SIGINT)
             assert server.wait(30) == 0, (tmp_path / "serve.log").read_text()
+            wait_until_gone(started)
     assert metrics_of(run_dir)[-1]["step"] == 2
-    assert of_run(run_dir) == []
 
 
 def test_a_trainer_without_a_server_gives_up_at_its_deadline_with_the_reason(tmp_path: Path) -> None:
@@ -138,30 +179,35 @@ def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> 
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("quickstart", log, f"run.dir={run_dir}") as process:
         wait_for(lambda: (run_dir / "rollouts" / "step_000002.jsonl").exists(), log)
+        started = started_by(process)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130, log.read_text()
-    assert of_run(run_dir) == []
+        wait_until_gone(started)
     assert "Traceback" not in log.read_text()
 
 
-def test_a_killed_quickstart_takes_its_children_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_killed_quickstart_takes_its_children_along(tmp_path: Path, trainers: int) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
-    with running("quickstart", log, f"run.dir={run_dir}") as process:
+    with running("quickstart", log, f"run.dir={run_dir}", f"launch.trainers={trainers}") as process:
         wait_for(lambda: (run_dir / "rollouts" / "step_000001.jsonl").exists(), log)
+        started = started_by(process)
+        assert sorted(ranks_of(started)) == [f"{rank} of {trainers}" for rank in range(trainers)]
         process.kill()
         process.wait(30)
-        wait_for(lambda: of_run(run_dir) == [], log, seconds=60)
+        wait_until_gone(started)
 
 
 def test_a_server_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("quickstart", log, f"run.dir={run_dir}") as process:
         wait_for(lambda: (run_dir / "rollouts" / "step_000001.jsonl").exists(), log)
+        started = started_by(process)
         servers = [p for p in psutil.Process(process.pid).children() if "serve" in p.cmdline()]
         assert len(servers) == 1
         servers[0].kill()
         assert process.wait(120) == 1
+        wait_until_gone(started)
     out = log.read_text()
     assert "error: " in out
     assert "Traceback" not in out
-    assert of_run(run_dir) == []
