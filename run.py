@@ -31,8 +31,8 @@ DEFAULTS = {
 
 def main(argv: list[str]) -> int:
     """Runs one command and returns its exit status."""
-    argv = [word for word in argv if not word.startswith(("--local_rank=", "--local-rank="))]  # deepspeed adds it
-    command = argv[0] if argv else "--help"
+    # not just argv[0]: DeepSpeed's launcher puts --local_rank=N before it
+    command = next((word for word in argv if not word.startswith("-")), argv[0] if argv else "--help")
     if command in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         print(_too_old(), file=sys.stderr)
         return 1
     _prepare()
-    asks_for_help = "-h" in argv[1:] or "--help" in argv[1:]
+    asks_for_help = "-h" in argv or "--help" in argv
     if command == "test" and asks_for_help:
         print(f"usage: run.py test [pytest arguments]\n\n{COMMANDS['test']}\n\n{_test_help()}")
         return 0

@@ -202,11 +202,14 @@ def is_ours(words: list[str]) -> bool:
     """True for the command line of a server, a trainer or a vLLM engine."""
     if words and words[0].startswith("VLLM::"):
         return True
+    if not words or not os.path.basename(words[0]).lower().startswith("python"):
+        return False  # a terminal multiplexer or an editor may have such words, too
     commands = {"serve", "train", "quickstart", "sft"}
-    return any(
-        os.path.basename(word) == "run.py" and commands & set(words[index + 1 : index + 3])
-        for index, word in enumerate(words[:4])
-    )
+    for index, word in enumerate(words):
+        is_door = os.path.basename(word) == "run.py" or words[index - 1 : index + 1] == ["-m", "hocket"]
+        if is_door and commands & set(words[index + 1 : index + 3]):
+            return True
+    return False
 
 
 def _run_folder(report: Report) -> None:
