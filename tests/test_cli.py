@@ -62,6 +62,7 @@ def test_config_prints_what_load_reads_back(capsys: pytest.CaptureFixture[str], 
         (["config", "trainer.stepz=3"], "did you mean 'trainer.steps'"),
         (["config", "a.yaml", "b.yaml"], "one config file at most"),
         (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a file"),
+        (["generate", "-p", "a", "-n", "0"], "-n 0 can't be asked for: Input should be greater than or equal to 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_1(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,5 +83,6 @@ def test_settings_are_one_file_and_overrides_in_any_order() -> None:
 
 
 def test_the_rank_argument_of_deepspeeds_launcher_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--local_rank=1", "trainer.steps=3"]) == 0
-    assert "steps: 3" in capsys.readouterr().out
+    for argv in (["config", "--local_rank=1", "trainer.steps=3"], ["--local-rank=0", "config", "trainer.steps=3"]):
+        assert main(argv) == 0
+        assert "steps: 3" in capsys.readouterr().out

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError, HocketError
@@ -119,10 +121,15 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
     inputs: list[PromptInput] = [p if args.text else [{"role": "user", "content": p}] for p in prompts]
     sampling = Sampling(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
+    try:
+        request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = f"-n {args.n}" if first["loc"][0] == "n" else "-p"
+        raise ConfigError(f"{option} can't be asked for: {first['msg']}") from error
 
     async def ask() -> GenerateResponse:
         async with ServerClient(config.server_url, token=config.token) as server:
-            request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n)
             return await server.ask(request, timeout_s=config.rollout.timeout_s)
 
     answer = asyncio.run(ask())
