@@ -135,8 +135,24 @@ async def test_waiting_ends_at_the_deadline_with_the_fix() -> None:
         raise httpx.ConnectError("refused")
 
     async with client(refuse) as server:
-        with pytest.raises(ServerError, match=r"gave up after .* nothing answers .*run.py serve"):
+        with pytest.raises(ServerError, match=r"gave up after .* nothing answers .*refused.*run.py serve"):
             await server.wait_ready(0.0)
+
+
+async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps(HEALTH).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        async with ServerClient(f"http://127.0.0.1:{port}") as server:
+            assert (await server.health()).session == "s1"
 
 
 async def test_waiting_ends_at_once_where_the_server_failed_or_is_another_program() -> None:

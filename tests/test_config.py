@@ -70,7 +70,7 @@ def test_a_value_may_hold_equals_signs() -> None:
         ("rollout.top_p=0.9", "lower the temperature"),
         ("rollout.top_k=20", "top_k -1 while training"),
         ("rewards.functions={}", "name at least one reward"),
-        ("server.token=short", "at least 8 characters"),
+        ("server.token=short", "at least 8 plain ASCII characters"),
         ("model.max_length=256", "leaves no room for a prompt"),
         ("trainer.steps", "overrides look like section.key=value"),
         ("=3", "overrides look like section.key=value"),
@@ -155,7 +155,7 @@ def test_the_servers_url_follows_from_its_address(overrides: list[str], url: str
 
 
 def test_versions_are_published_where_the_server_looks() -> None:
-    assert config.load(overrides=["run.dir=runs/a"]).sync_root == Path("runs")
+    assert config.load(overrides=["run.dir=runs/a"]).sync_root == Path("runs").resolve()
     with pytest.raises(ConfigError, match=r"run\.dir=runs/a must lie under sync\.root=elsewhere"):
         config.load(overrides=["run.dir=runs/a", "sync.root=elsewhere"])
 
@@ -166,3 +166,43 @@ def test_the_reference_has_one_row_for_every_key() -> None:
     assert len(keys) == len(set(keys))
     assert {"trainer.steps", "rollout.group_size", "plugins", "server.port"} <= set(keys)
     assert next(row for row in rows if "`trainer.learning_rate`" in row).split("`")[3] == "1.0e-06"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("run.dir=runs/exp #3", "runs/exp #3"), ("run.dir=2024_10", "2024_10"), ("run.dir=010/a", "010/a")],
+)
+def test_text_on_the_command_line_is_taken_as_it_stands(setting: str, value: str) -> None:
+    assert config.load(None, [setting]).run.dir == value
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    loaded = config.load(None, ["run.dir=~/runs/a", "model.path=~/models/m"])
+    assert (loaded.run.dir, loaded.model.path) == ("/home/somebody/runs/a", "/home/somebody/models/m")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("run.dir=runs/.hidden", "may begin with a dot"),
+        ("server.url=localhost:8000", "must begin with http:// or https://"),
+        ("rollout.timeout_s=1800", "collective_timeout_s must exceed rollout.timeout_s"),
+    ],
+)
+def test_what_would_fail_only_later_is_refused_at_once(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.load(None, [setting])
+
+
+def test_a_symlinked_run_folder_lies_under_its_targets_parent(tmp_path: Path) -> None:
+    (tmp_path / "real" / "a").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "a")
+    assert config.load(None, [f"run.dir={tmp_path}/link"]).sync_root == tmp_path / "real"
+
+
+@pytest.mark.parametrize("weak", ["short", "pässwörter", "two\nlines"])
+def test_a_weak_token_is_refused_wherever_it_comes_from(weak: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_TOKEN", weak)
+    with pytest.raises(ConfigError, match="at least 8 plain ASCII characters"):
+        _ = config.load().token

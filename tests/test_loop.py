@@ -178,3 +178,5 @@ async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path)
 async def test_a_run_whose_rewards_mostly_fail_stops_with_the_cause(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"4 of 4 scores failed.*broke"):
         await trained(tmp_path, lambda step, j: None if step == 1 else 1.0)
+    rows = (tmp_path / "runs/a/rollouts/step_000001.jsonl").read_text().splitlines()
+    assert [json.loads(row)["error"] for row in rows] == ["broke"] * 4  # they explain why it stopped

@@ -83,9 +83,9 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
 def _quickstart(args: argparse.Namespace) -> int:
     from hocket.launch import quickstart
 
-    root = Path(__file__).resolve().parents[2]
-    default = QUICKSTART if Path(QUICKSTART).is_file() else str(root / QUICKSTART)
-    return quickstart(*read_settings(args.settings, default))
+    if not args.settings and not Path(QUICKSTART).is_file():
+        raise ConfigError(f"there is no {QUICKSTART} here; run it in {Path(__file__).resolve().parents[2]}")
+    return quickstart(*read_settings(args.settings, QUICKSTART))
 
 
 def _serve(args: argparse.Namespace) -> int:

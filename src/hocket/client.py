@@ -56,6 +56,7 @@ class ServerClient:
             limits=httpx.Limits(max_connections=16, keepalive_expiry=2.0),
             timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # each call has one deadline around all of it
             transport=transport,
+            trust_env=False,  # a company proxy knows nothing of servers on this machine or network
         )
 
     async def __aenter__(self) -> "ServerClient":
@@ -87,16 +88,16 @@ class ServerClient:
                     return health
                 if health.status == "failed":
                     raise ServerError(f"the server at {self.url} failed: {health.error}", code="failed")
-                state = f"it is {health.status}"
+                state, cause = f"it is {health.status}", ""
             except ServerError as error:
                 if error.code not in ("unreachable", "timeout"):
                     raise
-                state = "nothing answers there yet"
+                state, cause = "nothing answers there yet", f" ({error})"
             waited = time.monotonic() - start
             if waited > timeout_s:
                 raise ServerError(
-                    f"gave up after {waited:.0f} s of waiting for the server at {self.url}: {state}. Start it with "
-                    f"`python run.py serve CONFIG`, or set server.url and server.start_timeout_s",
+                    f"gave up after {waited:.0f} s of waiting for the server at {self.url}: {state}{cause}. "
+                    f"Start it with `python run.py serve CONFIG`, or set server.url and server.start_timeout_s",
                     code="timeout",
                 )
             if on_wait is not None:

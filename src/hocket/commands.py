@@ -74,7 +74,8 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
     with ExitStack() as stack:
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
-        held_out = _load("eval", config, tokenizers.load(config.model.path), console)
+        tokenizer = tokenizers.load(config.model.path)
+        held_out = _load("eval", config, tokenizer, console)
         if not held_out:
             raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
 
@@ -94,6 +95,11 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
                     console.doing(what, waited_s)
 
                 health = await server.wait_ready(config.server.start_timeout_s, waiting)
+                if health.tokenizer_sha256 != tokenizers.fingerprint(tokenizer):
+                    raise ConfigError(
+                        f"the server at {server.url} serves {health.model}, whose tokenizer is not that of "
+                        f"model.path={config.model.path}; name the same model, or another server.port"
+                    )
                 console.say(f"evaluating {health.model}, version {health.version}, on {len(held_out)} prompts")
                 metrics, _ = await evaluate(held_out, server=server, scorer=judge, config=config, label="eval")
                 return metrics

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import yaml
@@ -17,6 +17,8 @@ from pydantic import Field
 
 from hocket.errors import ConfigError
 
+UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
+MIN_TOKEN_LENGTH = 8
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -33,11 +35,11 @@ class Section(pydantic.BaseModel):
 
 
 class RunConfig(Section):
-    dir: str = Field("runs/default", description="Folder for everything this run makes.")
+    dir: UserPath = Field("runs/default", description="Folder for everything this run makes.")
 
 
 class ModelConfig(Section):
-    path: str = Field(
+    path: UserPath = Field(
         "checkpoints/tiny-sort", description="Folder or hub name of a Hugging Face causal language model."
     )
     dtype: Dtype = Field(
@@ -137,8 +139,12 @@ class AlgorithmConfig(Section):
     scale: Literal["group", "none"] = Field(
         "group", description="Divide centred rewards by the group's deviation, or don't."
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The probability ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.28, gt=0, description="The probability ratio is clipped above at 1 + clip_high.")
+    clip_low: float = Field(
+        0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low; with a correction it is 1."
+    )
+    clip_high: float = Field(
+        0.28, gt=0, description="The ratio is clipped above at 1 + clip_high; with a correction it is 1."
+    )
     correction: Literal["none", "truncate"] = Field(
         "truncate", description="Importance weight between engine and trainer: capped at correction_high, or none."
     )
@@ -167,13 +173,13 @@ class TrainerConfig(Section):
 
 
 class SftConfig(Section):
-    output: str | None = Field(None, description="Folder for the trained model; default: <run.dir>/model.")
+    output: UserPath | None = Field(None, description="Folder for the trained model; default: <run.dir>/model.")
     batch_size: int = Field(64, ge=1, description="Demonstrations per optimiser step.")
 
 
 class SyncConfig(Section):
     backend: Literal["disk"] = Field("disk", description="How new weights reach the server.")
-    root: str | None = Field(
+    root: UserPath | None = Field(
         None, description="Folder both sides see; published versions lie under it. Default: the parent of run.dir."
     )
     keep: int = Field(2, ge=1, description="Published versions kept on disk; older ones are removed.")
@@ -198,11 +204,11 @@ class ServerConfig(Section):
     max_stop: int = Field(16, ge=0, description="Most stop strings, and most stop token ids, in one request.")
     max_body_mib: int = Field(64, ge=1, description="Largest request body.")
 
-    @pydantic.field_validator("token")
+    @pydantic.field_validator("url")
     @classmethod
-    def _token_not_empty(cls, value: str | None) -> str | None:
-        if value is not None and len(value) < 8:
-            raise ValueError("a token needs at least 8 characters")
+    def _has_scheme(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} must begin with http:// or https://")
         return value
 
 
@@ -256,10 +262,20 @@ class Config(Section):
                 f"rollout.max_tokens={self.rollout.max_tokens} leaves no room for a prompt in "
                 f"model.max_length={self.model.max_length}"
             )
-        if not self.run_dir.resolve().is_relative_to(self.sync_root.resolve()):
-            raise ValueError(
-                f"run.dir={self.run.dir} must lie under sync.root={self.sync.root}, where the server looks"
-            )
+        run_dir, root = self.run_dir.resolve(), self.sync_root.resolve()
+        if not run_dir.is_relative_to(root) or run_dir == root:
+            raise ValueError(f"run.dir={run_dir} must lie under sync.root={root}, where the server looks")
+        if any(part.startswith(".") for part in run_dir.relative_to(root).parts):
+            raise ValueError(f"run.dir={self.run.dir}: no folder name below sync.root may begin with a dot")
+        waits = {
+            "server.start_timeout_s": self.server.start_timeout_s,
+            "rollout.timeout_s": self.rollout.timeout_s,
+            "sync.timeout_s": self.sync.timeout_s,
+        }
+        longest = max(waits, key=waits.__getitem__)
+        if waits[longest] >= self.trainer.collective_timeout_s:
+            raise ValueError(f"trainer.collective_timeout_s must exceed {longest}: the other ranks wait that long")
+        _ = self.token  # a weak one is refused now
         return self
 
     @property
@@ -270,7 +286,7 @@ class Config(Section):
     @property
     def sync_root(self) -> Path:
         """Folder under which the server accepts published versions."""
-        return Path(self.sync.root) if self.sync.root is not None else self.run_dir.parent
+        return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent
 
     @property
     def server_url(self) -> str:
@@ -280,8 +296,13 @@ class Config(Section):
 
     @property
     def token(self) -> str | None:
-        """Bearer token of the server, from the config or the environment."""
-        return self.server.token or os.environ.get("HOCKET_TOKEN") or None
+        """Bearer token of the server, from the config or the environment. Raises ConfigError where it is too weak."""
+        token = self.server.token or os.environ.get("HOCKET_TOKEN") or None
+        if token is not None and (len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable()):
+            raise ConfigError(
+                f"server.token, or $HOCKET_TOKEN, needs at least {MIN_TOKEN_LENGTH} plain ASCII characters"
+            )
+        return token
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -350,7 +371,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
     try:
-        value = _number(yaml.safe_load(text))
+        value = text if text != "null" and _is_text(key) else _number(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise ConfigError(f"the value in {override!r} is not valid YAML: {error}") from error
     *parents, leaf = key.split(".")
@@ -360,6 +381,17 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"can't set {key!r}: {parent!r} is not a section")
         values = child
     values[leaf] = value
+
+
+def _is_text(key: str) -> bool:
+    """Returns whether the key's value is text, which is then taken as it stands: "runs/a #3", "2024_10", "0123"."""
+    model: Any = Config
+    for part in key.split("."):
+        field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, Section) else None
+        if field is None:
+            return False
+        model = field.annotation
+    return all(kind in (str, UserPath, type(None)) for kind in get_args(model) or (model,))
 
 
 def _number(value: Any) -> Any:

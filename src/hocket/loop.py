@@ -74,7 +74,6 @@ class Run:
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
                     after = await self._evaluate(step)
                     metrics |= after
-            self.recorder.rollouts(f"step_{step:06d}", groups)
             self.recorder.metrics(step, metrics)  # 8 records      observe/
             self.console.step(step, metrics)
 
@@ -118,6 +117,7 @@ class Run:
         ):
             groups.append(group)
             self.console.progress(step, f"{len(groups)}/{len(prompts)} groups scored")
+        self.recorder.rollouts(f"step_{step:06d}", groups)  # at once: they explain whatever stops the run
         refuse_failing(groups, self.config.rewards.max_error_rate)
         return groups
 

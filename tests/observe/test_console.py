@@ -12,7 +12,8 @@ METRICS = {
     "rollout/truncated": 0.1,
     "train/logprob_gap": 2e-6,
     "train/clip_low": 0.01,
-    "train/clip_high": 0.02,
+    "train/clip_high": 0.015,
+    "train/importance_capped": 0.005,
     "time/generate": 1.5,
     "time/step": 2.0,
 }

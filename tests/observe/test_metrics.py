@@ -1,7 +1,9 @@
 import math
 
 import pytest
+import torch
 
+from hocket.algorithm.losses import LossConfig, policy_loss
 from hocket.observe.metrics import METRICS, alarms, reference, rollout_metrics, train_metrics
 from hocket.types import FinishReason, Group, Prompt, Rollout, Score, StepStats
 
@@ -64,6 +66,21 @@ def test_an_alarm_names_value_bound_and_advice_and_healthy_values_raise_none() -
     assert "does not hold the trainer's weights" in found["train/logprob_gap"]
 
 
+def loss_metrics() -> dict[str, float]:
+    """What the trainer reports of a step: the loss's own metrics, and what it makes of them."""
+    zeros_bt = torch.zeros(1, 1)
+    output = policy_loss(
+        zeros_bt,
+        zeros_bt,
+        zeros_bt,
+        torch.ones(1, 1, dtype=torch.bool),
+        config=LossConfig(),
+        num_tokens=1,
+        num_sequences=1,
+    )
+    return dict.fromkeys(output.metrics.keys() - {"importance_square"} | {"entropy", "ess"}, 1.0)
+
+
 def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     known = {metric.name for metric in METRICS}
     group = Group(id="g", rollouts=(rollout(2, "stop", 1),), scores=(Score(total=1.0),))
@@ -72,7 +89,7 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
         grad_norm=1.0,
         learning_rate=0.1,
         skipped=False,
-        metrics={"entropy": 1.0},
+        metrics=loss_metrics(),
         num_tokens=1,
         num_sequences=1,
         num_micro_batches=1,

@@ -45,7 +45,12 @@ async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> Non
         PROMPTS, server=FakeServer(), scorer=FakeScorer(), config=config_module.load(), label="eval"
     )
     # texts 0 and 1 of 0..3 are right; lengths 1, 2, 3, 4; one of four was cut
-    assert metrics == {"eval/accuracy": 0.5, "eval/length_mean": 2.5, "eval/truncated": 0.25}
+    assert metrics == {
+        "eval/accuracy": 0.5,
+        "eval/reward_errors": 0.0,
+        "eval/length_mean": 2.5,
+        "eval/truncated": 0.25,
+    }
     assert [group.rollouts[0].text for group in groups] == ["0", "1", "2", "3"]
 
 
@@ -54,13 +59,14 @@ async def test_a_failed_score_is_left_out_of_the_accuracy() -> None:
         PROMPTS, server=FakeServer(), scorer=FakeScorer(fails="3"), config=config_module.load(), label="eval"
     )
     assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
+    assert metrics["eval/reward_errors"] == 0.25
 
 
-async def test_no_score_at_all_is_an_error_with_the_cause() -> None:
-    with pytest.raises(RewardError, match="broke"):
-        await evaluate(
-            PROMPTS, server=FakeServer(), scorer=FakeScorer(fails="0123"), config=config_module.load(), label="eval"
-        )
+@pytest.mark.parametrize(("fails", "allowed"), [("0123", 1.0), ("012", 0.5)])
+async def test_too_few_scores_are_an_error_with_the_cause(fails: str, allowed: float) -> None:
+    config = config_module.load(None, [f"rewards.max_error_rate={allowed}"])
+    with pytest.raises(RewardError, match=rf"{len(fails)} of 4 scores failed.*broke"):
+        await evaluate(PROMPTS, server=FakeServer(), scorer=FakeScorer(fails=fails), config=config, label="eval")
 
 
 async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_temperature() -> None:

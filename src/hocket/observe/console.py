@@ -28,6 +28,8 @@ COLUMNS = (  # heading, metric, width, format
     ("sync s", "time/sync", 6, "{:.2f}"),
     ("eval s", "time/eval", 6, "{:.2f}"),
 )
+CLIPPED = ("clip_low", "clip_high", "importance_capped")
+"""What the column "clipped" adds up: tokens at a clip of the ratio or the cap of the importance weight."""
 HEADING_EVERY = 25
 REPEAT_S = 15.0
 NUM_SAMPLES = 3
@@ -93,7 +95,7 @@ class Console:
             self._rich.print(f"[bold]{'step':>9} {heading}[/bold]")
         self._lines += 1
         values = dict(metrics)
-        values["clipped"] = metrics.get("train/clip_low", math.nan) + metrics.get("train/clip_high", math.nan)
+        values["clipped"] = sum(metrics.get(f"train/{name}", math.nan) for name in CLIPPED)
         cells = " ".join(f"{_cell(values.get(metric), shape):>{width}}" for _, metric, width, shape in COLUMNS)
         self.say(f"{f'{step}/{self._steps}':>9} {cells}{self._eta(step)}")
         unhealthy = alarms(metrics)

@@ -51,6 +51,12 @@ METRICS = (
         name="rollout/version_lag", meaning="newest published version minus the oldest that sampled a token", high=0
     ),
     Metric(name="eval/accuracy", meaning="held-out prompts: mean of the reward function eval.reward"),
+    Metric(
+        name="eval/reward_errors",
+        meaning="held-out prompts: share without a score; they are not in the accuracy",
+        high=0.05,
+        advice="read the `error` fields in rollouts/eval_*.jsonl",
+    ),
     Metric(name="eval/length_mean", meaning="held-out prompts: mean number of sampled tokens"),
     Metric(name="eval/truncated", meaning="held-out prompts: share cut off at rollout.max_tokens"),
     Metric(name="train/loss", meaning="clipped policy loss, mean over trained tokens of all ranks"),
@@ -77,6 +83,24 @@ METRICS = (
     ),
     Metric(
         name="train/clip_high", meaning="share of tokens whose ratio is above 1 + clip_high with a positive advantage"
+    ),
+    Metric(
+        name="train/ratio_mean",
+        meaning="mean probability ratio that is clipped; 1 with one optimiser step per batch and a correction",
+    ),
+    Metric(
+        name="train/importance_mean",
+        meaning="mean importance weight between engine and trainer, exp(trainer − engine log-prob), before its cap",
+        low=0.5,
+        high=2.0,
+        advice="see train/logprob_gap",
+    ),
+    Metric(name="train/importance_capped", meaning="share of tokens whose importance weight is capped"),
+    Metric(
+        name="train/ess",
+        meaning="effective sample size of the importance weights, (Σw)² / (n·Σw²)",
+        low=0.5,
+        advice="a few tokens decide the step: rollouts are too old, or engine and trainer disagree",
     ),
     Metric(name="train/entropy", meaning="mean entropy of the policy's next-token distribution, in nats"),
     Metric(name="time/generate", meaning="seconds until the last group was generated and scored"),

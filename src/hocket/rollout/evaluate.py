@@ -4,8 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from hocket.config import Config, RewardsConfig, RewardSpec
-from hocket.errors import RewardError
-from hocket.rollout.collect import Generator, Scorer, play, sampling_params
+from hocket.rollout.collect import Generator, Scorer, play, refuse_failing, sampling_params
 from hocket.types import Group, Prompt
 
 EVAL_STEP = -1
@@ -28,7 +27,7 @@ async def evaluate(
         scorer: scores by `rewards_of_eval`.
 
     Raises:
-        RewardError: nothing could be scored.
+        RewardError: more than rewards.max_error_rate of the completions, or all, could not be scored.
     """
     sampling = sampling_params(
         config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=config.eval.temperature
@@ -48,12 +47,12 @@ async def evaluate(
     groups.sort(key=lambda group: int(group.id.rpartition("/")[2]))
     rollouts = [group.rollouts[0] for group in groups]
     scores = [group.scores[0] for group in groups]
+    refuse_failing(groups, min(config.rewards.max_error_rate, 1 - 1 / len(groups)))  # one score at least
     (name,) = rewards_of_eval(config).functions
     correct = [score.parts[name] for score in scores if score.error is None]
-    if not correct:
-        raise RewardError(f"no held-out completion could be scored, the first because: {scores[0].error}")
     metrics = {
         "eval/accuracy": statistics.fmean(correct),
+        "eval/reward_errors": 1 - len(correct) / len(scores),
         "eval/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
         "eval/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
     }
