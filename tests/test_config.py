@@ -156,7 +156,7 @@ def test_the_servers_url_follows_from_its_address(overrides: list[str], url: str
 
 def test_versions_are_published_where_the_server_looks() -> None:
     assert config.load(overrides=["run.dir=runs/a"]).sync_root == Path("runs").resolve()
-    with pytest.raises(ConfigError, match=r"run\.dir=runs/a must lie under sync\.root=elsewhere"):
+    with pytest.raises(ConfigError, match=r"run\.dir=.*runs/a must lie under sync\.root=.*elsewhere"):
         config.load(overrides=["run.dir=runs/a", "sync.root=elsewhere"])
 
 
