@@ -37,6 +37,110 @@ def test_shapes_are_those_of_the_model_and_the_tied_head_may_be_left_out(shapes:
     assert shapes[False].tied == {}
 
 
+def make(config: Any, seed: int = 0) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def architectures() -> dict[str, Any]:
+    from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+
+    size = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    return {
+        "qwen3_moe": Qwen3MoeConfig(**size, moe_intermediate_size=40, num_experts=4, num_experts_per_tok=2),
+        "mixtral": MixtralConfig(**size, num_local_experts=4),
+        "tied": LlamaConfig(**size, tie_word_embeddings=True),
+        "untied": LlamaConfig(**size, tie_word_embeddings=False),
+    }
+
+
+EXPERT = {
+    "qwen3_moe": ("model.layers.1.mlp.experts.3.gate_proj.weight", (40, 64)),
+    "mixtral": ("model.layers.1.block_sparse_moe.experts.3.w2.weight", (64, 48)),
+}
+
+
+def saved(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(tensor.shape) for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
+
+
+def complete(folder: Path, version: int) -> str:
+    """Makes a published version of a saved model."""
+    built = manifest.build(version, manifest.tensors(folder))
+    (folder / manifest.MANIFEST_FILE).write_text(built.model_dump_json())
+    (folder / manifest.COMPLETE_FILE).touch()
+    return built.checksum
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "tied", "untied"])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"])
+def test_names_are_those_that_saving_writes(root: Path, name: str, max_shard_size: str) -> None:
+    config = architectures()[name]
+    make(config).save_pretrained(root / "model", max_shard_size=max_shard_size)
+    assert (len(list((root / "model").glob("*.safetensors"))) > 1) == (max_shard_size == "50KB")
+    written = saved(root / "model")
+    found = versions.model_shapes(str(root / "model"))
+    assert {key: shape for key, shape in found.shapes.items() if key not in found.tied} == written
+    assert found.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if name == "tied" else {})
+    if name in EXPERT:
+        expert, shape = EXPERT[name]
+        assert found.shapes[expert] == shape
+    make(config, seed=1).save_pretrained(root / "v1")
+    checksum = complete(root / "v1", 1)
+    assert versions.verify(versions.find(root, "v1"), 1, found).checksum == checksum
+
+
+def test_a_version_without_one_expert_is_refused(root: Path) -> None:
+    make(architectures()["qwen3_moe"]).save_pretrained(root / "v1")
+    shapes = versions.model_shapes(str(root / "v1"))
+    tensors = load_file(root / "v1" / "model.safetensors")
+    del tensors[EXPERT["qwen3_moe"][0]]
+    save_file(tensors, root / "v1" / "model.safetensors")
+    complete(root / "v1", 1)
+    with pytest.raises(ApiError, match=r"experts\.3\.gate_proj\.weight' is missing \(1 in all\)"):
+        versions.verify(root / "v1", 1, shapes)
+
+
+def test_a_hub_model_is_read_from_the_local_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = root / "models--a--b"
+    folder = repo / "snapshots" / ("0" * 40)
+    make(architectures()["mixtral"]).save_pretrained(folder)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda path: architectures()["mixtral"])
+    assert versions.model_shapes("a/b").shapes == saved(folder)
+
+
+def test_a_checkpoint_without_its_head_and_with_old_buffers_is_what_the_trainer_makes_of_it(root: Path) -> None:
+    from transformers import AutoModel, AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=64, eos_token_id=1, bos_token_id=1)
+    AutoModel.from_config(config).save_pretrained(root / "model")
+    path = root / "model" / "model.safetensors"
+    old = {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(load_file(path) | old, path, metadata={"format": "pt"})
+    AutoModelForCausalLM.from_pretrained(root / "model").save_pretrained(root / "v1")
+    found = versions.model_shapes(str(root / "model"))
+    assert {key: shape for key, shape in found.shapes.items() if key not in found.tied} == saved(root / "v1")
+    assert found.shapes["transformer.h.0.attn.c_attn.bias"] == (96,)
+    complete(root / "v1", 1)
+    versions.verify(root / "v1", 1, found)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_good_version_is_verified_in_any_float_type(

@@ -1,6 +1,8 @@
 """Published weight versions on disk: found under one root, and verified to the last byte before a model sees them."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Buffers that old checkpoints of any architecture may hold, and nobody reads or writes any more."""
 REPUBLISH = "publish the version again, under a new name; the old weights keep serving"
 
 
@@ -30,16 +34,61 @@ class ModelShapes:
 
 
 def model_shapes(path: str) -> ModelShapes:
-    """Reads a model's config and builds the model without memory for its weights."""
+    """Reads names and shapes from a model's own checkpoint, as transformers and so the trainer writes them again.
+
+    They are not those of the model in memory where an architecture has experts: transformers fuses these, and takes
+    them apart on saving. A model without safetensors is taken to have the same names on disk and in memory.
+
+    Args:
+        path: a model folder, or the name of a hub model whose files are on this machine.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), trust_remote_code=False)
-    return ModelShapes(
-        shapes={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
-        tied=dict(model.all_tied_weights_keys),
-    )
+    in_memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    unused = re.compile("|".join([*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]))
+    prefix = f"{model.base_model_prefix}."
+    shapes = {}
+    for name, shape in _checkpoint_shapes(path).items():
+        if name not in in_memory and prefix + name in in_memory:
+            shapes[prefix + name] = shape  # saved without its head: on loading, transformers adds what is missing
+        elif name in in_memory or not unused.search(name):
+            shapes[name] = shape
+    shapes = shapes or in_memory
+    tied = dict(model.all_tied_weights_keys)
+    for name, source in tied.items():
+        if source in shapes:
+            shapes.setdefault(name, shapes[source])
+    return ModelShapes(shapes=shapes, tied=tied)
+
+
+def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes in the headers of a model's safetensors files; nothing where it has none."""
+    from safetensors import safe_open
+
+    index = _model_file(path, "model.safetensors.index.json")
+    names = ["model.safetensors"]
+    if index is not None:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    shapes = {}
+    for file_path in filter(None, (_model_file(path, name) for name in names)):
+        with safe_open(file_path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes
+
+
+def _model_file(path: str, name: str) -> Path | None:
+    """Returns a file of a model folder or of a hub model, None where it is not on this machine."""
+    if Path(path).is_dir():
+        file = Path(path, name)
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, name)
+    return Path(found) if isinstance(found, str) else None
 
 
 def find(root: Path, name: str) -> Path:
