@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import math
 import secrets
 import time
@@ -38,8 +39,10 @@ class Engine:
         self._session = secrets.token_hex(8)
         self._tokenizer = tokenizers.load(config.model.path)
         self._tokenizer_sha256 = tokenizers.fingerprint(self._tokenizer)
+        # A tokenizer must not be used by two threads at once: prompts are read in one of their own, with a copy.
+        self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
         self._reader = RequestReader(
-            self._tokenizer,
+            copy.deepcopy(self._tokenizer),
             vocab_size=vllm_api.vocab_size(llm),
             max_length=vllm_api.max_length(llm),
             limits=config.server,
@@ -51,8 +54,6 @@ class Engine:
         self._in_flight = 0
         self._shapes: versions.ModelShapes | None = None
         self._reload_lock = asyncio.Lock()
-        # One thread: a tokenizer must not be used by two at the same time.
-        self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
         self._client_errors = vllm_api.client_errors()
         self._engine_errors = vllm_api.engine_errors()
 

@@ -1,0 +1,41 @@
+"""The engine's tokenizers and threads, without an engine."""
+
+import threading
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.config import load
+from hocket.server.engine import Engine
+
+
+async def test_no_tokenizer_is_used_by_two_threads(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(kit.make_tokenizer())
+    kit.make_tokenizer().save_pretrained(tmp_path)
+    llm = types.SimpleNamespace(model_config=types.SimpleNamespace(get_vocab_size=lambda: 96, max_model_len=512))
+    engine = Engine(llm, load(None, [f"model.path={tmp_path}"]))
+    threads: dict[int, set[int]] = defaultdict(set)
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            threads[id(self)].add(threading.get_ident())
+            return original(self, *args, **kwargs)
+
+        return call
+
+    for name in ("__call__", "decode", "apply_chat_template"):
+        monkeypatch.setattr(kind, name, watched(getattr(kind, name)))
+    _, jobs = await engine.read(b'{"prompts": ["ab", [{"role": "user", "content": "c"}]]}')
+    output = types.SimpleNamespace(
+        token_ids=jobs[0].token_ids,
+        logprobs=types.SimpleNamespace(logprobs=[-1.0]),
+        finish_reason="length",
+        weight_versions=None,
+    )
+    assert engine._message(jobs[0], output)["text"] == "ab"
+    assert len(set.union(*threads.values())) == 2, "prompts are read in a thread of their own"
+    assert all(len(seen) == 1 for seen in threads.values())
