@@ -86,3 +86,17 @@ def test_the_rank_argument_of_deepspeeds_launcher_is_ignored(capsys: pytest.Capt
     for argv in (["config", "--local_rank=1", "trainer.steps=3"], ["--local-rank=0", "config", "trainer.steps=3"]):
         assert main(argv) == 0
         assert "steps: 3" in capsys.readouterr().out
+
+
+def test_an_interrupt_while_the_process_exits_changes_nothing() -> None:
+    code = (
+        "import atexit, os, runpy, signal, sys, time\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))\n"
+        "sys.argv = ['hocket', 'config', 'trainer.steps=0']; runpy.run_module('hocket', run_name='__main__')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={"PYTHONPATH": "src"}
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
