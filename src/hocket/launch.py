@@ -204,7 +204,7 @@ The same in two terminals:     python3 run.py serve config/quickstart.yaml
 Your own model and data:       edit config/gsm8k_1gpu.yaml (Qwen2.5-0.5B-Instruct on GSM8K, one GPU), then
                                python3 run.py quickstart config/gsm8k_1gpu.yaml
 Use the trained policy:        python3 run.py serve model.path={run_dir}/weights/{_newest(run_dir / "weights")}
-                               python3 run.py generate -p "Sort: dbca"
+                               python3 run.py generate -p "Sort: fmkt"
 """
 
 
