@@ -111,8 +111,13 @@ def start_engine(args: Namespace) -> Any:
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     if is_cpu_build():
         vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+    original = EngineCoreProc.run_engine_core
+    EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
     EngineCoreProc.run_engine_core = functools.partial(run_engine, dict(os.environ))
-    return AsyncLLM.from_vllm_config(vllm_config)
+    try:
+        return AsyncLLM.from_vllm_config(vllm_config)
+    finally:
+        EngineCoreProc.run_engine_core = original
 
 
 def run_engine(environment: dict[str, str], *args: Any, **kwargs: Any) -> None:
@@ -122,7 +127,7 @@ def run_engine(environment: dict[str, str], *args: Any, **kwargs: Any) -> None:
     os.environ.update(environment)
     die_with_server()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process when the requests have been told
-    EngineCoreProc.run_engine_core(*args, **kwargs)
+    getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:
