@@ -24,7 +24,6 @@ COMMANDS = {
 }
 DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",  # its threads don't survive the forks of data loading
-    "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
 

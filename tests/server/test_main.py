@@ -1,14 +1,18 @@
 """What is refused before a model loads."""
 
+import importlib.util
 import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
 from hocket.config import load
 from hocket.errors import ConfigError
 from hocket.server import main, worker
+
+RUN = Path(__file__).resolve().parents[2] / "run.py"
 
 
 @pytest.fixture(autouse=True)
@@ -19,13 +23,13 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
 def test_other_machines_are_let_in_only_with_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match=r"set server\.token"):
-        main._check(load(None, [f"server.host='{host}'"]))
-    main._check(load(None, [f"server.host='{host}'", "server.token=long-enough"]))
+        main._check(load(None, [f"server.host={host}"]))
+    main._check(load(None, [f"server.host={host}", "server.token=long-enough"]))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_loopback_needs_no_token(host: str) -> None:
-    main._check(load(None, [f"server.host='{host}'"]))
+    main._check(load(None, [f"server.host={host}"]))
 
 
 def test_random_weights_are_refused() -> None:
@@ -74,13 +78,12 @@ def test_an_address_of_no_machine_is_refused() -> None:
 
 
 def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_LOGGING_CONFIG_PATH", "TORCHDYNAMO_DISABLE", "PYTHONPATH", worker.SERVER_PID):
+    for name in ("VLLM_LOGGING_CONFIG_PATH", "TORCHDYNAMO_DISABLE", worker.SERVER_PID):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    monkeypatch.setenv("PYTHONPATH", "/somewhere")
     before = dict(os.environ)
     main.prepare_environment()
     added = {key: value for key, value in os.environ.items() if before.get(key) != value}
@@ -89,5 +92,20 @@ def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
-    assert os.environ["PYTHONPATH"].endswith(f"src{os.pathsep}/somewhere")
     assert os.environ[worker.SERVER_PID] == str(os.getpid())
+
+
+def test_run_py_and_the_server_set_different_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("door", RUN)
+    assert spec is not None
+    assert spec.loader is not None
+    door = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(door)
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
+    main.prepare_environment()
+    by_server = set(os.environ)
+    os.environ.clear()
+    door._prepare()
+    assert by_server & set(os.environ) == set()
+    assert {"VLLM_NO_USAGE_STATS", "PYTHONPATH", "TOKENIZERS_PARALLELISM"} <= by_server | set(os.environ)

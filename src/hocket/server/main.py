@@ -57,7 +57,6 @@ def prepare_environment() -> None:
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",  # /health must be able to say what happened
-        "TOKENIZERS_PARALLELISM": "true",
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TORCH_LOGS": "-torch._library.triton",
     }
@@ -74,10 +73,6 @@ def prepare_environment() -> None:
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
     os.environ[worker.SERVER_PID] = str(os.getpid())
-    source = str(Path(__file__).resolve().parents[2])
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if source not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([source, *filter(None, paths)])
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
