@@ -18,7 +18,7 @@ from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, train_metrics
 from hocket.observe.recorder import Recorder
 from hocket.rewards import RewardScorer
-from hocket.rollout.collect import play, refuse_failing, sampling_params
+from hocket.rollout.collect import in_order, play, refuse_failing, sampling_params
 from hocket.rollout.evaluate import evaluate
 from hocket.sync.disk import DiskSync
 from hocket.trainer.trainer import Trainer
@@ -102,7 +102,7 @@ class Run:
         return version
 
     async def _play(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
-        """Returns the scored groups of one step, in order of completion."""
+        """Returns the scored groups of one step, in the order of their prompts."""
         rollout = self.config.rollout
         groups: list[Group] = []
         self.console.progress(step, "generating")
@@ -117,6 +117,7 @@ class Run:
         ):
             groups.append(group)
             self.console.progress(step, f"{len(groups)}/{len(prompts)} groups scored")
+        groups = in_order(groups)
         self.recorder.rollouts(f"step_{step:06d}", groups)  # at once: they explain whatever stops the run
         refuse_failing(groups, self.config.rewards.max_error_rate)
         return groups

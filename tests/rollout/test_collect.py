@@ -7,7 +7,7 @@ import pytest
 
 from hocket.config import RolloutConfig
 from hocket.errors import RewardError, ServerError
-from hocket.rollout.collect import play, refuse_failing, sampling_params, to_rollout
+from hocket.rollout.collect import in_order, play, refuse_failing, sampling_params, to_rollout
 from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
 
 PROMPTS = [Prompt(id="p0", token_ids=(1, 2)), Prompt(id="p1", token_ids=(3,))]
@@ -130,6 +130,11 @@ def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:
     assert len({sampling_params(config, seed=s, step=t).seed for s in range(3) for t in range(5)}) == 15
     assert (one.temperature, one.max_tokens) == (0.5, 7)
     assert sampling_params(config, seed=0, step=1, temperature=0.0).temperature == 0.0
+
+
+def test_groups_are_ordered_by_number_not_by_name_or_completion() -> None:
+    groups = [Group(id=f"step 1/{i}", rollouts=(), scores=()) for i in (10, 2, 0)]
+    assert [group.id for group in in_order(groups)] == ["step 1/0", "step 1/2", "step 1/10"]
 
 
 def test_too_many_failed_scores_stop_the_run_with_the_first_cause() -> None:

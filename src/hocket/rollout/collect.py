@@ -106,6 +106,11 @@ async def play(
             unfinished.cancel()
 
 
+def in_order(groups: Sequence[Group]) -> list[Group]:
+    """Returns the groups of one `play` in the order of their prompts, so that a run does not depend on who was first."""
+    return sorted(groups, key=lambda group: int(group.id.rpartition("/")[2]))
+
+
 def refuse_failing(groups: Sequence[Group], max_error_rate: float) -> None:
     """Raises RewardError where more than this share of the scores failed; training on the rest would mislead."""
     errors = [score.error for group in groups for score in group.scores if score.error is not None]

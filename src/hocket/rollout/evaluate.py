@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from hocket.config import Config, RewardsConfig, RewardSpec
-from hocket.rollout.collect import Generator, Scorer, play, refuse_failing, sampling_params
+from hocket.rollout.collect import Generator, Scorer, in_order, play, refuse_failing, sampling_params
 from hocket.types import Group, Prompt
 
 EVAL_STEP = -1
@@ -44,7 +44,7 @@ async def evaluate(
             timeout_s=config.rollout.timeout_s,
         )
     ]
-    groups.sort(key=lambda group: int(group.id.rpartition("/")[2]))
+    groups = in_order(groups)
     rollouts = [group.rollouts[0] for group in groups]
     scores = [group.scores[0] for group in groups]
     refuse_failing(groups, min(config.rewards.max_error_rate, 1 - 1 / len(groups)))  # one score at least
