@@ -107,7 +107,7 @@ async def play(
 
 
 def in_order(groups: Sequence[Group]) -> list[Group]:
-    """Returns the groups of one `play` in the order of their prompts, so that a run does not depend on who was first."""
+    """Returns the groups of one `play` in the order of their prompts: a run must not depend on who was first."""
     return sorted(groups, key=lambda group: int(group.id.rpartition("/")[2]))
 
 
