@@ -46,7 +46,6 @@ def make_tokenizer() -> Any:
 
 def make_model(*, tied: bool, seed: int, vocab_size: int = VOCAB_SIZE) -> Any:
     """A Qwen2 model whose every weight depends on the seed."""
-    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -62,7 +61,35 @@ def make_model(*, tied: bool, seed: int, vocab_size: int = VOCAB_SIZE) -> Any:
         eos_token_id=1,
         pad_token_id=0,
     )
-    model = Qwen2ForCausalLM(config)
+    return randomize(Qwen2ForCausalLM(config), seed)
+
+
+def make_experts(*, seed: int) -> Any:
+    """A Qwen3-MoE model whose every weight depends on the seed."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return randomize(Qwen3MoeForCausalLM(config), seed)
+
+
+def randomize(model: Any, seed: int) -> Any:
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -75,13 +102,14 @@ def publish(model: Any, folder: Path, version: int, *, dtype: str = "float32", d
     """Writes a published version as the trainer does; returns its checksum."""
     import torch
     from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
     from hocket import manifest
 
     folder.mkdir(parents=True)
     tensors = {
         name: tensor.detach().to(getattr(torch, dtype)).clone().contiguous()
-        for name, tensor in model.state_dict().items()
+        for name, tensor in revert_weight_conversion(model, model.state_dict()).items()
         if name not in drop
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -173,8 +201,7 @@ class Server:
         return self.process.wait(timeout_s)
 
 
-def start_server(folder: Path, *, tied: bool, seed: int = 0, overrides: Sequence[str] = (), token: str = "") -> Server:
-    model = make_model(tied=tied, seed=seed)
+def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), token: str = "") -> Server:
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     (folder / "runs").mkdir()
@@ -231,7 +258,8 @@ class Servers:
             folder = self._factory.mktemp(name.replace(" ", "-"))
             token = TOKEN if name == "untied float32" else ""
             overrides = [f"model.dtype={dtype}"]
-            self.running[name] = start_server(folder, tied=head == "tied", overrides=overrides, token=token)
+            model = make_experts(seed=0) if head == "experts" else make_model(tied=head == "tied", seed=0)
+            self.running[name] = start_server(folder, model, overrides=overrides, token=token)
         return self.running[name]
 
     def take(self, name: str) -> Server:

@@ -24,6 +24,7 @@ NAMES = {
     "vllm.entrypoints.launchers.cli_args": ["make_arg_parser"],
     "vllm.exceptions": ["VLLMClientError"],
     "vllm.inputs.engine": ["tokens_input"],
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base": ["FusedMoEMethodBase"],
     "vllm.model_executor.layers.vocab_parallel_embedding": ["ParallelLMHead"],
     "vllm.platforms": ["current_platform.is_cpu"],
     "vllm.sampling_params": ["RequestOutputKind.FINAL_ONLY", "SamplingParams"],

@@ -213,13 +213,17 @@ def engine_errors() -> tuple[type[Exception], ...]:
 
 def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
     """Loads weights in checkpoint format into a worker's model, in place."""
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
 
+    modules = list(worker.model_runner.get_model().modules()) if current_platform.is_cpu() else []
+    # On a CPU vLLM packs experts for its kernel when it builds that, but not when it reloads: so it builds it again.
+    for module in modules:
+        if isinstance(getattr(module, "quant_method", None), FusedMoEMethodBase):
+            module.quant_method.moe_kernel = None
     worker.reload_weights(weights_iterator=weights)
-    if not current_platform.is_cpu():
-        return
     # On a CPU a tied head keeps a packed copy of the old embedding, which vLLM's own reload does not renew.
-    for module in worker.model_runner.get_model().modules():
+    for module in modules:
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
