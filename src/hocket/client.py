@@ -117,20 +117,7 @@ class ServerClient:
         Raises:
             ServerError: refused, unreachable, cut off, or not finished in time.
         """
-        body = GenerateRequest(
-            prompts=[list(ids) for ids in prompts],
-            sampling=Sampling(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_tokens,
-                stop=list(sampling.stop),
-                stop_token_ids=list(sampling.stop_token_ids),
-                seed=sampling.seed,
-            ),
-            n=n,
-            stream=True,
-        )
+        body = GenerateRequest(prompts=[list(ids) for ids in prompts], sampling=_message(sampling), n=n, stream=True)
         received = 0
         async with (
             self._deadline(timeout_s, "/generate"),
@@ -220,6 +207,18 @@ class ServerClient:
             code=said.code,
             status=response.status_code,
         )
+
+
+def _message(sampling: SamplingParams) -> Sampling:
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=sampling.seed,
+    )
 
 
 def _said(error: ErrorBody) -> str:
