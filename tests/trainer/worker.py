@@ -53,7 +53,9 @@ def make_samples(step: int) -> list[TrainSample]:
 
 
 def make_config(model: str, *settings: str) -> config_module.Config:
-    return config_module.load(None, [*SETTINGS, f"model.path={model}", *settings])
+    # No server is asked here; the ranks' own deadline must be the longest.
+    waits = ["server.start_timeout_s=5", "rollout.timeout_s=5", "sync.timeout_s=5"]
+    return config_module.load(None, [*SETTINGS, *waits, f"model.path={model}", *settings])
 
 
 def stages(model: str, output: Path) -> None:
