@@ -55,11 +55,11 @@ async def measure(llm: Any, args: Any, config: configs.Config) -> None:
         return sum(len(output.token_ids) for output in outputs)
 
     async def whole() -> int:
-        answer = json.loads(await asyncio.to_thread(post, config.server_url, body))
+        answer = json.loads(await asyncio.to_thread(post, config.own_url, body))
         return sum(len(row[0]["token_ids"]) for row in answer["completions"])
 
     async def stream() -> int:
-        lines = (await asyncio.to_thread(post, config.server_url, {**body, "stream": True})).splitlines()
+        lines = (await asyncio.to_thread(post, config.own_url, {**body, "stream": True})).splitlines()
         return sum(len(json.loads(line)["completion"]["token_ids"]) for line in lines[:-1])
 
     ways: dict[str, Callable[[], Awaitable[int]]] = {"engine": direct, "/generate": whole, "/generate stream": stream}

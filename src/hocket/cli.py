@@ -129,7 +129,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError(f"{option} can't be asked for: {first['msg']}") from error
 
     async def ask() -> GenerateResponse:
-        async with ServerClient(config.server_url, token=config.token) as server:
+        async with ServerClient(config.server_urls[0], token=config.token) as server:
             return await server.ask(request, timeout_s=config.rollout.timeout_s)
 
     answer = asyncio.run(ask())

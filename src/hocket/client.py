@@ -5,8 +5,7 @@ back as NDJSON, each as soon as it is finished.
 """
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -15,11 +14,12 @@ import pydantic
 
 from hocket.errors import ServerError
 from hocket.protocol import (
-    DiskSource,
     ErrorBody,
     ErrorResponse,
     GenerateRequest,
     GenerateResponse,
+    GroupRequest,
+    GroupResponse,
     Health,
     ReloadRequest,
     ReloadResponse,
@@ -33,7 +33,6 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 
 _STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(StreamLine | StreamEnd)
 HEALTH_TIMEOUT_S = 10.0
-POLL_S = 0.25
 
 
 class ServerClient:
@@ -65,47 +64,30 @@ class ServerClient:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._http.aclose()
 
-    async def health(self) -> Health:
+    async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> Health:
         """Returns what the server says of itself. Raises ServerError where nothing answers."""
-        async with self._deadline(HEALTH_TIMEOUT_S, "/health"):
+        async with self._deadline(timeout_s, "/health"):
             return self._parse(Health, await self._http.get("/health"))
 
-    async def wait_ready(self, timeout_s: float, on_wait: Callable[[str, float], None] | None = None) -> Health:
-        """Waits until the server is ready.
-
-        Args:
-            timeout_s: deadline in seconds.
-            on_wait: told what is being waited for and for how long already, about once per poll.
-
-        Raises:
-            ServerError: the server failed, refused the token, or was not ready in time.
-        """
-        start = time.monotonic()
-        while True:
-            try:
-                health = await self.health()
-                if health.status == "ready":
-                    return health
-                if health.status == "failed":
-                    raise ServerError(f"the server at {self.url} failed: {health.error}", code="failed")
-                state, cause = f"it is {health.status}", ""
-            except ServerError as error:
-                if error.code not in ("unreachable", "timeout"):
-                    raise
-                state, cause = "nothing answers there yet", f" ({error})"
-            waited = time.monotonic() - start
-            if waited > timeout_s:
-                raise ServerError(
-                    f"gave up after {waited:.0f} s of waiting for the server at {self.url}: {state}{cause}. "
-                    f"Start it with `python run.py serve CONFIG`, or set server.url and server.start_timeout_s",
-                    code="timeout",
-                )
-            if on_wait is not None:
-                on_wait(f"waiting for the server at {self.url}: {state}", waited)
-            await asyncio.sleep(POLL_S)
+    async def answers(self) -> bool:
+        """Tells whether anything listens there. Raises ServerError where it does not answer as a server would."""
+        try:
+            await self.health()
+        except ServerError as error:
+            if error.code != "unreachable":
+                raise
+            return False
+        return True
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[int] | None = None,
+        session: str | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         """Yields (prompt index, sample index, completion) as the server finishes them, in any order.
 
@@ -113,11 +95,20 @@ class ServerClient:
             prompts: token ids of each prompt.
             n: completions per prompt.
             timeout_s: deadline for the whole answer.
+            seeds: one per prompt, instead of sampling.seed.
+            session: the server must not have been started again since it had this one.
 
         Raises:
             ServerError: refused, unreachable, cut off, or not finished in time.
         """
-        body = GenerateRequest(prompts=[list(ids) for ids in prompts], sampling=_message(sampling), n=n, stream=True)
+        body = GenerateRequest(
+            prompts=[list(ids) for ids in prompts],
+            sampling=_message(sampling),
+            n=n,
+            stream=True,
+            seeds=None if seeds is None else list(seeds),
+            session=session,
+        )
         received = 0
         async with (
             self._deadline(timeout_s, "/generate"),
@@ -156,17 +147,19 @@ class ServerClient:
 
     async def ask(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
         """Returns the whole answer to one request at once."""
-        async with self._deadline(timeout_s, "/generate"):
-            return self._parse(
-                GenerateResponse, await self._http.post("/generate", json=request.model_dump(mode="json"))
-            )
+        return await self._post("/generate", request, GenerateResponse, timeout_s)
 
-    async def reload_weights(self, version: int, name: str, *, timeout_s: float) -> ReloadResponse:
-        """Has the server load the published folder `name` as `version` and returns what it then holds."""
-        body = ReloadRequest(version=version, source=DiskSource(name=name))
-        async with self._deadline(timeout_s, "/reload_weights"):
-            response = await self._http.post("/reload_weights", json=body.model_dump(mode="json"))
-            return self._parse(ReloadResponse, response)
+    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+        """Has the server take over a weight version and returns what it then holds."""
+        return await self._post("/reload_weights", request, ReloadResponse, timeout_s)
+
+    async def init_weight_group(self, request: GroupRequest, *, timeout_s: float) -> GroupResponse:
+        """Has the server's workers join a weight group; returns once they have."""
+        return await self._post("/init_weight_group", request, GroupResponse, timeout_s)
+
+    async def _post(self, route: str, request: pydantic.BaseModel, answer: type[M], timeout_s: float) -> M:
+        async with self._deadline(timeout_s, route):
+            return self._parse(answer, await self._http.post(route, json=request.model_dump(mode="json")))
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:

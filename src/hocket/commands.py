@@ -2,23 +2,30 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hocket import tokenizer as tokenizers
-from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.data import PromptStream, load_prompts
-from hocket.errors import ConfigError, ServerError
+from hocket.errors import ConfigError
 from hocket.launch import Child, refuse_dead, server_process
 from hocket.observe.console import Console
 from hocket.observe.recorder import Recorder
+from hocket.pool import Member, ServerPool
+from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rollout.evaluate import evaluate, rewards_of_eval
-from hocket.sync.disk import DiskSync
+from hocket.sync.base import WeightSync
+from hocket.sync.disk import DiskTransport
 from hocket.types import Prompt
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
+
+CANARY_PROMPTS = 4
 
 
 def train(config: Config) -> int:
@@ -45,16 +52,16 @@ def train(config: Config) -> int:
         trainer = stack.enter_context(Trainer(config))
 
         async def run() -> None:
-            async with ServerClient(config.server_url, token=config.token) as server:
+            async with _pool(config, console) as servers:
                 await Run(
                     config=config,
                     trainer=trainer,
-                    server=server,
+                    servers=servers,
                     prompts=PromptStream(prompts, config.trainer.seed),
                     held_out=held_out,
                     scorer=scorer,
                     judge=judge,
-                    sync=DiskSync(config),
+                    sync=_sync(config, trainer, servers, prompts, console),
                     recorder=recorder,
                     console=console,
                 ).train()
@@ -65,7 +72,7 @@ def train(config: Config) -> int:
 
 
 def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:
-    """Returns the eval/* metrics of the server at server.url, or of model.path in a server started for it.
+    """Returns the eval/* metrics of the servers at server.urls, or of model.path in a server started for it.
 
     Args:
         arguments: the command line that gives a server process the same config.
@@ -79,32 +86,59 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         if not held_out:
             raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
 
+        own: Child | None = None
+
+        def waiting(what: str, waited_s: float) -> None:
+            if own is not None:
+                refuse_dead(own)
+            console.doing(what, waited_s)
+
+        async def check(member: Member, health: Health) -> None:
+            if health.tokenizer_sha256 != tokenizers.fingerprint(tokenizer):
+                raise ConfigError(
+                    f"the server at {member.url} serves {health.model}, whose tokenizer is not that of "
+                    f"model.path={config.model.path}; name the same model, or another server.port"
+                )
+            console.say(f"evaluating {health.model}, version {health.version}, on {len(held_out)} prompts")
+            member.holds(health.session)
+
         async def run() -> dict[str, float]:
-            async with ServerClient(config.server_url, token=config.token) as server:
-                own: Child | None = None
-                try:
-                    await server.health()
-                except ServerError as error:
-                    if error.code != "unreachable":
-                        raise
+            nonlocal own
+            async with _pool(config, console, waiting) as servers:
+                servers.bring_up = check
+                if not config.server.urls and not await servers.members[0].server.answers():
                     own = stack.enter_context(server_process(config, arguments, config.run_dir))
-
-                def waiting(what: str, waited_s: float) -> None:
-                    if own is not None:
-                        refuse_dead(own)
-                    console.doing(what, waited_s)
-
-                health = await server.wait_ready(config.server.start_timeout_s, waiting)
-                if health.tokenizer_sha256 != tokenizers.fingerprint(tokenizer):
-                    raise ConfigError(
-                        f"the server at {server.url} serves {health.model}, whose tokenizer is not that of "
-                        f"model.path={config.model.path}; name the same model, or another server.port"
-                    )
-                console.say(f"evaluating {health.model}, version {health.version}, on {len(held_out)} prompts")
-                metrics, _ = await evaluate(held_out, server=server, scorer=judge, config=config, label="eval")
+                metrics, _ = await evaluate(held_out, server=servers, scorer=judge, config=config, label="eval")
                 return metrics
 
         return asyncio.run(run())
+
+
+def _pool(config: Config, console: Console, on_wait: Callable[[str, float], None] | None = None) -> ServerPool:
+    return ServerPool(
+        config.server_urls,
+        token=config.token,
+        silence_s=config.server.silence_s,
+        start_timeout_s=config.server.start_timeout_s,
+        on_wait=on_wait or console.doing,
+        say=console.say,
+    )
+
+
+def _sync(
+    config: Config, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt], console: Console
+) -> WeightSync:
+    from hocket.sync.collective import CollectiveTransport
+
+    return WeightSync(
+        config,
+        trainer,
+        servers,
+        DiskTransport(config, trainer),
+        collective=CollectiveTransport(config, trainer) if config.sync.backend == "nccl" else None,
+        canary=prompts[:CANARY_PROMPTS],
+        say=console.say,
+    )
 
 
 def _load(which: str, config: Config, tokenizer: Any, console: Console) -> tuple[Prompt, ...]:

@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field
 
 from hocket.errors import ConfigError
+from hocket.types import InFlight
 
 UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
 MIN_TOKEN_LENGTH = 8
@@ -178,20 +179,39 @@ class SftConfig(Section):
 
 
 class SyncConfig(Section):
-    backend: Literal["disk"] = Field("disk", description="How new weights reach the server.")
+    backend: Literal["disk", "nccl"] = Field(
+        "disk", description="How new weights reach the servers: through files, or straight from memory (gloo on a CPU)."
+    )
     root: UserPath | None = Field(
         None, description="Folder both sides see; published versions lie under it. Default: the parent of run.dir."
     )
     keep: int = Field(2, ge=1, description="Published versions kept on disk; older ones are removed.")
     timeout_s: float = Field(300.0, gt=0, description="Deadline for one server to load one version.")
+    in_flight: InFlight = Field(
+        "keep", description="Requests running when weights change: keep (go on with them), drain (end first), or abort."
+    )
+    bucket_mib: int = Field(256, ge=1, description="Tensors travel in buckets of about this size (backend nccl).")
+    canary_every: int = Field(
+        20, ge=0, description="Compare log-probs of both sides every so many versions, besides the first; 0: don't."
+    )
+    max_logprob_gap: float = Field(
+        0.1, gt=0, description="The run stops where this comparison's mean absolute difference is larger."
+    )
 
 
 class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs a token.")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
-    url: str | None = Field(None, description="Where the trainer finds the server; default: http://host:port.")
+    urls: tuple[str, ...] = Field(
+        (), description="Where the trainer finds the servers; one may be given as it is. Default: http://host:port."
+    )
     token: str | None = Field(None, description="Bearer token of every route but /health; default: $HOCKET_TOKEN.")
-    start_timeout_s: float = Field(600.0, gt=0, description="How long the trainer waits for the server to be ready.")
+    start_timeout_s: float = Field(
+        600.0, gt=0, description="How long the trainer waits for a server, at the start or when none is left."
+    )
+    silence_s: float = Field(
+        60.0, gt=0, description="A server that does not answer /health for so long has its requests played elsewhere."
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory for weights and KV cache.")
     kv_cache_mib: int | None = Field(
@@ -204,12 +224,21 @@ class ServerConfig(Section):
     max_stop: int = Field(16, ge=0, description="Most stop strings, and most stop token ids, in one request.")
     max_body_mib: int = Field(64, ge=1, description="Largest request body.")
 
-    @pydantic.field_validator("url")
+    @pydantic.field_validator("urls", mode="before")
     @classmethod
-    def _has_scheme(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("http://", "https://")):
-            raise ValueError(f"{value!r} must begin with http:// or https://")
-        return value
+    def _one_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @pydantic.field_validator("urls")
+    @classmethod
+    def _are_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} must begin with http:// or https://")
+        urls = tuple(url.rstrip("/") for url in value)
+        if len(set(urls)) < len(urls):
+            raise ValueError("the same server is named twice")
+        return urls
 
 
 class EvalConfig(Section):
@@ -289,10 +318,15 @@ class Config(Section):
         return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent
 
     @property
-    def server_url(self) -> str:
-        """Base URL of the generation server, without a slash at the end."""
+    def own_url(self) -> str:
+        """Base URL of the server that this config starts, without a slash at the end."""
         host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
-        return (self.server.url or f"http://{host}:{self.server.port}").rstrip("/")
+        return f"http://{host}:{self.server.port}"
+
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        """Base URLs of the generation servers that the trainer uses."""
+        return self.server.urls or (self.own_url,)
 
     @property
     def token(self) -> str | None:

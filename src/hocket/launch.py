@@ -92,7 +92,8 @@ def quickstart(config: Config, arguments: Sequence[str]) -> int:
         arguments: the command line that gives a child the same config.
     """
     run_dir = _unused(config.run_dir)
-    arguments = [*arguments, f"run.dir={run_dir}", f"server.port={_free_port(config.server.host, config.server.port)}"]
+    port = _free_port(config.server.host, config.server.port)
+    arguments = [*arguments, f"run.dir={run_dir}", f"server.port={port}", "server.urls=[]"]
     print(f"run folder {run_dir}; the server's log is {run_dir}/logs/server.log", flush=True)
     with _terminate_as_interrupt(), server_process(config, arguments, run_dir) as server:
         status = run_ranks(

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from hocket.algorithm.samples import train_samples
-from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.data import PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, train_metrics
 from hocket.observe.recorder import Recorder
+from hocket.pool import ServerPool
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import in_order, play, refuse_failing, sampling_params
 from hocket.rollout.evaluate import evaluate
-from hocket.sync.disk import DiskSync
+from hocket.sync.base import WeightSync
 from hocket.trainer.trainer import Trainer
 from hocket.types import Group, Prompt
 
@@ -38,19 +38,19 @@ class Run:
 
     config: Config
     trainer: Trainer
-    server: ServerClient
+    servers: ServerPool
     prompts: PromptStream
     held_out: Sequence[Prompt]
     scorer: RewardScorer
     judge: RewardScorer
-    sync: DiskSync
+    sync: WeightSync
     recorder: Recorder
     console: Console
 
     async def train(self) -> dict[str, Any]:
         """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content."""
         config, trainer, sync = self.config, self.trainer, self.sync
-        version = await self._agree_on_weights()
+        await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
         before = after = await self._evaluate(step=0)
         self.recorder.metrics(0, before)
         start = time.perf_counter()
@@ -61,7 +61,7 @@ class Run:
                 prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
                 with timed(metrics, "time/generate"):
                     groups = await self._play(step, prompts)  # 2 rollouts     rollout/, 3 scores     rewards/
-                metrics |= rollout_metrics(groups, version=version)
+                metrics |= rollout_metrics(groups, version=sync.version)
                 samples, signal = train_samples(groups, config.algorithm)  # 4 advantages   algorithm/
                 metrics |= signal
                 if samples:
@@ -69,37 +69,22 @@ class Run:
                     stats = trainer.step(samples)  # 5 batches, 6 update      trainer/
                     metrics |= train_metrics(stats)
                     with timed(metrics, "time/sync"):
-                        version += 1
-                        await sync.publish(trainer, version, self.server)  # 7 weights      sync/
+                        metrics |= await sync.publish()  # 7 weights      sync/
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
                     after = await self._evaluate(step)
                     metrics |= after
             self.recorder.metrics(step, metrics)  # 8 records      observe/
             self.console.step(step, metrics)
 
+        sync.save()
         return self.recorder.summary(
             before=before.get("eval/accuracy"),
             after=after.get("eval/accuracy"),
             steps=config.trainer.steps,
             train_seconds=time.perf_counter() - start,
             seed=config.trainer.seed,
-            final_version=version,
+            final_version=sync.version,
         )
-
-    async def _agree_on_weights(self) -> int:
-        """Waits for the server and publishes the trainer's start, so that both sides agree whatever either held before.
-
-        Returns the version. A broken hand-over shows here, before any time is spent.
-        """
-        health = await self.server.wait_ready(self.config.server.start_timeout_s, self.console.doing)
-        self.trainer.check_same_model(health)
-        version = health.version + 1
-        published = await self.sync.publish(self.trainer, version, self.server)
-        self.console.say(
-            f"server {self.server.url} holds version {version}: {health.dtype}, checksum {published.checksum[:12]}, "
-            f"written in {published.write_s:.2f} s, loaded in {published.load_s:.2f} s"
-        )
-        return version
 
     async def _play(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
         """Returns the scored groups of one step, in the order of their prompts."""
@@ -108,7 +93,7 @@ class Run:
         self.console.progress(step, "generating")
         async for group in play(
             prompts,
-            server=self.server,
+            server=self.servers,
             scorer=self.scorer,
             sampling=sampling_params(rollout, seed=self.config.trainer.seed, step=step),
             group_size=rollout.group_size,
@@ -130,7 +115,7 @@ class Run:
         metrics: dict[str, float] = {}
         with timed(metrics, "time/eval"):
             measured, groups = await evaluate(
-                self.held_out, server=self.server, scorer=self.judge, config=self.config, label=f"eval {step}"
+                self.held_out, server=self.servers, scorer=self.judge, config=self.config, label=f"eval {step}"
             )
         self.recorder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured

@@ -43,11 +43,14 @@ def tensor_checksum(tensor: "torch.Tensor") -> str:
     return f"{int(total.item()) & (1 << 64) - 1:016x}"
 
 
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Returns "float32" for torch.float32: also the name in torch."""
+    return str(dtype).removeprefix("torch.")
+
+
 def spec(tensor: "torch.Tensor") -> TensorSpec:
     """Returns dtype, shape and checksum of one tensor."""
-    return TensorSpec(
-        dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), checksum=tensor_checksum(tensor)
-    )
+    return TensorSpec(dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), checksum=tensor_checksum(tensor))
 
 
 def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:

@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from hocket.types import FinishReason
+from hocket.types import FinishReason, InFlight
 
 TokenId = Annotated[int, Field(ge=0)]
 PromptInput = str | list[TokenId] | list[dict[str, Any]]
 """Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
@@ -32,16 +34,23 @@ class Sampling(Strict):
     max_tokens: int = Field(16, ge=1)
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[TokenId] = []
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: Seed | None = None
 
 
 class GenerateRequest(Strict):
-    """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd."""
+    """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
+
+    `seeds` has one seed per prompt, so that a completion is the same whichever request carries its prompt: the j-th of
+    prompt i is sampled with seeds[i] + j, without it with sampling.seed + i·n + j. With `session` a server that was
+    started again since, and no longer holds the weights that the caller counts on, refuses.
+    """
 
     prompts: list[PromptInput] = Field(min_length=1)
     sampling: Sampling = Sampling()
     n: int = Field(1, ge=1)
     stream: bool = False
+    seeds: list[Seed] | None = None
+    session: str | None = None
 
 
 class CompletionMessage(Strict):
@@ -86,11 +95,32 @@ class DiskSource(Strict):
     name: str = Field(min_length=1, max_length=512)
 
 
+class TensorLayout(Strict):
+    """What a tensor must be before anything of it has been read."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class CollectiveSource(Strict):
+    """A version that comes through the weight group `session`, bucket after bucket (hocket.transfer).
+
+    `turn` counts the transfers of the group, so that both ends know which one they are waiting for.
+    """
+
+    kind: Literal["nccl"] = "nccl"
+    session: str
+    turn: int = Field(ge=1)
+    buckets: list[list[TensorLayout]] = Field(min_length=1)
+
+
 class ReloadRequest(Strict):
     """POST /reload_weights. Idempotent per version: a version already held is answered without loading."""
 
     version: int = Field(ge=1)
-    source: DiskSource
+    source: DiskSource | CollectiveSource = Field(discriminator="kind")
+    in_flight: InFlight = "keep"
 
 
 class ReloadResponse(Strict):
@@ -100,10 +130,36 @@ class ReloadResponse(Strict):
     seconds: float
     num_tensors: int
     checksum: str
+    session: str
+
+
+class GroupRequest(Strict):
+    """POST /init_weight_group: the engine's workers join the trainer, which is rank 0, in a group of their own.
+
+    `session` is a new name for every attempt; the group before is left. host and port are the trainer's key-value
+    store. `device` tells the trainer's GPU: NCCL can't connect two processes on one.
+    """
+
+    session: str
+    host: str
+    port: int = Field(ge=1, le=65535)
+    backend: Literal["nccl", "gloo"]
+    device: str | None
+    timeout_s: float = Field(gt=0)
+
+
+class GroupResponse(Strict):
+    """The group is there; `workers` have joined it."""
+
+    session: str
+    workers: int
 
 
 class Health(Strict):
-    """GET /health, the one route that needs no token. `session` is new after every start of the server."""
+    """GET /health, the one route that needs no token. `session` is new after every start of the server.
+
+    `workers` is the number of the engine's processes that hold weights, `device` the kind of device they are on.
+    """
 
     status: Status
     version: int
@@ -115,7 +171,9 @@ class Health(Strict):
     session: str
     in_flight: int
     root: str
-    error: str | None = None
+    device: str
+    workers: int
+    error: "ErrorBody | None" = None
 
 
 class ErrorBody(Strict):

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+InFlight = Literal["keep", "drain", "abort"]
+"""What becomes of requests that are running when new weights come: they go on with these, end first, or are ended."""
 Message = Mapping[str, Any]
 """One chat message, {"role": ..., "content": ...}."""
 VersionSpan = tuple[int, int, int]

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import pydantic
 from fastapi import APIRouter, FastAPI, Request
@@ -19,6 +19,8 @@ from hocket.protocol import (
     ErrorResponse,
     GenerateRequest,
     GenerateResponse,
+    GroupRequest,
+    GroupResponse,
     Health,
     ReloadRequest,
     ReloadResponse,
@@ -27,6 +29,8 @@ from hocket.protocol import (
 from hocket.server.errors import ApiError, from_validation
 from hocket.server.middleware import LimitBody, RefuseWhenFailed, RequireToken
 from hocket.server.requests import Job
+
+M = TypeVar("M", bound=pydantic.BaseModel)
 
 CLIENT_CLOSED_REQUEST = 499
 """Status that nobody receives: the client has gone."""
@@ -43,6 +47,7 @@ class Generator(Protocol):
     def health(self) -> Health: ...
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]: ...
     def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]: ...
+    async def join_group(self, request: GroupRequest) -> GroupResponse: ...
     async def reload(self, request: ReloadRequest) -> ReloadResponse: ...
 
 
@@ -86,15 +91,26 @@ def _router(engine: Generator) -> APIRouter:
         "/reload_weights", response_model=ReloadResponse, responses=refusals, openapi_extra=_body("ReloadRequest")
     )
     async def reload_weights(request: Request) -> ReloadResponse:
-        """Loads a published weight version without a restart; requests in flight are kept."""
-        try:
-            message = ReloadRequest.model_validate_json(await request.body())
-        except pydantic.ValidationError as error:
-            raise from_validation(error) from None
+        """Takes over a new weight version without a restart."""
+        message = _parse(ReloadRequest, await request.body())
         # Loading goes on when the client leaves: a repeated call then finds the version and is answered at once.
         return await engine.reload(message)
 
+    @router.post(
+        "/init_weight_group", response_model=GroupResponse, responses=refusals, openapi_extra=_body("GroupRequest")
+    )
+    async def init_weight_group(request: Request) -> GroupResponse:
+        """Connects the engine's workers with a trainer that will send weights straight from its memory."""
+        return await engine.join_group(_parse(GroupRequest, await request.body()))
+
     return router
+
+
+def _parse(model: type[M], body: bytes) -> M:
+    try:
+        return model.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        raise from_validation(error) from None
 
 
 async def _all(engine: Generator, message: GenerateRequest, jobs: Sequence[Job]) -> Response:
@@ -164,7 +180,8 @@ def _body(model: str) -> dict[str, Any]:
 def _document_bodies(app: FastAPI) -> None:
     """Adds the messages that routes read themselves to the app's OpenAPI description."""
     _, described = models_json_schema(
-        [(GenerateRequest, "validation"), (ReloadRequest, "validation")], ref_template="#/components/schemas/{model}"
+        [(GenerateRequest, "validation"), (ReloadRequest, "validation"), (GroupRequest, "validation")],
+        ref_template="#/components/schemas/{model}",
     )
     build = app.openapi
 

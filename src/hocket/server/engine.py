@@ -13,7 +13,19 @@ from typing import Any
 
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
-from hocket.protocol import ErrorBody, GenerateRequest, Health, ReloadRequest, ReloadResponse, Sampling, Status
+from hocket.protocol import (
+    CollectiveSource,
+    DiskSource,
+    ErrorBody,
+    GenerateRequest,
+    GroupRequest,
+    GroupResponse,
+    Health,
+    ReloadRequest,
+    ReloadResponse,
+    Sampling,
+    Status,
+)
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError
 from hocket.server.requests import Job, RequestReader
@@ -51,6 +63,7 @@ class Engine:
         self._failure: ErrorBody | None = None
         self._version = 0
         self._held: tuple[str, ReloadResponse] | None = None
+        self._group: str | None = None
         self._in_flight = 0
         self._shapes: versions.ModelShapes | None = None
         self._reload_lock = asyncio.Lock()
@@ -94,12 +107,17 @@ class Engine:
             session=self._session,
             in_flight=self._in_flight,
             root=str(self._root),
-            error=f"{failure.message} ({failure.hint})" if failure is not None else None,
+            device=vllm_api.device(self.llm),
+            workers=vllm_api.num_workers(self.llm),
+            error=failure,
         )
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Validates and tokenizes the body of /generate. Raises ApiError with a status of 4xx."""
-        return await asyncio.get_running_loop().run_in_executor(self._reading, self._reader.read, body)
+        request, jobs = await asyncio.get_running_loop().run_in_executor(self._reading, self._reader.read, body)
+        if request.session not in (None, self._session):
+            raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
+        return request, jobs
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
         """Yields each job with its CompletionMessage as a plain dict, in the order in which they finish.
@@ -157,8 +175,30 @@ class Engine:
         shown = token_ids[:-1] if stopped else token_ids  # the token that ended it is no part of the text
         return str(self._tokenizer.decode(shown, skip_special_tokens=True))
 
+    async def join_group(self, request: GroupRequest) -> GroupResponse:
+        """Connects the engine's workers with the trainer; repeating it does no harm.
+
+        Raises:
+            ApiError: 503, they can't reach each other, or the engine is dead.
+        """
+        async with self._reload_lock:
+            self._refuse_dead()
+            workers = vllm_api.num_workers(self.llm)
+            if request.session != self._group:
+                self._group = None
+                try:
+                    async with asyncio.timeout(request.timeout_s):
+                        arguments = (request.model_dump_json(), workers + 1)
+                        await self.llm.collective_rpc("hocket_join_group", args=arguments)
+                except Exception as error:
+                    message = f"the workers can't join the trainer at {request.host}:{request.port}: {_cause(error)}"
+                    hint = "can this machine reach that address? sync.backend=disk needs no such connection"
+                    raise ApiError(503, "no_group", message, hint) from error
+                self._group = request.session
+            return GroupResponse(session=request.session, workers=workers)
+
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
-        """Loads a published version; requests in flight are kept and go on with the new weights.
+        """Takes over a weight version; what becomes of requests in flight, the request says.
 
         Nothing changes where the version is refused. Where loading itself fails, the engine stays paused, all requests
         end with the reason, and the next reload that succeeds brings everything back.
@@ -167,48 +207,69 @@ class Engine:
             ApiError: 4xx, refused before the model was touched; 500 or 503, the engine failed.
         """
         async with self._reload_lock:
-            failure = self.failure()
-            if failure is not None and failure.code == "engine_dead":
-                raise ApiError(503, failure.code, failure.message, failure.hint)
+            self._refuse_dead()
             start = time.perf_counter()
-            folder = await asyncio.to_thread(versions.find, self._root, request.source.name)
-            if self._held is not None and failure is None and self._holds(request, folder):
-                return self._held[1]
             if self._shapes is None:
                 self._shapes = await asyncio.to_thread(versions.model_shapes, self._model)
-            wanted = await asyncio.to_thread(versions.verify, folder, request.version, self._shapes)
+            source = request.source
+            if isinstance(source, DiskSource):
+                key = source.name
+                folder = await asyncio.to_thread(versions.find, self._root, source.name)
+                if (held := self._holds(key, request.version)) and _published(folder, held.checksum):
+                    return held
+                wanted = await asyncio.to_thread(versions.verify, folder, request.version, self._shapes)
+                call, argument, checksum = "hocket_load_disk", str(folder), wanted.checksum
+            else:
+                key = source.session
+                if held := self._holds(key, request.version):
+                    return held
+                self._check_transfer(source, self._shapes)
+                # Each bucket is verified on its arrival, by the checksums that came with it.
+                call, argument, checksum = "hocket_load_group", source.model_dump_json(), None
             self._status = "updating"
-            loaded = await self._load(folder, request.version, wanted.checksum)
+            loaded = await self._load(request, call, argument, checksum)
             self._status, self._failure, self._version = "ready", None, request.version
             response = ReloadResponse(
                 version=request.version,
                 seconds=time.perf_counter() - start,
                 num_tensors=loaded["num_tensors"],
                 checksum=loaded["checksum"],
+                session=self._session,
             )
-            self._held = (request.source.name, response)
+            self._held = (key, response)
             return response
 
-    def _holds(self, request: ReloadRequest, folder: Path) -> bool:
-        """Tells whether the request is for what the model holds already, and the folder still is that version."""
-        assert self._held is not None
-        name, response = self._held
-        return (name, response.version) == (request.source.name, request.version) and (
-            versions.read_manifest(folder).checksum == response.checksum
-        )
+    def _refuse_dead(self) -> None:
+        failure = self.failure()
+        if failure is not None and failure.code in ("engine_dead", "shutting_down"):
+            raise ApiError(503, failure.code, failure.message, failure.hint)
 
-    async def _load(self, folder: Path, version: int, checksum: str) -> dict[str, Any]:
+    def _holds(self, key: str, version: int) -> ReloadResponse | None:
+        """Returns the answer to give where the model holds this version, from this source, already."""
+        if self._held is None or self._failure is not None:
+            return None
+        held, response = self._held
+        return response if (held, response.version) == (key, version) else None
+
+    def _check_transfer(self, source: CollectiveSource, shapes: versions.ModelShapes) -> None:
+        if source.session != self._group:
+            raise ApiError(409, "no_group", f"there is no weight group {source.session}", "POST /init_weight_group")
+        versions.check_layout([item for bucket in source.buckets for item in bucket], shapes)
+
+    async def _load(self, request: ReloadRequest, call: str, argument: str, checksum: str | None) -> dict[str, Any]:
+        """Pauses, calls the workers, and resumes if all of them then hold the same, and what was published."""
         try:
             async with asyncio.timeout(self._config.sync.timeout_s):
-                await self.llm.pause_generation(mode="keep", clear_cache=True)
-                answers = await self.llm.collective_rpc("hocket_load_disk", args=(str(folder),))
-                if any(answer["checksum"] != checksum for answer in answers):
-                    raise RuntimeError(f"the tensors that reached the model are not those of {folder.name}")
-                await self.llm.update_weight_version(str(version))
+                await vllm_api.pause(self.llm, request.in_flight)
+                answers = await self.llm.collective_rpc(call, args=(argument,))
+                if len({checksum or answers[0]["checksum"], *(answer["checksum"] for answer in answers)}) > 1:
+                    raise RuntimeError("the tensors that reached the model are not those that were published")
+                await self.llm.update_weight_version(str(request.version))
                 await self.llm.resume_generation()
         # Whatever went wrong, the model may be half loaded: the engine must not run before a reload succeeds.
         except Exception as error:
-            reason = await self._loading_failed(version, error)
+            self._group = None if isinstance(request.source, CollectiveSource) else self._group
+            reason = await self._loading_failed(request.version, error)
             raise ApiError(500, reason.code, reason.message, reason.hint) from error
         loaded: dict[str, Any] = answers[0]
         return loaded
@@ -219,7 +280,7 @@ class Engine:
             return self._fail("engine_dead", f"the engine's process ended while it loaded version {version}", RESTART)
         if isinstance(error, TimeoutError):
             error = TimeoutError(f"not done after sync.timeout_s={self._config.sync.timeout_s:g}")
-        reason = self._fail("reload_failed", f"loading version {version} failed: {error}", RELOAD)
+        reason = self._fail("reload_failed", f"loading version {version} failed: {_cause(error)}", RELOAD)
         # Nobody can say when a good version comes: the requests end now, with the reason, not at their deadline.
         await self._abort_all()
         return reason
@@ -240,3 +301,13 @@ class Engine:
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await self._abort_all()
         self._reading.shutdown(wait=False, cancel_futures=True)
+
+
+def _published(folder: Path, checksum: str) -> bool:
+    """Tells whether the folder still is the version with this checksum."""
+    return versions.read_manifest(folder).checksum == checksum
+
+
+def _cause(error: Exception) -> str:
+    """Returns the first line of an error: vLLM appends the traceback of its worker."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

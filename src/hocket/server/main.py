@@ -186,7 +186,7 @@ async def _serve(
         await asyncio.sleep(0.01)
     if server.started:
         parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-        _say(f"ready on {config.server_url} in {time.perf_counter() - start:.1f} s ({parts})")
+        _say(f"ready on {config.own_url} in {time.perf_counter() - start:.1f} s ({parts})")
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()

@@ -12,7 +12,7 @@ from hocket.server.errors import ApiError
 
 OPEN_ROUTE = ("GET", "/health")
 """The one route that needs no token."""
-ALWAYS_ANSWERED = frozenset({"/health", "/reload_weights", "/metrics", "/docs", "/openapi.json"})
+ALWAYS_ANSWERED = frozenset({"/health", "/init_weight_group", "/reload_weights", "/metrics", "/docs", "/openapi.json"})
 """Paths that a failed engine leaves open: to look at it, and to load weights that work."""
 BODY_TIMEOUT_S = 60.0
 

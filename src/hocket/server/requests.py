@@ -52,13 +52,17 @@ class RequestReader:
         except pydantic.ValidationError as error:
             raise from_validation(error) from None
         self._check_limits(request)
+        if request.seeds is not None and len(request.seeds) != len(request.prompts):
+            raise invalid(f"seeds: {len(request.seeds)} for {len(request.prompts)} prompts", "send one per prompt")
         jobs: list[Job] = []
         for number, prompt in enumerate(request.prompts):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
             self._check_length(token_ids, request.sampling.max_tokens, f"prompts.{number}")
             for index in range(request.n):
                 seed = request.sampling.seed
-                if seed is not None:
+                if request.seeds is not None:
+                    seed = (request.seeds[number] + index) % 2**63
+                elif seed is not None:
                     seed = (seed + len(jobs)) % 2**63
                 jobs.append(Job(prompt=number, index=index, token_ids=token_ids, sampling=request.sampling, seed=seed))
         return request, jobs

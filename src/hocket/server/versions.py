@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket import manifest
-from hocket.protocol import Manifest
+from hocket.protocol import Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid
 
 if TYPE_CHECKING:
@@ -126,7 +126,9 @@ def verify(folder: Path, version: int, expected: ModelShapes) -> Manifest:
         raise _refused(f"the manifest is of version {described.version}, not {version}")
     if manifest.total_checksum(described.tensors) != described.checksum:
         raise _refused("the manifest's checksum is not the one of its tensors")
-    _check_shapes(described, expected)
+    layout = [TensorLayout(name=name, dtype=t.dtype, shape=t.shape) for name, t in described.tensors.items()]
+    check_layout(layout, expected)
+    _check_ties(described, expected)
     found = set()
     try:
         for name, tensor in manifest.tensors(folder):
@@ -152,18 +154,25 @@ def read_manifest(folder: Path) -> Manifest:
         raise _refused(f"can't read {manifest.MANIFEST_FILE}: {error}") from error
 
 
-def _check_shapes(described: Manifest, expected: ModelShapes) -> None:
-    for name, item in described.tensors.items():
-        shape = expected.shapes.get(name)
+def check_layout(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:
+    """Raises ApiError unless these are the model's tensors, each once and in a precision that weights can have."""
+    for item in layout:
+        shape = expected.shapes.get(item.name)
         if shape is None:
-            raise _refused(f"the model has no tensor {name!r}")
+            raise _refused(f"the model has no tensor {item.name!r}")
         if tuple(item.shape) != shape:
-            raise _refused(f"tensor {name!r} has shape {item.shape}, the model's is {list(shape)}")
+            raise _refused(f"tensor {item.name!r} has shape {item.shape}, the model's is {list(shape)}")
         if item.dtype not in FLOAT_DTYPES:
-            raise _refused(f"tensor {name!r} is {item.dtype}; weights are {', '.join(FLOAT_DTYPES)}")
-    missing = sorted(expected.shapes.keys() - described.tensors.keys() - expected.tied.keys())
+            raise _refused(f"tensor {item.name!r} is {item.dtype}; weights are {', '.join(FLOAT_DTYPES)}")
+    names = {item.name for item in layout}
+    if len(names) < len(layout):
+        raise _refused("a tensor is named twice")
+    missing = sorted(expected.shapes.keys() - names - expected.tied.keys())
     if missing:
         raise _refused(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
+
+
+def _check_ties(described: Manifest, expected: ModelShapes) -> None:
     for name, source in expected.tied.items():
         copy, original = described.tensors.get(name), described.tensors.get(source)
         if copy is not None and original is not None and copy.checksum != original.checksum:

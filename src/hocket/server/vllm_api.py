@@ -16,6 +16,7 @@ from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.server.requests import Job
 from hocket.server.worker import die_with_server
+from hocket.types import InFlight
 
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
@@ -162,6 +163,22 @@ def max_length(llm: Any) -> int:
 def dtype(llm: Any) -> str:
     """Returns the precision of the model in the engine, "float32"."""
     return str(llm.model_config.dtype).removeprefix("torch.")
+
+
+def device(llm: Any) -> str:
+    """Returns the kind of device that holds the weights, "cpu" or "cuda"."""
+    return str(llm.vllm_config.device_config.device_type)
+
+
+def num_workers(llm: Any) -> int:
+    """Returns how many processes hold weights."""
+    return int(llm.vllm_config.parallel_config.world_size)
+
+
+async def pause(llm: Any, in_flight: InFlight) -> None:
+    """Stops generation; new requests wait, and no cached prefix outlives it."""
+    modes = {"keep": "keep", "drain": "wait", "abort": "abort"}
+    await llm.pause_generation(mode=modes[in_flight], clear_cache=True)
 
 
 def sampling_params(job: Job) -> Any:

@@ -7,19 +7,31 @@ module in a process that the server has started ties it to the server.
 import atexit
 import gc
 import os
+import queue
 import select
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+    from hocket.protocol import CollectiveSource
+    from hocket.transfer import WeightGroup
 
 SERVER_PID = "HOCKET_SERVER_PID"
 """Environment variable with the process whose end must end this one."""
 
 
 class WorkerExtension:
-    """Methods that hocket adds to vLLM's worker."""
+    """Methods that hocket adds to vLLM's worker. Messages are JSON: vLLM carries plain types only."""
+
+    rank: int
+    device: "torch.device | None"
+    hocket_group: "tuple[str, WeightGroup] | None" = None
 
     def hocket_load_disk(self, folder: str) -> dict[str, Any]:
         """Loads every tensor of the folder into the model, in place.
@@ -42,6 +54,123 @@ class WorkerExtension:
 
         vllm_api.reload_worker(self, passing())
         return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
+
+    def hocket_join_group(self, message: str, size: int) -> None:
+        """Joins the trainer's weight group, and leaves the one before.
+
+        Raises:
+            RuntimeError: it can't be reached in time, or is on the same GPU.
+        """
+        import torch
+
+        from hocket import transfer
+        from hocket.protocol import GroupRequest
+
+        self.hocket_leave_group()
+        request = GroupRequest.model_validate_json(message)
+        device = self.device if self.device is not None and request.backend == "nccl" else torch.device("cpu")
+        if request.device is not None and transfer.gpu_id(device) == request.device:
+            raise RuntimeError(
+                "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
+                "(launch.server_gpus, launch.trainer_gpus), or set sync.backend=disk"
+            )
+        group = transfer.WeightGroup(
+            transfer.find_store(request.host, request.port, request.timeout_s),
+            name=request.session,
+            rank=1 + self.rank,
+            size=size,
+            backend=request.backend,
+            device=device,
+            address=transfer.address_towards(request.host, request.port),
+            timeout_s=request.timeout_s,
+        )
+        self.hocket_group = (request.session, group)
+
+    def hocket_leave_group(self) -> None:
+        """Leaves the weight group, if there is one; whoever is sending to it fails at once."""
+        if self.hocket_group is not None:
+            self.hocket_group[1].close()
+            self.hocket_group = None
+
+    def hocket_load_group(self, message: str) -> dict[str, Any]:
+        """Loads the tensors that the trainer sends into the model, in place, and leaves the group where that fails.
+
+        The rest is as for `hocket_load_disk`.
+        """
+        from hocket import manifest
+        from hocket.protocol import CollectiveSource
+        from hocket.server import vllm_api
+
+        source = CollectiveSource.model_validate_json(message)
+        session, group = self.hocket_group or ("", None)
+        if group is None or session != source.session:
+            raise RuntimeError(f"this worker is in no weight group {source.session}; the trainer must join again")
+        specs: dict[str, Any] = {}
+        try:
+            with _receiving(group, source) as buckets:
+                vllm_api.reload_worker(self, _tensors(buckets, source, specs))
+        except BaseException:
+            self.hocket_group = None
+            raise
+        return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
+
+
+Received: TypeAlias = "queue.Queue[torch.Tensor | Exception]"
+
+
+@contextmanager
+def _receiving(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Received]:
+    """Receives one bucket while the one before is loaded, so that the wire is not idle and memory stays bounded."""
+    import torch
+
+    from hocket import transfer
+
+    buckets: Received = queue.Queue(maxsize=1)
+    stopped = threading.Event()
+
+    def receive() -> None:
+        try:
+            group.announce(transfer.receiving(source.turn))
+            for bucket in source.buckets:
+                flat = torch.empty(transfer.num_bytes(bucket), dtype=torch.uint8, device=group.device)
+                group.broadcast(flat)
+                _put(buckets, flat, stopped)
+        # Whatever ends it is for the loading thread to raise, which would else wait for ever.
+        except Exception as error:  # noqa: BLE001
+            _put(buckets, error, stopped)
+
+    thread = threading.Thread(target=receive, name="receive weights", daemon=True)
+    thread.start()
+    try:
+        yield buckets
+    except BaseException:
+        group.close()  # or the thread would wait for a bucket until the deadline
+        raise
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _put(buckets: Received, item: Any, stopped: threading.Event) -> None:
+    while not stopped.is_set():
+        with suppress(queue.Full):
+            buckets.put(item, timeout=0.1)
+            return
+
+
+def _tensors(
+    buckets: Received, source: "CollectiveSource", specs: dict[str, Any]
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yields the tensors of all buckets in turn, each verified, and adds their specs."""
+    from hocket import transfer
+
+    for number, bucket in enumerate(source.buckets, 1):
+        flat = buckets.get()
+        if isinstance(flat, Exception):
+            raise RuntimeError(f"bucket {number}/{len(source.buckets)} did not come: {flat}") from flat
+        named, received = transfer.unpack(flat, bucket)
+        specs |= received
+        yield from named
 
 
 def die_with_server() -> None:

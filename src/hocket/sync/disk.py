@@ -1,21 +1,23 @@
-"""Weight hand-over through a folder that both sides see: write → verify → notify → acknowledge.
+"""Weights through a folder that trainer and servers see.
 
 The receiving half is `/reload_weights` in server/engine.py and server/worker.py. A version is a complete Hugging Face
 model in a folder of its own: written under a temporary name, flushed to disk, read back for its manifest, marked
-COMPLETE and renamed. The server answers with the checksum of the tensors that went into its model; any other checksum
-than the manifest's is an error.
+COMPLETE and renamed.
 """
 
-import dataclasses
+import asyncio
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from hocket import manifest
+from hocket.client import ServerClient
 from hocket.config import Config
-from hocket.errors import ServerError, SyncError
-from hocket.protocol import ReloadResponse
+from hocket.errors import HocketError, SyncError
+from hocket.protocol import DiskSource, ReloadRequest, ReloadResponse
+from hocket.sync.delivery import Delivery
 from hocket.system import flush
 
 
@@ -26,84 +28,73 @@ class Exporter(Protocol):
         """Writes the current weights as a Hugging Face model."""
 
 
-class Receiver(Protocol):
-    """What publishing needs of a server."""
-
-    url: str
-
-    async def reload_weights(self, version: int, name: str, *, timeout_s: float) -> ReloadResponse:
-        """Has the server load the published folder and returns what it then holds."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """A version that every server has acknowledged; times in seconds."""
-
-    version: int
-    folder: Path
-    checksum: str
-    num_bytes: int
-    write_s: float
-    load_s: float
-
-
-class DiskSync:
-    """Publishes weight versions below the run folder and removes old ones.
+class DiskTransport:
+    """Writes weight versions below the run folder, has servers load them, and removes old ones.
 
     Args:
-        config: `run.dir`, `sync.root`, `sync.keep` and `sync.timeout_s` are used.
+        config: `run.dir` and the sync section are used.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, trainer: Exporter) -> None:
         self._root = config.sync_root.resolve()
         self._folder = config.run_dir.resolve() / "weights"
-        self._keep = config.sync.keep
-        self._timeout_s = config.sync.timeout_s
+        self._config = config.sync
+        self._trainer = trainer
+        self._written: tuple[int, str, int] | None = None
 
-    async def publish(self, trainer: Exporter, version: int, server: Receiver) -> Published:
-        """Writes the trainer's weights as `version`, has the server load them and checks what it then holds.
+    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
+        """Writes the version, unless it was the last to be written, and has all servers load it at the same time.
 
         Raises:
-            SyncError: the version could not be written, was refused, or the server holds something else.
+            SyncError: it could not be written.
         """
         start = time.perf_counter()
-        folder = self._folder / f"v{version:06d}"
-        try:
-            written, num_bytes = self._write(trainer, version, folder)
-        except OSError as error:
-            raise SyncError(
-                f"can't write weight version {version} to {folder}: {error}. Free space there, or set run.dir"
-            ) from error
-        loading = time.perf_counter()
-        name = folder.relative_to(self._root).as_posix()
-        try:
-            answer = await server.reload_weights(version, name, timeout_s=self._timeout_s)
-        except ServerError as error:
-            raise SyncError(f"weight version {version} did not reach {server.url}: {error}") from error
-        if (answer.version, answer.checksum) != (version, written):
-            raise SyncError(
-                f"{server.url} holds version {answer.version} with checksum {answer.checksum}, but version {version} "
-                f"with checksum {written} was published. Do both sides see the same {self._root}, and is this its only "
-                f"trainer?"
-            )
+        folder = self.write(version)
+        assert self._written is not None
+        _, checksum, num_bytes = self._written
+        written = time.perf_counter()
+        source = DiskSource(name=folder.relative_to(self._root).as_posix())
+        request = ReloadRequest(version=version, source=source, in_flight=self._config.in_flight)
+        answers = await asyncio.gather(*(self._load(server, request) for server in servers))
         self._prune()
-        return Published(
-            version=version,
-            folder=folder,
-            checksum=written,
+        return Delivery(
+            checksum=checksum,
             num_bytes=num_bytes,
-            write_s=loading - start,
-            load_s=time.perf_counter() - loading,
+            prepare_s=written - start,
+            transfer_s=time.perf_counter() - written,
+            answers=tuple(answers),
         )
 
-    def _write(self, trainer: Exporter, version: int, folder: Path) -> tuple[str, int]:
+    def write(self, version: int) -> Path:
+        """Writes the version, unless it was the last to be written, and returns its folder.
+
+        Raises:
+            SyncError: it could not be written.
+        """
+        folder = self._folder / f"v{version:06d}"
+        if self._written is None or self._written[0] != version:
+            try:
+                self._written = (version, *self._write(version, folder))
+            except OSError as error:
+                raise SyncError(
+                    f"can't write weight version {version} to {folder}: {error}. Free space there, or set run.dir"
+                ) from error
+        return folder
+
+    async def _load(self, server: ServerClient, request: ReloadRequest) -> ReloadResponse | HocketError:
+        try:
+            return await server.reload_weights(request, timeout_s=self._config.timeout_s)
+        except HocketError as error:
+            return error
+
+    def _write(self, version: int, folder: Path) -> tuple[str, int]:
         if folder.exists():
             raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            trainer.export(partial)
+            self._trainer.export(partial)
             made = manifest.build(version, manifest.tensors(partial))
             (partial / manifest.MANIFEST_FILE).write_text(made.model_dump_json(indent=1), encoding="utf-8")
             (partial / manifest.COMPLETE_FILE).touch()
@@ -120,7 +111,7 @@ class DiskSync:
 
     def _prune(self) -> None:
         versions = sorted(path for path in self._folder.iterdir() if path.name.startswith("v"))
-        for old in versions[: -self._keep]:
+        for old in versions[: -self._config.keep]:
             # Renamed first: no server may take half a folder for a version.
             gone = old.with_name(f".{old.name}.partial")
             old.rename(gone)

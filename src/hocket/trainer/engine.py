@@ -24,8 +24,6 @@ from hocket.manifest import COMPLETE_FILE
 from hocket.system import flush
 from hocket.trainer.ranks import Ranks
 
-GATHER_BYTES = 64 << 20
-"""ZeRO-3 gathers parameters for export in groups of this size."""
 _TAG = "state"
 
 
@@ -165,20 +163,35 @@ class DeepSpeedEngine:
                 names.append(name)
         return names
 
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, whole parameter) on the CPU in the compute dtype, each tied tensor once.
+    def layout(self, max_bytes: int) -> list[list[tuple[str, Tensor]]]:
+        """Returns what `buckets` yields, as tensors without data on the meta device."""
+        return [
+            [(name, torch.empty(_shape(p), dtype=self._dtype, device="meta")) for name, p in group]
+            for group in self._by_bytes(max_bytes)
+        ]
 
-        All ranks must exhaust the iterator; only on rank 0 it yields anything.
+    def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yields the parameters as (name, whole tensor) in the compute dtype, each tied tensor once.
+
+        Each bucket has about `max_bytes` at most, and holds only until the next one. All ranks must exhaust the
+        iterator; only on rank 0 it yields anything.
         """
-        groups = [list(self._engine.module.named_parameters())]  # which leaves out second names of a tied tensor
-        if self.stage == 3:
-            groups = list(_by_bytes(groups[0]))
-        for group in groups:
+        for group in self._by_bytes(max_bytes):
             with self._gathered([parameter for _, parameter in group]):
                 if self._ranks.is_main:
-                    whole = [(name, p.detach().to("cpu", self._dtype, copy=True)) for name, p in group]
-            if self._ranks.is_main:
-                yield from whole
+                    yield [(name, parameter.detach().to(self._dtype)) for name, parameter in group]
+
+    def _by_bytes(self, max_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+        groups: list[list[tuple[str, nn.Parameter]]] = []
+        size = max_bytes
+        for name, parameter in self._engine.module.named_parameters():  # leaves out second names of a tied tensor
+            num_bytes = _shape(parameter).numel() * self._dtype.itemsize
+            if size + num_bytes > max_bytes or not groups:
+                groups.append([])
+                size = 0
+            groups[-1].append((name, parameter))
+            size += num_bytes
+        return groups
 
     def save(self, folder: Path) -> None:
         """Writes all training state to `folder`, which appears as a whole or not at all. All ranks must call it.
@@ -231,14 +244,6 @@ class DeepSpeedEngine:
         return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self.stage == 3)
 
 
-def _by_bytes(named: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    group: list[tuple[str, nn.Parameter]] = []
-    size = 0
-    for name, parameter in named:
-        group.append((name, parameter))
-        size += int(parameter.ds_numel) * parameter.element_size()  # type: ignore[attr-defined]  # numel() is 0 here
-        if size >= GATHER_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """Returns the whole shape, that of a parameter which ZeRO-3 has spread over the ranks, too."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

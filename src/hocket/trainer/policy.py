@@ -1,10 +1,12 @@
 """The model as the trainer sees it: token ids in, log-probabilities and entropies of given tokens out."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 
 from hocket.config import ModelConfig
@@ -12,6 +14,8 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import token_logprobs
 
+PREFIX = "model."
+"""What the name of a parameter of Policy.model begins with."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -70,6 +74,11 @@ class Policy(nn.Module):
     def vocab_size(self) -> int:
         """Rows of the embedding: ids below it are valid."""
         return int(self.model.config.get_text_config().vocab_size)
+
+    def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Returns parameters under the names, and in the shapes, that checkpoints of this architecture have."""
+        named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
+        return list(revert_weight_conversion(self.model, named).items())
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Returns (logprobs_bt, entropy_bt) of the batch's targets, 0 where its mask is false."""

@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 from hocket import tokenizer as tokenizers
+from hocket import transfer
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
 from hocket.config import AlgorithmConfig, Config
 from hocket.errors import TrainerError
-from hocket.protocol import Health
+from hocket.protocol import Health, TensorLayout
 from hocket.trainer.batching import TrainBatch, check_fits, pack
 from hocket.trainer.engine import DeepSpeedEngine
-from hocket.trainer.policy import Policy, compute_dtype
+from hocket.trainer.policy import PREFIX, Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
 from hocket.types import StepStats, TrainSample
 
+Bucket = Sequence[tuple[str, Tensor]]
+Sink = Callable[[Bucket], None]
 BatchLoss = Callable[[Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, batch) → this micro-batch's share of the global loss."""
+EXPORT_BYTES = 64 << 20
+"""ZeRO-3 gathers parameters for export in groups of this size."""
 
 
 def grpo_loss(config: AlgorithmConfig) -> BatchLoss:
@@ -77,6 +82,8 @@ class Trainer:
         self._loss = loss or grpo_loss(config.algorithm)
         self._closed = self._broken = False
         self._skipped_in_row = 0
+        self._sink: Sink | None = None
+        self._sink_failure: Exception | None = None
 
         try:
             self._build(config, config.rollout.temperature if temperature is None else temperature)
@@ -111,6 +118,11 @@ class Trainer:
     def is_main(self) -> bool:
         """Whether this is rank 0, the only one that may call methods other than `follow`."""
         return self._ranks.is_main
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._ranks.device
 
     @property
     def num_ranks(self) -> int:
@@ -148,9 +160,31 @@ class Trainer:
         result: StepStats = stats
         return result
 
+    def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
+        """Returns the mean absolute difference of the engine's log-probs and the trainer's, over the sampled tokens."""
+        check_fits(samples, self._config.micro_batch_tokens)
+        gap: float = self._together("logprob_gap", tuple(samples))
+        return gap
+
     def export(self, folder: Path) -> None:
         """Writes the weights in Hugging Face format: safetensors in the compute dtype, config.json, tokenizer."""
         self._together("export", folder)
+
+    def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
+        """Describes the buckets that `stream` will give; no rank but 0 is needed for it."""
+        buckets = self._engine.layout(max_bytes)
+        return [transfer.layout(self._policy.as_published(bucket)) for bucket in buckets]
+
+    def stream(self, max_bytes: int, sink: Sink) -> None:
+        """Gives the weights to `sink`, bucket after bucket of about max_bytes at most, on the trainer's device.
+
+        May be called in a thread of its own, while no other method runs. What the sink raises is raised here, once the
+        ranks are through with gathering.
+        """
+        self._sink, self._sink_failure = sink, None
+        self._together("stream", max_bytes)
+        if self._sink_failure is not None:
+            raise self._sink_failure
 
     def save(self, folder: Path) -> None:
         """Writes the whole training state, which appears under `folder` at once."""
@@ -200,12 +234,7 @@ class Trainer:
 
     def _step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, list[str]]:
         start = time.perf_counter()
-        batches = pack(
-            samples,
-            micro_batch_tokens=self._config.micro_batch_tokens,
-            num_ranks=self._ranks.size,
-            pad_id=self.tokenizer.pad_token_id or 0,
-        )[self._ranks.rank]
+        batches = self._batches(samples)
         learning_rate = self._engine.learning_rate
         totals = self._accumulate(batches)
         broken = self._engine.broken_gradients() if self._skipped_in_row else []  # costly, so only once it is likely
@@ -249,9 +278,31 @@ class Trainer:
             self._engine.backward(loss, last=last)
         return totals
 
+    def _batches(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
+        """Returns this rank's micro-batches."""
+        return pack(
+            samples,
+            micro_batch_tokens=self._config.micro_batch_tokens,
+            num_ranks=self._ranks.size,
+            pad_id=self.tokenizer.pad_token_id or 0,
+        )[self._ranks.rank]
+
+    @torch.no_grad()
+    def _logprob_gap(self, samples: Sequence[TrainSample]) -> float:
+        total = 0.0
+        for batch in self._batches(samples):
+            batch = batch.to(self._ranks.device)
+            logprobs_bt, _ = self._engine.forward(batch)
+            gap_bt = (logprobs_bt - batch.rollout_logprobs_bt).where(batch.mask_bt, 0.0)
+            total += float(gap_bt.double().abs().sum()) / batch.num_tokens_global
+        return self._ranks.sum([total])[0]
+
     def _export(self, folder: Path) -> None:
-        prefix = "model."  # of Policy.model
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in self._engine.gather()}
+        tensors = {
+            name.removeprefix(PREFIX): tensor.to("cpu", copy=True)
+            for bucket in self._engine.buckets(EXPORT_BYTES)
+            for name, tensor in bucket
+        }
         if self.is_main:
             model = self._policy.model
             model.save_pretrained(folder, state_dict=tensors)
@@ -260,6 +311,16 @@ class Trainer:
             self.tokenizer.save_pretrained(folder)
             for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
                 shutil.copymode(folder / "config.json", file)
+
+    def _stream(self, max_bytes: int) -> None:
+        if self._ranks.device.type == "cuda":
+            torch.cuda.set_device(self._ranks.device)  # which each thread has to say for itself
+        for bucket in self._engine.buckets(max_bytes):
+            if self._sink is not None and self._sink_failure is None:
+                try:
+                    self._sink(self._policy.as_published(bucket))
+                except Exception as error:  # noqa: BLE001 - raised by `stream`: the ranks must gather what is left
+                    self._sink_failure = error
 
     def _save(self, folder: Path) -> None:
         self._engine.save(folder)

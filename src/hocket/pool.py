@@ -1,0 +1,330 @@
+"""Several generation servers used as one: who can be given work now, who plays what, and what becomes of it.
+
+Work goes to the server with the fewest tokens in flight, whole prompts at a time. What a lost server had not finished
+is played again, by the others or by itself when it is back. A server that answers is not yet one that may work: first
+`bring_up` gives it the weights that the others have. How these travel, the pool does not know.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+
+from hocket.client import ServerClient
+from hocket.errors import HocketError, ServerError
+from hocket.protocol import Health
+from hocket.types import Completion, SamplingParams
+
+POLL_S = 0.25
+LOOK_S = 3.0
+MAX_PAUSE_S = 30.0
+"""A server that is out is looked at again after POLL_S, then after twice as long each time, up to this."""
+
+Pair = tuple[int, int]
+"""(prompt index, sample index) of one completion."""
+
+_GONE = {"unreachable", "timeout", "cut", "protocol", "other_session", "engine_dead", "reload_failed", "shutting_down"}
+"""Codes of errors after which a server is no use until somebody has looked at it again."""
+_AGAIN = {"aborted", "asleep"}
+"""Codes of errors of requests that were ended for others to go first."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Member:
+    """One server of the pool.
+
+    Attributes:
+        session: of the server's process that holds the current weights; None: it gets no work.
+        in_flight: prompt and completion tokens of its unfinished requests, at most.
+        out: why it gets no work; None: it does, or nobody has looked yet.
+    """
+
+    server: ServerClient
+    session: str | None = None
+    in_flight: int = 0
+    out: str | None = None
+    _pause_s: float = 0.0
+    _next_look: float = 0.0
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        return self.server.url
+
+    def take_out(self, reason: str) -> None:
+        """Gives it no more work until it has been looked at and brought up again."""
+        self.session, self.out = None, reason
+        self._pause_s = min(max(POLL_S, 2 * self._pause_s), MAX_PAUSE_S)
+        self._next_look = time.monotonic() + self._pause_s
+
+    def holds(self, session: str) -> None:
+        """Says that it has the current weights: it may work."""
+        self.session, self.out, self._pause_s, self._next_look = session, None, 0.0, 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether it is out and it is time to look at it again."""
+        return self.session is None and time.monotonic() >= self._next_look
+
+
+BringUp = Callable[[Member, Health], Awaitable[None]]
+"""Gives one server that answers the current weights; raises HocketError where that fails."""
+
+
+class ServerPool:
+    """The servers of a run. Use it inside one event loop, and as `async with`.
+
+    Args:
+        urls: base URLs.
+        token: bearer token of all of them.
+        silence_s: a server whose /health is silent for so long is lost.
+        start_timeout_s: how long to wait for a server while there is none.
+        on_wait: told what is being waited for, and for how many seconds already.
+        say: told when a server is lost or comes back.
+
+    Attributes:
+        bring_up: set by who publishes weights; None: servers work with what they hold.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str | None = None,
+        silence_s: float = 60.0,
+        start_timeout_s: float = 600.0,
+        on_wait: Callable[[str, float], None] = lambda what, seconds: None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.members = [Member(ServerClient(url, token=token)) for url in urls]
+        self.bring_up: BringUp | None = None
+        self._silence_s = silence_s
+        self._start_timeout_s = start_timeout_s
+        self._on_wait = on_wait
+        self._say = say
+
+    async def __aenter__(self) -> "ServerPool":
+        async with AsyncExitStack() as stack:
+            for member in self.members:
+                await stack.enter_async_context(member.server)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def up(self) -> list[Member]:
+        """The servers that may be given work."""
+        return [member for member in self.members if member.session is not None]
+
+    async def wait_up(self) -> list[Member]:
+        """Brings up every server that has come (back), and returns those that may work: at least one.
+
+        Raises:
+            ServerError: none came within start_timeout_s, or one refused the token.
+        """
+        start = time.monotonic()
+        while True:
+            await asyncio.gather(*(self._look(member) for member in self.members if member.due))
+            if self.up:
+                return self.up
+            waited = time.monotonic() - start
+            if waited > self._start_timeout_s:
+                reasons = "; ".join(f"{member.url}: {member.out}" for member in self.members)
+                raise ServerError(
+                    f"gave up after {waited:.0f} s of waiting for a server ({reasons}). Start one with "
+                    f"`python run.py serve CONFIG`, or set server.urls and server.start_timeout_s",
+                    code="timeout",
+                )
+            self._on_wait(f"waiting for {' or '.join(f'{m.url} ({m.out})' for m in self.members)}", waited)
+            await asyncio.sleep(POLL_S)
+
+    async def _look(self, member: Member) -> None:
+        """Asks a server how it is, and brings it up where it is well enough to be given weights."""
+        known = member.out
+        try:
+            health = await member.server.health(timeout_s=LOOK_S)
+            # A failed load is mended by the next one that succeeds; of any other failure a server does not recover.
+            if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
+                member.take_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
+            elif health.status in ("loading", "updating"):
+                member.take_out(f"it is {health.status}")
+            elif self.bring_up is None:
+                member.holds(health.session)
+            else:
+                await self.bring_up(member, health)
+        except ServerError as error:
+            if error.status in (401, 403):
+                raise
+            member.take_out("nothing answers there yet" if error.code == "unreachable" else str(error))
+        except HocketError as error:
+            if not self.up:
+                raise
+            self._say(f"server {member.url} is left out: {error}")
+            member.take_out(str(error))
+        if member.session is not None and known is not None and len(self.members) > 1:
+            self._say(f"server {member.url} is there")
+
+    def lose(self, member: Member, reason: str) -> None:
+        """Takes a server out that was working, and says so."""
+        if member.session is not None:
+            self._say(f"lost server {member.url}: {reason}")
+        member.take_out(reason)
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+    ) -> AsyncIterator[tuple[int, int, Completion]]:
+        """Yields (prompt index, sample index, completion) as the servers finish them, each pair exactly once.
+
+        The same seed gives every pair the same random numbers, whichever server plays it and how often.
+
+        Args:
+            prompts: token ids of each prompt.
+            n: completions per prompt.
+            timeout_s: deadline for all of them.
+
+        Raises:
+            ServerError: refused, not finished in time, or no server is left and none came back.
+        """
+        work = _Work(prompts=prompts, sampling=sampling, n=n, end=time.monotonic() + timeout_s)
+        waiting = [(i, j) for i in range(len(prompts)) for j in range(n)]
+        left = len(waiting)
+        events: asyncio.Queue[tuple[int, int, Completion] | list[Pair] | Exception] = asyncio.Queue()
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            await asyncio.gather(*(self._look(member) for member in self.members if member.due))
+            while left:
+                if waiting:
+                    start = time.monotonic()
+                    up = await self.wait_up()
+                    work.end += time.monotonic() - start  # nobody could have played then
+                    for member, pairs in _shares(up, waiting, work):
+                        tasks.add(asyncio.create_task(self._play(member, pairs, work, events)))
+                    waiting = []
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, list):
+                    waiting = event
+                    continue
+                left -= 1
+                yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _play(
+        self,
+        member: Member,
+        pairs: Sequence[Pair],
+        work: "_Work",
+        events: "asyncio.Queue[tuple[int, int, Completion] | list[Pair] | Exception]",
+    ) -> None:
+        """Has one server play its share; where it is lost, hands back what is left of it."""
+        todo = dict.fromkeys(pairs)
+
+        async def stream() -> None:
+            async for i, j, completion in _ask(member, pairs, work):
+                del todo[i, j]
+                member.in_flight -= work.tokens(i)
+                events.put_nowait((i, j, completion))
+
+        member.in_flight += sum(work.tokens(i) for i, _ in pairs)
+        try:
+            await _first(stream(), self._watch(member))
+        except ServerError as error:
+            if time.monotonic() >= work.end or error.code not in _GONE | _AGAIN:
+                events.put_nowait(error)
+                return
+            if error.code in _GONE:
+                self.lose(member, str(error))
+            else:
+                await asyncio.sleep(POLL_S)
+            events.put_nowait(list(todo))
+        except Exception as error:  # noqa: BLE001 - whatever it is, `generate` raises it and does not wait for ever
+            events.put_nowait(error)
+        finally:
+            member.in_flight -= sum(work.tokens(i) for i, _ in todo)
+
+    async def _watch(self, member: Member) -> None:
+        """Returns never; raises ServerError once the server has been silent for too long."""
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(min(5.0, self._silence_s / 4))
+            with contextlib.suppress(ServerError):
+                async with asyncio.timeout(self._silence_s):
+                    await member.server.health()
+                heard = time.monotonic()
+            if time.monotonic() - heard > self._silence_s:
+                raise ServerError(f"it has not answered for {self._silence_s:g} s", code="timeout")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Work:
+    """One call of `generate`, which must have ended by `end`."""
+
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingParams
+    n: int
+    end: float
+
+    def tokens(self, i: int) -> int:
+        """Returns the tokens that one completion of prompt i takes at most."""
+        return len(self.prompts[i]) + self.sampling.max_tokens
+
+    def seed(self, i: int, j: int) -> int | None:
+        return None if self.sampling.seed is None else (self.sampling.seed + i * self.n + j) % 2**63
+
+
+def _shares(members: Sequence[Member], pairs: Sequence[Pair], work: _Work) -> list[tuple[Member, list[Pair]]]:
+    """Divides pairs: all of a prompt go to the server that has the fewest tokens in flight."""
+    by_prompt = defaultdict(list)
+    for i, j in pairs:
+        by_prompt[i].append((i, j))
+    load = {member: member.in_flight for member in members}
+    shares: dict[Member, list[Pair]] = defaultdict(list)
+    for i, mine in sorted(by_prompt.items(), key=lambda item: -work.tokens(item[0]) * len(item[1])):
+        member = min(load, key=load.__getitem__)
+        load[member] += work.tokens(i) * len(mine)
+        shares[member] += mine
+    return list(shares.items())
+
+
+async def _ask(member: Member, pairs: Sequence[Pair], work: _Work) -> AsyncIterator[tuple[int, int, Completion]]:
+    """Yields the completions of these pairs, asked for in one request."""
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for i, j in pairs:
+        numbers[i].append(j)
+    whole = all(len(mine) == work.n for mine in numbers.values())
+    # What is left of a prompt need not be in a row: each is then asked for alone.
+    asked = [(i, 0) for i in numbers] if whole else list(pairs)
+    seeds = None if work.sampling.seed is None else [work.seed(i, j) or 0 for i, j in asked]
+    answers = member.server.generate(
+        [work.prompts[i] for i, _ in asked],
+        dataclasses.replace(work.sampling, seed=None),
+        n=work.n if whole else 1,
+        timeout_s=max(0.0, work.end - time.monotonic()),
+        seeds=seeds,
+        session=member.session,
+    )
+    async for k, j, completion in answers:
+        i, first = asked[k]
+        yield i, first + j, completion
+
+
+async def _first(*works: "asyncio.Future[None] | Awaitable[None]") -> None:
+    """Waits until one of these has ended, and ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,171 @@
+"""Weight hand-over: every published version is the one that all servers hold, and that is shown, not assumed.
+
+write → verify → notify → acknowledge. How the bytes travel is a `Transport` (disk.py, collective.py); what they have in
+common is here: which version is current, what becomes of a server that did not take it, the comparison of checksums,
+the fall-back to files, and the canary. Knows nothing of rollouts for training, of rewards or of losses.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hocket.client import ServerClient
+from hocket.config import Config
+from hocket.errors import HocketError, ServerError, SyncError
+from hocket.pool import Member, ServerPool
+from hocket.protocol import Health, ReloadResponse, TensorLayout
+from hocket.sync.canary import logprob_gap
+from hocket.sync.delivery import Delivery
+from hocket.sync.disk import DiskTransport
+from hocket.types import Prompt, TrainSample
+
+
+class Source(Protocol):
+    """What publishing needs of the trainer; hocket.trainer.trainer.Trainer is one."""
+
+    def check_same_model(self, health: Health) -> None: ...
+    def export(self, folder: Path) -> None: ...
+    def layout(self, max_bytes: int) -> list[list[TensorLayout]]: ...
+    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None: ...
+    def logprob_gap(self, samples: Sequence[TrainSample]) -> float: ...
+
+
+class Transport(Protocol):
+    """One way for weights to travel."""
+
+    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
+        """Brings the trainer's present weights, which are `version`, to these servers; may be repeated.
+
+        Raises:
+            SyncError: they could not even be sent.
+        """
+
+
+class WeightSync:
+    """Publishes the trainer's weights to a pool, and brings up servers that come late or come back.
+
+    Args:
+        config: its sync section is used.
+        trainer: whose weights; it must be idle whenever a method here runs.
+        disk: how they travel, or what is fallen back to where `collective` is given, and fails.
+        canary: prompts whose completions both sides score.
+        say: told what a user must know.
+
+    Attributes:
+        version: the current one, 0 before the first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: Source,
+        pool: ServerPool,
+        disk: DiskTransport,
+        *,
+        collective: Transport | None = None,
+        canary: Sequence[Prompt] = (),
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.version = 0
+        self._config = config
+        self._trainer = trainer
+        self._pool = pool
+        self._disk = disk
+        self._collective = collective
+        self._canary = canary
+        self._say = say
+        self._lock = asyncio.Lock()  # there is one trainer
+        pool.bring_up = self._bring_up
+
+    async def publish(self) -> dict[str, float]:
+        """Makes the trainer's weights the next version, on every server that is there. Returns sync/* metrics.
+
+        Servers that are lost on the way are taken out of the pool; they are brought up when they come back.
+
+        Raises:
+            SyncError: the version was refused, landed as something else, or could not be written.
+        """
+        async with self._lock:
+            self.version += 1
+            metrics = await self._deliver(self._pool.up)
+            every = self._config.sync.canary_every
+            if every and self.version % every == 0 and self._pool.up:
+                metrics["sync/canary_gap"] = max([await self._check_canary(member) for member in self._pool.up])
+            return metrics | {"sync/servers": float(len(self._pool.up))}
+
+    def save(self) -> Path:
+        """Returns the folder with the current version on disk, where it is also written if it has not been."""
+        return self._disk.write(self.version)
+
+    async def _bring_up(self, member: Member, health: Health) -> None:
+        """Gives one server the current version; the first one of all also gets to say which number that is."""
+        async with self._lock:
+            self._trainer.check_same_model(health)
+            # Whatever a server has held before, of this run or another: both sides start from the trainer's weights.
+            self.version = self.version or health.version + 1
+            metrics = await self._deliver([member])
+            if member.session is None:
+                return  # and `member.out` says why
+            gap = await self._check_canary(member)
+        self._say(
+            f"server {member.url} holds version {self.version}: {health.dtype}, "
+            f"{metrics['sync/mebibytes']:.1f} MiB in {metrics['sync/prepare_s'] + metrics['sync/transfer_s']:.2f} s, "
+            f"checksums agree, mean |Δ log-prob| {gap:.1e}"
+        )
+
+    async def _deliver(self, members: Sequence[Member]) -> dict[str, float]:
+        """Brings the current version to these servers; whoever then holds it is up, whoever was lost is out."""
+        delivery = await (self._collective or self._disk).deliver(self.version, [member.server for member in members])
+        answers = dict(zip(members, delivery.answers, strict=True))
+        checksums = dict.fromkeys(members, delivery.checksum)
+        metrics = {
+            "sync/mebibytes": delivery.num_bytes / 2**20,
+            "sync/prepare_s": delivery.prepare_s,
+            "sync/transfer_s": delivery.transfer_s,
+        }
+        failed = [member for member in members if isinstance(answers[member], HocketError)]
+        if self._collective is not None:
+            metrics["sync/fallbacks"] = float(len(failed))
+        if failed and self._collective is not None:
+            start = time.perf_counter()
+            self._say(f"version {self.version} goes to {_urls(failed)} by disk instead: {answers[failed[0]]}")
+            again = await self._disk.deliver(self.version, [member.server for member in failed])
+            answers |= dict(zip(failed, again.answers, strict=True))
+            checksums |= dict.fromkeys(failed, again.checksum)
+            metrics["sync/transfer_s"] += time.perf_counter() - start
+        for member in members:
+            self._take(member, answers[member], checksums[member])
+        return metrics
+
+    def _take(self, member: Member, answer: ReloadResponse | HocketError, checksum: str) -> None:
+        if isinstance(answer, ReloadResponse):
+            if (answer.version, answer.checksum) != (self.version, checksum):
+                raise SyncError(
+                    f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but version "
+                    f"{self.version} with checksum {checksum} was published. Is this its only trainer?"
+                )
+            member.holds(answer.session)
+        elif isinstance(answer, ServerError) and answer.status is not None and answer.status < 500:
+            raise SyncError(f"weight version {self.version} was refused: {answer}") from answer
+        else:
+            self._pool.lose(member, str(answer))
+
+    async def _check_canary(self, member: Member) -> float:
+        """Returns the mean |Δ log-prob| of a few completions. Raises SyncError where it is out of bounds."""
+        config = self._config
+        gap = await logprob_gap(member, self._trainer, self._canary, config.rollout, config.sync.timeout_s)
+        if not gap <= config.sync.max_logprob_gap:
+            raise SyncError(
+                f"{member.url} and the trainer disagree on version {self.version}: mean |Δ log-prob| {gap:.3g} is more "
+                f"than sync.max_logprob_gap={config.sync.max_logprob_gap:g}, although the checksums agree. Likely: "
+                f"the engine computes with something else than it was sent (a stale copy of a tied output head, "
+                f"another precision or quantization; compare model.dtype on both sides), or another attention or "
+                f"rotary setting than the trainer. Restart the server; if the gap stays, try model.dtype=float32"
+            )
+        return gap
+
+
+def _urls(members: Sequence[Member]) -> str:
+    return ", ".join(member.url for member in members)

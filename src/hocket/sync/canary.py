@@ -1,0 +1,47 @@
+"""A few completions, scored by both sides: the end-to-end proof that the engine computes with the trainer's weights.
+
+Checksums prove what went into the model; this proves what comes out. A stale copy of a tied output head, a wrong
+precision or a cached prefix of old weights all show here.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hocket.config import RolloutConfig
+from hocket.pool import Member
+from hocket.types import Prompt, SamplingParams, TrainSample
+
+MAX_TOKENS = 16
+SEED = 20
+
+
+class Scorer(Protocol):
+    """What the canary needs of the trainer."""
+
+    def logprob_gap(self, samples: Sequence[TrainSample]) -> float: ...
+
+
+async def logprob_gap(
+    member: Member, trainer: Scorer, prompts: Sequence[Prompt], rollout: RolloutConfig, timeout_s: float
+) -> float:
+    """Returns the mean |Δ log-prob| of the engine's own completions of these prompts; 0 without prompts.
+
+    Raises:
+        ServerError: the server could not complete them.
+    """
+    sampling = SamplingParams(
+        temperature=rollout.temperature, max_tokens=min(MAX_TOKENS, rollout.max_tokens), seed=SEED
+    )
+    answers = member.server.generate(
+        [prompt.token_ids for prompt in prompts], sampling, timeout_s=timeout_s, session=member.session
+    )
+    samples = [
+        TrainSample(
+            token_ids=prompts[i].token_ids + completion.token_ids,
+            mask=(False,) * len(prompts[i].token_ids) + (True,) * len(completion.token_ids),
+            rollout_logprobs=(0.0,) * len(prompts[i].token_ids) + completion.logprobs,
+            advantage=0.0,
+        )
+        async for i, _, completion in answers
+    ]
+    return trainer.logprob_gap(samples) if samples else 0.0

@@ -1,0 +1,225 @@
+"""Weights straight from the trainer's memory into the engines' workers, over NCCL or, on a CPU, gloo.
+
+The receiving half is `/init_weight_group` and `/reload_weights` in server/engine.py and server/worker.py. Each server
+has a group of its own with rank 0: one that is lost disturbs no other, and every deadline can name its server. An
+update is one HTTP call per server, which may be answered with an error at any time, in the event loop's thread; tensors
+are gathered in a second thread and sent in others, so that a bucket travels while the next one is made.
+"""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from hocket import manifest, transfer
+from hocket.client import ServerClient
+from hocket.config import Config
+from hocket.errors import HocketError, SyncError, SyncTimeout
+from hocket.protocol import CollectiveSource, GroupRequest, ReloadRequest, ReloadResponse, TensorLayout, TensorSpec
+from hocket.sync.delivery import Delivery
+from hocket.types import InFlight
+
+POLL_S = 0.002
+Answer = ReloadResponse | HocketError
+
+
+class Streamer(Protocol):
+    """What publishing needs of the trainer."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def layout(self, max_bytes: int) -> list[list[TensorLayout]]: ...
+    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None: ...
+
+
+class CollectiveTransport:
+    """Broadcasts weight versions to the workers of every server.
+
+    Args:
+        config: its sync section is used.
+    """
+
+    def __init__(self, config: Config, trainer: Streamer) -> None:
+        self._config = config.sync
+        self._max_bytes = config.sync.bucket_mib << 20
+        self._trainer = trainer
+        self._links: dict[ServerClient, _Link] = {}
+        self._buckets: list[list[TensorLayout]] = []
+
+    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
+        """Connects with the servers that are not connected yet, and sends the version to all."""
+        start = time.perf_counter()
+        self._buckets = self._buckets or self._trainer.layout(self._max_bytes)
+        answers: dict[ServerClient, Answer] = {}
+        sendings = []
+        for server, link in zip(servers, await asyncio.gather(*map(self._link, servers)), strict=True):
+            if isinstance(link, _Link):
+                sendings.append(_Sending(server, link, version, len(self._buckets), self._config.timeout_s))
+            else:
+                answers[server] = link
+        requests = [sending.ask(self._buckets, self._config.in_flight) for sending in sendings]
+        await asyncio.gather(*(sending.wait(request) for sending, request in zip(sendings, requests, strict=True)))
+        begun = time.perf_counter()
+        checksum = await asyncio.to_thread(self._send, sendings)
+        for sending, request in zip(sendings, requests, strict=True):
+            answers[sending.server] = sending.outcome(await request)
+            if isinstance(answers[sending.server], HocketError):  # both ends begin again with a new group
+                self._links.pop(sending.server).group.close()
+        return Delivery(
+            checksum=checksum,
+            num_bytes=sum(transfer.num_bytes(bucket) for bucket in self._buckets),
+            prepare_s=begun - start,
+            transfer_s=time.perf_counter() - begun,
+            answers=tuple(answers[server] for server in servers),
+        )
+
+    def _send(self, sendings: "Sequence[_Sending]") -> str:
+        """Sends the trainer's weights to all, each bucket while the next one is made. Returns the checksum."""
+        specs: dict[str, TensorSpec] = {}
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(sendings)), "send weights") as threads:
+            running: list[concurrent.futures.Future[None]] = []
+
+            def sink(named: Sequence[tuple[str, Tensor]]) -> None:
+                flat, added = transfer.pack(named, self._trainer.device)
+                specs.update(added)
+                for bucket in running:
+                    bucket.result()
+                running[:] = [threads.submit(sending.send, flat) for sending in sendings]
+
+            self._trainer.stream(self._max_bytes, sink)
+        return manifest.total_checksum(specs)
+
+    async def _link(self, server: ServerClient) -> "_Link | HocketError":
+        """Returns the connection to a server: a new one where there was none, or the server was started again."""
+        try:
+            health = await server.health()
+            link = self._links.get(server)
+            if link is None or link.session != health.session:
+                if link is not None:
+                    self._links.pop(server).group.close()
+                link = self._links[server] = await self._join(server, health.session, health.workers, health.device)
+        except HocketError as error:
+            return error
+        except (OSError, RuntimeError) as error:
+            return SyncError(f"can't connect with the workers of {server.url}: {_cause(error)}")
+        return link
+
+    async def _join(self, server: ServerClient, session: str, workers: int, device: str) -> "_Link":
+        timeout_s, mine = self._config.timeout_s, self._trainer.device
+        parts = urlsplit(server.url)
+        address = transfer.address_towards(parts.hostname or "", parts.port or 80)
+        store = transfer.make_store(address, timeout_s)
+        backend: transfer.Backend = "nccl" if device == mine.type == "cuda" else "gloo"
+        request = GroupRequest(
+            session=secrets.token_hex(8),
+            host=address,
+            port=store.port,
+            backend=backend,
+            device=transfer.gpu_id(mine) if backend == "nccl" else None,
+            timeout_s=timeout_s,
+        )
+        joining = asyncio.create_task(server.init_weight_group(request, timeout_s=timeout_s))
+        if not await _announced(store, request.session, transfer.JOINING, workers, joining):
+            joining.result()  # raises what the server had to say
+        group = await asyncio.to_thread(
+            transfer.WeightGroup,
+            store,
+            name=request.session,
+            rank=0,
+            size=1 + workers,
+            backend=backend,
+            device=mine if backend == "nccl" else torch.device("cpu"),
+            address=address,
+            timeout_s=timeout_s,
+        )
+        await joining
+        return _Link(group=group, store=store, session=session, workers=workers)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Link:
+    """The connection to one process of a server (`session`): a group, and how many transfers it has seen."""
+
+    group: transfer.WeightGroup
+    store: Any  # the members find each other there for as long as it lives
+    session: str
+    workers: int
+    turns: int = 0
+
+
+class _Sending:
+    """One version on its way to one server."""
+
+    def __init__(self, server: ServerClient, link: _Link, version: int, num_buckets: int, timeout_s: float) -> None:
+        self.server = server
+        self._link = link
+        self._version = version
+        self._num_buckets = num_buckets
+        self._timeout_s = timeout_s
+        self._sent = 0
+        self._ready = False
+        self._failure: SyncError | None = None
+
+    def ask(self, buckets: list[list[TensorLayout]], in_flight: InFlight) -> "asyncio.Task[Answer]":
+        """Tells the server what will come. Its answer, or what went wrong, comes when all of it is loaded."""
+        self._link.turns += 1
+        source = CollectiveSource(session=self._link.group.name, turn=self._link.turns, buckets=buckets)
+        request = ReloadRequest(version=self._version, source=source, in_flight=in_flight)
+
+        async def answer() -> Answer:
+            try:
+                return await self.server.reload_weights(request, timeout_s=self._timeout_s)
+            except HocketError as error:
+                return error
+
+        return asyncio.create_task(answer())
+
+    async def wait(self, request: "asyncio.Task[Answer]") -> None:
+        """Returns once the workers are about to receive, or the server has answered already."""
+        what = transfer.receiving(self._link.turns)
+        self._ready = await _announced(self._link.store, self._link.group.name, what, self._link.workers, request)
+
+    def send(self, flat: Tensor) -> None:
+        """Sends one bucket; after a failure, nothing more."""
+        if not self._ready or self._failure is not None:
+            return
+        self._sent += 1
+        which = f"bucket {self._sent}/{self._num_buckets} of version {self._version}"
+        try:
+            self._link.group.broadcast(flat.to(self._link.group.device))
+        except RuntimeError as error:
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                self._failure = SyncTimeout(
+                    f"server {self.server.url} did not finish {which} in {self._timeout_s:g} s; is it overloaded, or "
+                    f"stopped? A slower network needs a higher sync.timeout_s"
+                )
+            else:
+                self._failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")
+
+    def outcome(self, answer: Answer) -> Answer:
+        """Returns the server's answer, or all that is known of what went wrong."""
+        if self._failure is None:
+            return answer
+        if isinstance(answer, HocketError):
+            return type(self._failure)(f"{self._failure}; {answer}")
+        return self._failure
+
+
+async def _announced(store: Any, name: str, what: str, workers: int, until: "asyncio.Future[Any]") -> bool:
+    """Waits until all workers of a group have announced something, or an answer has come; tells whether they have."""
+    while not (there := transfer.announced(store, name, what, range(1, 1 + workers))) and not until.done():
+        await asyncio.sleep(POLL_S)
+    return there
+
+
+def _cause(error: Exception) -> str:
+    # gloo begins with a place in its source and ends with a joke
+    return re.sub(r"^\[.*?\] *|\. .*", "", str(error).splitlines()[0])
