@@ -117,16 +117,21 @@ class WeightGroup:
 
     def broadcast(self, flat: Tensor) -> None:
         """Sends rank 0's bytes to all; returns when they are there. Raises RuntimeError past the deadline."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group is closed")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # which each thread has to say for itself
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._group.broadcast([flat], options).wait()
+        group.broadcast([flat], options).wait()
 
     def close(self) -> None:
-        """Leaves the group at once; whoever waits for this rank fails at once."""
-        with contextlib.suppress(RuntimeError):  # it is broken already
-            self._group.abort()
+        """Leaves the group; whoever waits for this rank fails at once, or as soon as a running broadcast is over."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):  # it is broken already
+                group.abort()
 
 
 def make_store(address: str, timeout_s: float) -> Store:

@@ -246,7 +246,10 @@ def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), tok
 
 
 class Servers:
-    """Servers by name, "tied float32", each started at its first use and shared by all tests; one wants a token."""
+    """Servers by name, "tied float32", each started at its first use and shared by all tests; one wants a token.
+
+    "experts" has a mixture-of-experts model, "parallel" splits a tied model between two workers.
+    """
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         self._factory = factory
@@ -258,7 +261,9 @@ class Servers:
             folder = self._factory.mktemp(name.replace(" ", "-"))
             token = TOKEN if name == "untied float32" else ""
             overrides = [f"model.dtype={dtype}"]
-            model = make_experts(seed=0) if head == "experts" else make_model(tied=head == "tied", seed=0)
+            if head == "parallel":
+                overrides.append("server.tensor_parallel_size=2")
+            model = make_experts(seed=0) if head == "experts" else make_model(tied=head != "untied", seed=0)
             self.running[name] = start_server(folder, model, overrides=overrides, token=token)
         return self.running[name]
 

@@ -35,7 +35,7 @@ def serve(config: Config) -> None:
     start = time.perf_counter()
     _check(config)
     with contextlib.closing(_bind(config.server.host, config.server.port)) as sock, _ending_children():
-        prepare_environment()
+        prepare_environment(config)
         vllm_api.preload_engine()
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -52,7 +52,7 @@ def serve(config: Config) -> None:
         _say("stopped")
 
 
-def prepare_environment() -> None:
+def prepare_environment(config: Config) -> None:
     """Sets what vLLM reads from the environment, in this process and its children; what the user set is kept."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -70,6 +70,8 @@ def prepare_environment() -> None:
             "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs wait half a minute for a compiler
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
+        if config.server.tensor_parallel_size > 1:  # else vLLM wants a NUMA node for each worker
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
     os.environ[worker.SERVER_PID] = str(os.getpid())

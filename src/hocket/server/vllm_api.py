@@ -15,7 +15,7 @@ from typing import Any
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.server.requests import Job
-from hocket.server.worker import die_with_server
+from hocket.server.worker import allow_amx, die_with_server
 from hocket.types import InFlight
 
 CPU_KV_CACHE_MIB = 256
@@ -127,6 +127,7 @@ def run_engine(environment: dict[str, str], *args: Any, **kwargs: Any) -> None:
 
     os.environ.update(environment)
     die_with_server()
+    allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process when the requests have been told
     getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
 
@@ -229,7 +230,10 @@ def engine_errors() -> tuple[type[Exception], ...]:
 
 
 def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
-    """Loads weights in checkpoint format into a worker's model, in place."""
+    """Loads weights in checkpoint format into a worker's model, in place.
+
+    Where it raises, the layers are partly the old and partly the new ones, and ready for a complete load.
+    """
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
@@ -239,8 +243,30 @@ def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
     for module in modules:
         if isinstance(getattr(module, "quant_method", None), FusedMoEMethodBase):
             module.quant_method.moe_kernel = None
-    worker.reload_weights(weights_iterator=weights)
+    try:
+        worker.reload_weights(weights_iterator=weights)
+    except BaseException:
+        _end_reload(worker)
+        raise
     # On a CPU a tied head keeps a packed copy of the old embedding, which vLLM's own reload does not renew.
     for module in modules:
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _end_reload(worker: Any) -> None:
+    """Has every layer that still waits for tensors forget those it has got, and puts its old ones back.
+
+    vLLM would take them for part of the next load, and drop as many of that one's.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+
+    model = worker.model_runner.get_model()
+    for module in model.modules():
+        waiting = get_layerwise_info(module)
+        if waiting.can_load():
+            waiting.load_numel = 0
+            waiting.loaded_weights.clear()
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(model, worker.model_config)

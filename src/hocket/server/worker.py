@@ -10,6 +10,7 @@ import os
 import queue
 import select
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -193,6 +194,19 @@ def _wait_and_die(server: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def allow_amx() -> None:
+    """Asks the kernel to let this process use AMX, where the CPU has it.
+
+    vLLM's attention in bfloat16 uses it without asking, and would be killed at its first token.
+    """
+    import torch
+
+    if not torch.cpu._init_amx():
+        torch.cpu._is_amx_tile_supported = lambda: False  # where vLLM asks
+
+
 die_with_server()
+if "torch" in sys.modules:  # as in all of the engine's processes
+    allow_amx()
 # At its end Python would search all of vLLM and torch for garbage once more, for seconds.
 atexit.register(gc.freeze)

@@ -72,7 +72,7 @@ class CollectiveTransport:
         for sending, request in zip(sendings, requests, strict=True):
             answers[sending.server] = sending.outcome(await request)
             if isinstance(answers[sending.server], HocketError):  # both ends begin again with a new group
-                self._links.pop(sending.server).group.close()
+                self._drop(sending.server)
         return Delivery(
             checksum=checksum,
             num_bytes=sum(transfer.num_bytes(bucket) for bucket in self._buckets),
@@ -80,6 +80,16 @@ class CollectiveTransport:
             transfer_s=time.perf_counter() - begun,
             answers=tuple(answers[server] for server in servers),
         )
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        for server in list(self._links):
+            self._drop(server)
+
+    def _drop(self, server: ServerClient) -> None:
+        link = self._links.pop(server, None)
+        if link is not None:
+            link.group.close()
 
     def _send(self, sendings: "Sequence[_Sending]") -> str:
         """Sends the trainer's weights to all, each bucket while the next one is made. Returns the checksum."""
@@ -104,7 +114,7 @@ class CollectiveTransport:
             link = self._links.get(server)
             if link is None or link.session != health.session:
                 if link is not None:
-                    self._links.pop(server).group.close()
+                    self._drop(server)
                 link = self._links[server] = await self._join(server, health.session, health.workers, health.device)
         except HocketError as error:
             return error
