@@ -95,7 +95,7 @@ if __name__ == "__main__":
     given = sys.argv[1:]
     file = given.pop(0) if given and "=" not in given[0] else None
     chosen = configs.load(file, given)
-    main.prepare_environment(config)
+    main.prepare_environment(chosen)
     vllm_api.preload_engine()
     arguments = vllm_api.engine_arguments(chosen)
     running = vllm_api.start_engine(arguments)

@@ -1,0 +1,196 @@
+"""Fault drills: real servers and trainers, killed and stopped for real, in the middle of what they do.
+
+After each the run has ended with the cause or gone on as designed, within its deadlines; no prompt was lost or trained
+twice; and no process is left.
+"""
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+SLOW = "plugins=[tests/faults/slow_update.py]"
+BIG = ("rollout.prompts_per_step=48", "rollout.group_size=16")
+"""Steps whose generation takes about a second."""
+
+
+def played(server: Any) -> float:
+    """Completions that a server's engine has finished since its start."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
+
+
+def test_a_server_that_joins_takes_half_and_one_that_is_killed_while_generating_is_made_up_for(
+    tmp_path: Path, kit: Any, processes: list[Any]
+) -> None:
+    ports = [kit.free_port(), kit.free_port()]
+    first = kit.Server(tmp_path, ports[0])
+    processes.append(first)
+    first.wait_ready()
+    second = kit.Server(tmp_path, ports[1])
+    processes.append(second)
+    run = kit.Run(tmp_path, "a", [first, second], "trainer.steps=1000", *BIG)
+    processes.append(run)
+    run.wait_step(5)  # by the first server alone, most likely: the second is loading
+    second.wait_ready()
+    kit.wait_for(lambda: f"server {second.url} holds version" in run.output(), "the second server has joined")
+    run.wait_step(len(run.steps()) + 2)
+    before, start = len(run.steps()), [played(first), played(second)]
+    run.wait_step(before + 8)
+    shares = [played(server) - count for server, count in zip((first, second), start, strict=True)]
+    assert sum(shares) > 8 * 48 * 16 * 0.7
+    assert abs(shares[0] - shares[1]) < 0.1 * sum(shares), shares
+    assert max(step["sync/servers"] for step in run.steps()) == 2
+
+    first.wait_until(lambda health: health["in_flight"] > 50, "the first server is generating")
+    first.kill()
+    first.assert_gone()  # its engine ends with it
+    at = len(run.steps())
+    run.wait_step(at + 4)  # by the second server alone
+    assert f"lost server {first.url}" in run.output()
+    assert run.steps()[-1]["sync/servers"] == 1
+
+    back = first.again()
+    processes.append(back)
+    back.wait_ready()
+    kit.wait_for(lambda: run.output().count(f"server {first.url} holds version") == 2, "the first server is back")
+    run.wait_step(len(run.steps()) + 3)
+    assert run.steps()[-1]["sync/servers"] == 2
+
+    # A server that is stopped keeps its connections: only its silence tells.
+    run.popen.send_signal(signal.SIGINT)
+    assert run.wait_end() != 0
+    run.assert_gone()
+    run.assert_whole(len(run.steps()), 48, 16)
+    for server in (back, second):
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.popen.wait(60) == 0
+        server.assert_gone()
+
+
+def test_the_only_server_may_die_between_steps_during_an_update_or_just_stop(
+    tmp_path: Path, kit: Any, processes: list[Any]
+) -> None:
+    server = kit.Server(tmp_path, kit.free_port())
+    processes.append(server)
+    server.wait_ready()
+    run = kit.Run(
+        tmp_path,
+        "a",
+        [server],
+        "trainer.steps=1000",
+        "sync.backend=nccl",
+        "sync.bucket_mib=1",
+        "server.silence_s=6",
+        SLOW,
+    )
+    processes.append(run)
+
+    def kill_and_start_again(when: str) -> Any:
+        at = len(run.steps())
+        server.kill()
+        server.assert_gone()
+        kit.wait_for(lambda: "waiting for " + server.url in run.output(), f"the trainer waits after a death {when}")
+        again = server.again()
+        processes.append(again)
+        again.wait_ready()
+        run.wait_step(at + 3)
+        assert "lost server" in run.output()
+        return again
+
+    run.wait_step(2)
+    server.wait_until(lambda health: health["status"] == "updating", "an update")
+    server = kill_and_start_again("during an update")
+
+    run.wait_step(len(run.steps()) + 1)
+    server = kill_and_start_again("whenever")
+
+    # Stopped, it answers nothing, but its connections stay: only its silence tells.
+    at = len(run.steps())
+    server.wait_until(lambda health: health["in_flight"] > 0, "generation")
+    server.signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    kit.wait_for(
+        lambda: re.search(rf"lost server {server.url}.*not (answered|finish)", run.output()), "its silence is heard", 60
+    )
+    assert time.monotonic() - stopped < 30
+    server.signal(signal.SIGCONT)
+    run.wait_step(at + 3)
+
+    run.popen.send_signal(signal.SIGINT)
+    assert run.wait_end() != 0
+    run.assert_gone()
+    run.assert_whole(len(run.steps()), 16, 8)
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.popen.wait(60) == 0
+    server.assert_gone()
+
+
+def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(
+    tmp_path: Path, kit: Any, processes: list[Any]
+) -> None:
+    server = kit.Server(tmp_path, kit.free_port())
+    processes.append(server)
+    server.wait_ready()
+    slow = ("trainer.steps=1000", "sync.backend=nccl", "sync.bucket_mib=1", SLOW)
+    for name in ("a", "b"):  # twice: what the first one left behind harms neither the second one nor the server
+        run = kit.Run(tmp_path, name, [server], *slow)
+        processes.append(run)
+        run.wait_step(2)
+        server.wait_until(lambda health: health["status"] == "updating", "an update")
+        run.kill()
+        run.assert_gone()
+        server.wait_until(lambda health: health["status"] != "updating", "the server has noticed")
+        # Had all buckets been sent already, the update is whole.
+        assert server.health()["status"] in ("failed", "ready")
+
+    run = kit.Run(tmp_path, "c", [server], "trainer.steps=4", "sync.backend=nccl")
+    processes.append(run)
+    assert run.wait_end() == 0, run.output()
+    run.assert_gone()
+    run.assert_whole(4, 16, 8)
+    assert server.health()["version"] == json.loads((run.dir / "summary.json").read_text())["final_version"]
+
+    weights = tmp_path / "runs" / "d" / "weights"
+    weights.mkdir(parents=True)
+    with small_disk(weights):
+        run = kit.Run(tmp_path, "d", [server], "trainer.steps=1000", "sync.keep=1")
+        processes.append(run)
+        run.wait_step(3)
+        held = server.health()["version"]
+        with contextlib.suppress(OSError), (weights / "filler").open("wb") as filler:
+            filler.write(bytes(8 << 20))
+        assert run.wait_end(120) != 0
+        assert re.search(r"can't write weight version \d+ to .*: .*No space left on device.*Free space", run.output())
+        assert [path.name for path in weights.iterdir() if path.name.startswith(".")] == []
+        assert run.steps()[-1]["step"] >= 3
+        run.assert_gone()
+    health = server.health()
+    assert (health["status"], health["version"] >= held) == ("ready", True)
+    assert httpx.post(f"{server.url}/generate", json={"prompts": [[5]]}, timeout=60).status_code == 200
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.popen.wait(60) == 0
+    server.assert_gone()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
