@@ -1,0 +1,186 @@
+"""Weight hand-over against the floor of the same machine: bytes and seconds by phase, of every transport.
+
+    python benchmarks/sync.py [section.key=value ...]
+
+Starts a real server on a random Qwen2 of 100 M parameters and a real trainer in this process. Each round measures, one
+after the other so that a slow minute of the machine hits all of them: a bare broadcast of the same bytes between two
+processes, a bare write (with fsync) and read of a file of the same bytes, vLLM's own reload from the page cache, and
+every transport. Prints medians, and ratios to the floors of the same round.
+"""
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hocket import config as configs
+from hocket import transfer
+from hocket.client import ServerClient
+from hocket.config import Config
+from hocket.errors import HocketError
+from hocket.sync.delivery import Delivery
+from hocket.types import TrainSample
+
+ROUNDS = int(os.environ.get("ROUNDS", "5"))
+LAYERS = int(os.environ.get("LAYERS", "12"))
+START_S = 600.0
+
+
+def make_model(folder: Path) -> None:
+    """Saves a random Qwen2 (100.1 M parameters with 12 layers, tied, bfloat16) with the tokenizer of tiny-sort."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    architecture = Qwen2Config(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(architecture).bfloat16().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (ROOT / "checkpoints" / "tiny-sort" / name).exists():
+            shutil.copy(ROOT / "checkpoints" / "tiny-sort" / name, folder)
+
+
+@contextlib.contextmanager
+def server(settings: Sequence[str], url: str) -> Iterator[None]:
+    """Runs a server, with vLLM's development routes for the floor, for the time of the body."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hocket", "serve", *settings],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "VLLM_SERVER_DEV_MODE": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+
+        async def ready() -> None:
+            async with ServerClient(url) as client, asyncio.timeout(START_S):
+                while not await client.answers():
+                    if process.poll() is not None:
+                        raise SystemExit("the server did not start")
+                    await asyncio.sleep(0.5)
+
+        asyncio.run(ready())
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def receive(port: int, sizes: Sequence[int], rounds: int) -> None:
+    """The other end of the bare broadcast."""
+    import torch
+
+    group = join(transfer.find_store("127.0.0.1", port, 60), rank=1)
+    for _ in range(rounds):
+        for size in sizes:
+            group.broadcast(torch.empty(size, dtype=torch.uint8))
+
+
+def join(store: Any, rank: int) -> transfer.WeightGroup:
+    import torch
+
+    return transfer.WeightGroup(
+        store,
+        name="floor",
+        rank=rank,
+        size=2,
+        backend="gloo",
+        device=torch.device("cpu"),
+        address="127.0.0.1",
+        timeout_s=60,
+    )
+
+
+class Floors:
+    """What this machine takes for the same bytes at least, in seconds."""
+
+    def __init__(self, url: str, folder: Path, model: Path, sizes: Sequence[int]) -> None:
+        import torch
+
+        self._url, self._folder, self._model = url, folder, model
+        self._buckets = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
+        store = transfer.make_store("127.0.0.1", 60)
+        arguments = (store.port, sizes, ROUNDS)
+        self._peer = multiprocessing.get_context("spawn").Process(target=receive, args=arguments, daemon=True)
+        self._peer.start()
+        self._store = store
+        self._group = join(store, rank=0)
+
+    def broadcast(self) -> float:
+        start = time.perf_counter()
+        for bucket in self._buckets:
+            self._group.broadcast(bucket)
+        return time.perf_counter() - start
+
+    def write_and_read(self) -> float:
+        path = self._folder / "floor"
+        start = time.perf_counter()
+        with path.open("wb") as file:
+            for bucket in self._buckets:
+                file.write(memoryview(bucket.numpy()))
+            file.flush()
+            os.fsync(file.fileno())
+        with path.open("rb") as file:
+            for bucket in self._buckets:
+                file.readinto(memoryview(bucket.numpy()))  # type: ignore[attr-defined]
+        seconds = time.perf_counter() - start
+        path.unlink()
+        return seconds
+
+    def load(self) -> float:
+        """vLLM's own reload of the model's files, which are in the page cache."""
+        import httpx
+
+        with httpx.Client(base_url=self._url, timeout=600, trust_env=False) as http:
+            start = time.perf_counter()
+            http.post("/pause", params={"mode": "keep"}).raise_for_status()
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._model)}}
+            http.post("/collective_rpc", json=body).raise_for_status()
+            http.post("/resume").raise_for_status()
+            return time.perf_counter() - start
+
+
+def sample() -> TrainSample:
+    """A sequence that gives the step a gradient everywhere."""
+    ids = tuple(random.Random(0).choices(range(32_000), k=64))
+    return TrainSample(token_ids=ids, mask=(False,) * 8 + (True,) * 56, rollout_logprobs=(-10.0,) * 64, advantage=1.0)
+
+
+Deliver = Callable[[int, ServerClient], Any]
+
+
+def report(name: str, rows: Sequence[dict[str, float]]) -> None:
+    columns = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    print(f"{name:12s} " + "  ".join(f"{key} {value:.3f}" for key, value in columns.items()), flush=True)
+
+
+async def measured(transport: Any, version: int, url: str) -> tuple[float, Delivery]:
+    async with ServerClient(url) as client:
+        start = time.perf_counter()
+        delivery: Delivery = await transport.deliver(version, [client])
+        seconds = time.perf_counter() - start
+    if isinstance(delivery.answers[0], HocketError):
+        raise delivery.answers[0]
+    return seconds, delivery
