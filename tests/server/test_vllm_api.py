@@ -4,7 +4,8 @@ import importlib
 import inspect
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -15,9 +16,16 @@ from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.requests import Job
 from hocket.server.worker import WorkerExtension
+from hocket.types import InFlight
 
 TOKEN = "correct-horse"
 NAMES = {
+    "vllm.config": [
+        "DeviceConfig",
+        "ParallelConfig.world_size",
+        "VllmConfig.device_config",
+        "VllmConfig.parallel_config",
+    ],
     "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args", "AsyncEngineArgs.create_engine_config"],
     "vllm.entrypoints.launchers.api_server.app_state": ["init_app_state"],
     "vllm.entrypoints.launchers.app": ["build_app"],
@@ -91,6 +99,7 @@ def test_calls_take_the_arguments_we_give() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     assert {"mode", "clear_cache"} <= inspect.signature(AsyncLLM.pause_generation).parameters.keys()
+    assert {"method", "args"} <= inspect.signature(AsyncLLM.collective_rpc).parameters.keys()
     assert {"prompt", "sampling_params", "request_id"} <= inspect.signature(AsyncLLM.generate).parameters.keys()
     assert "new_version" in inspect.signature(AsyncLLM.update_weight_version).parameters
 
@@ -99,7 +108,13 @@ def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     ours = {name for name in dir(WorkerExtension) if not name.startswith("__")}
-    assert ours == {"hocket_load_disk"}
+    assert ours == {
+        "hocket_group",
+        "hocket_join_group",
+        "hocket_leave_group",
+        "hocket_load_disk",
+        "hocket_load_group",
+    }
     assert not any(hasattr(Worker, name) for name in ours)
 
 
@@ -114,6 +129,32 @@ def test_the_arguments_say_what_the_config_says(args: Any, model: str) -> None:
         load(None, [f"model.path={model}", "server.max_lora_rank=8", "model.dtype=bfloat16"])
     )
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
+
+
+def test_the_engine_tells_its_kind_of_device_and_how_many_processes_hold_weights() -> None:
+    from vllm.config import DeviceConfig
+
+    llm: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            device_config=DeviceConfig(device="cpu"), parallel_config=SimpleNamespace(world_size=3)
+        )
+    )
+    assert (vllm_api.device(llm), vllm_api.num_workers(llm)) == ("cpu", 3)
+
+
+async def test_what_becomes_of_requests_in_flight_is_said_in_vllm_s_words() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    paused: list[Any] = []
+
+    async def pause_generation(**how: Any) -> None:
+        paused.append(how)
+
+    for in_flight in get_args(InFlight):
+        await vllm_api.pause(SimpleNamespace(pause_generation=pause_generation), in_flight)
+    assert paused == [{"mode": mode, "clear_cache": True} for mode in ("keep", "wait", "abort")]
+    known = get_args(inspect.signature(AsyncLLM.pause_generation).parameters["mode"].annotation)
+    assert {how["mode"] for how in paused} <= set(known)
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:
@@ -136,6 +177,7 @@ async def test_every_route_of_the_whole_app_needs_the_token(args: Any) -> None:
     door = assemble(app, Absent(), load(None, [f"server.token={TOKEN}"]))  # type: ignore[arg-type]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
     assert {("/v1/chat/completions", "POST"), ("/generate", "POST"), ("/reload_weights", "POST")} <= paths
+    assert ("/init_weight_group", "POST") in paths
     assert ("/metrics", "GET") in paths
     assert len(paths) > 20
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:

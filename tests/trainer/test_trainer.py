@@ -177,6 +177,8 @@ def test_a_server_with_another_model_is_refused(ranks: Ranks, tied_model: str) -
             session="s",
             in_flight=0,
             root="/",
+            device="cpu",
+            workers=1,
         )
         trainer.check_same_model(health)
         for change in ({"vocab_size": 65}, {"tokenizer_sha256": "0"}):
