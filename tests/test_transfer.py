@@ -151,7 +151,7 @@ def test_a_silent_member_is_waited_for_until_the_deadline_and_no_longer(silent: 
     start = time.monotonic()
     # More than fits into the sockets' buffers, or a sender would have ended already.
     waiting = started(groups[1 - silent].broadcast, torch.empty(64 << 20, dtype=torch.uint8))
-    with pytest.raises(RuntimeError, match="(?i)timed ?out"):
+    with pytest.raises(RuntimeError, match=r"(?i)timed ?out"):
         waiting.result(20)
     assert 0.9 < time.monotonic() - start < 5
 
@@ -202,7 +202,7 @@ def test_store_and_group_listen_on_the_given_address_only() -> None:
 
 def test_the_own_address_is_the_one_on_the_way_to_the_other_end() -> None:
     assert transfer.address_towards("127.0.0.1", 80) == "127.0.0.1"
-    with pytest.raises(OSError, match="not known|resolution"):
+    with pytest.raises(OSError, match=r"not known|resolution"):
         transfer.address_towards("no-such-host.invalid", 80)
 
 
