@@ -10,7 +10,7 @@ import pytest
 
 from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
-from hocket.pool import Member, ServerPool
+from hocket.pool import ServerPool
 from hocket.protocol import Health, ReloadResponse, TensorLayout
 from hocket.sync.base import WeightSync
 from hocket.sync.delivery import Delivery
