@@ -8,6 +8,7 @@ are gathered in a second thread and sent in others, so that a bucket travels whi
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import re
 import secrets
@@ -193,9 +194,16 @@ class _Sending:
         return asyncio.create_task(answer())
 
     async def wait(self, request: "asyncio.Task[Answer]") -> None:
-        """Returns once the workers are about to receive, or the server has answered already."""
+        """Returns once the workers are about to receive, or the server has answered already.
+
+        Or once half of the time is over: the other servers wait for it, and their deadlines run.
+        """
         what = transfer.receiving(self._link.turns)
-        self._ready = await _announced(self._link.store, self._link.group.name, what, self._link.workers, request)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s / 2):
+                self._ready = await _announced(
+                    self._link.store, self._link.group.name, what, self._link.workers, request
+                )
 
     def send(self, flat: Tensor) -> None:
         """Sends one bucket; after a failure, nothing more."""
