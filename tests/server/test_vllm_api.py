@@ -1,5 +1,6 @@
 """The contract with vLLM: every name that server/vllm_api.py uses, and the token in front of every route."""
 
+import ast
 import importlib
 import inspect
 import os
@@ -25,6 +26,7 @@ NAMES = {
         "ParallelConfig.world_size",
         "VllmConfig.device_config",
         "VllmConfig.parallel_config",
+        "set_current_vllm_config",
     ],
     "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args", "AsyncEngineArgs.create_engine_config"],
     "vllm.entrypoints.launchers.api_server.app_state": ["init_app_state"],
@@ -34,6 +36,7 @@ NAMES = {
     "vllm.inputs.engine": ["tokens_input"],
     "vllm.model_executor.layers.fused_moe.fused_moe_method_base": ["FusedMoEMethodBase"],
     "vllm.model_executor.layers.vocab_parallel_embedding": ["ParallelLMHead"],
+    "vllm.model_executor.model_loader.reload.layerwise": ["finalize_layerwise_reload", "get_layerwise_info"],
     "vllm.platforms": ["current_platform.is_cpu"],
     "vllm.sampling_params": ["RequestOutputKind.FINAL_ONLY", "SamplingParams"],
     "vllm.utils.argparse_utils": ["FlexibleArgumentParser"],
@@ -58,7 +61,7 @@ NAMES = {
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Any:
     before = dict(os.environ)
-    main.prepare_environment()
+    main.prepare_environment(load(None, []))
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -82,6 +85,18 @@ def test_vllm_still_has(module: str, name: str) -> None:
     for part in name.split("."):
         assert hasattr(found, part), f"vLLM's {module} has no {name} any more: change server/vllm_api.py"
         found = getattr(found, part)
+
+
+def test_every_import_from_vllm_is_named_here() -> None:
+    tree = ast.parse(inspect.getsource(vllm_api))
+    imported = {
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
+        for alias in node.names
+    }
+    assert len(imported) > 15
+    assert imported <= {(module, name.split(".")[0]) for module, names in NAMES.items() for name in names}
 
 
 def test_vllm_is_imported_in_one_file_only() -> None:
