@@ -9,6 +9,7 @@ import pytest
 
 from hocket.client import ServerClient
 from hocket.errors import ServerError
+from hocket.protocol import DiskSource, GroupRequest, ReloadRequest
 from hocket.types import Completion, SamplingParams
 
 HEALTH = {
@@ -22,6 +23,8 @@ HEALTH = {
     "session": "s1",
     "in_flight": 0,
     "root": "/runs",
+    "device": "cpu",
+    "workers": 1,
     "error": None,
 }
 COMPLETION = {
@@ -113,30 +116,41 @@ async def test_a_stream_that_stalls_ends_at_the_deadline() -> None:
     assert raised.value.code == "timeout"
 
 
-async def test_waiting_goes_on_until_the_server_is_ready_and_says_for_what() -> None:
-    states = iter(["refused", "loading", "ready"])
-    said: list[str] = []
+async def test_seeds_and_the_session_go_with_the_request() -> None:
+    seen: list[dict[str, object]] = []
 
-    def handler(_: httpx.Request) -> httpx.Response:
-        state = next(states)
-        if state == "refused":
-            raise httpx.ConnectError("refused")
-        return httpx.Response(200, json=HEALTH | {"status": state})
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(json.loads(request.content))
+        return httpx.Response(200, content=lines({"prompt": 0, "index": 0, "completion": COMPLETION}, END))
 
     async with client(handler) as server:
-        health = await server.wait_ready(30, lambda text, _: said.append(text))
-    assert health.version == 3
-    assert said[0].endswith("nothing answers there yet")
-    assert said[1].endswith("it is loading")
+        await generate(server, seeds=[11], session="s1")
+        await generate(server)
+    assert [(body["seeds"], body["session"]) for body in seen] == [([11], "s1"), (None, None)]
 
 
-async def test_waiting_ends_at_the_deadline_with_the_fix() -> None:
+async def test_only_a_connection_that_fails_counts_as_nobody_there() -> None:
     def refuse(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
     async with client(refuse) as server:
-        with pytest.raises(ServerError, match=r"gave up after .* nothing answers .*refused.*run.py serve"):
-            await server.wait_ready(0.0)
+        assert not await server.answers()
+    async with client(lambda _: httpx.Response(200, json=HEALTH)) as server:
+        assert await server.answers()
+    async with client(lambda _: httpx.Response(200, text="hello")) as server:
+        with pytest.raises(ServerError, match="is it a hocket server"):
+            await server.answers()
+
+
+async def test_health_ends_at_its_deadline() -> None:
+    async def hang(_: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async with client(hang) as server:  # type: ignore[arg-type]
+        with pytest.raises(ServerError, match=r"/health did not finish in 0.1 s") as raised:
+            await server.health(timeout_s=0.1)
+    assert raised.value.code == "timeout"
 
 
 async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,26 +169,40 @@ async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.Monke
             assert (await server.health()).session == "s1"
 
 
-async def test_waiting_ends_at_once_where_the_server_failed_or_is_another_program() -> None:
-    async with client(lambda _: httpx.Response(200, json=HEALTH | {"status": "failed", "error": "boom"})) as server:
-        with pytest.raises(ServerError, match="failed: boom"):
-            await server.wait_ready(30)
-    async with client(lambda _: httpx.Response(200, text="hello")) as server:
-        with pytest.raises(ServerError, match="is it a hocket server"):
-            await server.wait_ready(30)
-    async with client(lambda _: httpx.Response(502, text="bad gateway")) as server:
-        with pytest.raises(ServerError, match="502"):
-            await server.wait_ready(30)
+@pytest.mark.parametrize(("status", "text"), [(200, "hello"), (502, "bad gateway")])
+async def test_an_answer_of_another_program_is_told_from_a_servers(status: int, text: str) -> None:
+    async with client(lambda _: httpx.Response(status, text=text)) as server:
+        with pytest.raises(
+            ServerError, match="is it a hocket server" if status == 200 else "502.*bad gateway"
+        ) as raised:
+            await server.health()
+    assert (raised.value.code, raised.value.status) == ("protocol", status)
 
 
-async def test_reload_sends_version_and_folder_and_returns_what_the_server_holds() -> None:
+async def test_reload_sends_version_and_source_and_returns_what_the_server_holds() -> None:
     seen: list[dict[str, object]] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(json.loads(request.content))
-        return httpx.Response(200, json={"version": 4, "seconds": 0.1, "num_tensors": 2, "checksum": "cc"})
+        held = {"version": 4, "seconds": 0.1, "num_tensors": 2, "checksum": "cc", "session": "s1"}
+        return httpx.Response(200, json=held)
 
+    asked = ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain")
     async with client(handler) as server:
-        answer = await server.reload_weights(4, "run/weights/v000004", timeout_s=5)
-    assert seen == [{"version": 4, "source": {"kind": "disk", "name": "run/weights/v000004"}}]
-    assert (answer.version, answer.checksum) == (4, "cc")
+        answer = await server.reload_weights(asked, timeout_s=5)
+    source = {"kind": "disk", "name": "run/weights/v000004"}
+    assert seen == [{"version": 4, "source": source, "in_flight": "drain"}]
+    assert (answer.version, answer.checksum, answer.session) == (4, "cc", "s1")
+
+
+async def test_joining_a_weight_group_returns_how_many_workers_are_in_it() -> None:
+    seen: list[tuple[str, dict[str, object]]] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(200, json={"session": "g", "workers": 2})
+
+    asked = GroupRequest(session="g", host="127.0.0.1", port=5, backend="gloo", device=None, timeout_s=9.0)
+    async with client(handler) as server:
+        assert (await server.init_weight_group(asked, timeout_s=5)).workers == 2
+    assert seen == [("/init_weight_group", asked.model_dump())]

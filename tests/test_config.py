@@ -143,15 +143,19 @@ def test_the_token_comes_from_config_or_environment(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("overrides", "url"),
+    ("overrides", "urls"),
     [
-        ([], "http://127.0.0.1:8000"),
-        (["server.host=::1", "server.port=9"], "http://[::1]:9"),
-        (["server.url=https://gpu.example/hocket/"], "https://gpu.example/hocket"),
+        ([], ("http://127.0.0.1:8000",)),
+        (["server.host=::1", "server.port=9"], ("http://[::1]:9",)),
+        (["server.urls=https://gpu.example/hocket/"], ("https://gpu.example/hocket",)),
+        (["server.urls=[http://a:1, http://b:2/]"], ("http://a:1", "http://b:2")),
+        (["server.urls=[]", "server.port=9"], ("http://127.0.0.1:9",)),
     ],
 )
-def test_the_servers_url_follows_from_its_address(overrides: list[str], url: str) -> None:
-    assert config.load(overrides=overrides).server_url == url
+def test_the_servers_are_those_named_or_the_one_of_this_config(overrides: list[str], urls: tuple[str, ...]) -> None:
+    assert config.load(overrides=overrides).server_urls == urls
+    own = "http://[::1]:9" if "server.host=::1" in overrides else "http://127.0.0.1:"
+    assert config.load(overrides=overrides).own_url.startswith(own)  # whoever is asked
 
 
 def test_versions_are_published_where_the_server_looks() -> None:
@@ -186,7 +190,12 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     ("setting", "message"),
     [
         ("run.dir=runs/.hidden", "may begin with a dot"),
-        ("server.url=localhost:8000", "must begin with http:// or https://"),
+        ("server.urls=localhost:8000", "must begin with http:// or https://"),
+        ("server.urls=[http://a:1, http://a:1/]", "the same server is named twice"),
+        ("sync.backend=mpi", "disk.*nccl"),
+        ("sync.in_flight=wait", "keep.*drain.*abort"),
+        ("sync.max_logprob_gap=0", "greater than 0"),
+        ("sync.timeout_s=1800", "collective_timeout_s must exceed sync.timeout_s"),
         ("rollout.timeout_s=1800", "collective_timeout_s must exceed rollout.timeout_s"),
     ],
 )

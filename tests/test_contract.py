@@ -14,8 +14,10 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"errors", "types", "system"},
     {"registry", "config", "protocol", "installer"},
     {"manifest", "tokenizer", "bootstrap"},
+    {"transfer"},
     {"algorithm", "rewards", "envs", "data", "observe", "doctor"},
     {"client"},
+    {"pool"},
     {"rollout", "sync", "trainer", "server"},
     {"loop", "sft", "launch"},
     {"commands"},
@@ -115,7 +117,7 @@ def test_heavy_packages_have_one_home(package: str) -> None:
     assert users <= HOMES[package]
 
 
-@pytest.mark.parametrize("package", ["data", "rewards", "rollout", "client", "config", "protocol"])
+@pytest.mark.parametrize("package", ["data", "rewards", "rollout", "client", "pool", "config", "protocol"])
 def test_no_torch_is_needed_for(package: str) -> None:
     modules = [name for name in FILES if part(name) == package]
     assert modules

@@ -12,8 +12,6 @@ from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.recorder import Recorder
-from hocket.protocol import Health
-from hocket.sync.disk import Published
 from hocket.types import Completion, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
 
 Reward = Callable[[int, int], float | None]
@@ -23,30 +21,15 @@ Reward = Callable[[int, int], float | None]
 class World:
     """Everything around the loop, keeping a diary of what it was asked to do."""
 
-    url = "http://server"
-
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self.diary: list[Any] = []
         self.version = 4  # the server was used before
         self.taken = 0
 
-    async def wait_ready(self, timeout_s: float, on_wait: object) -> Health:
-        return Health(
-            status="ready",
-            version=self.version,
-            model="m",
-            dtype="float32",
-            vocab_size=9,
-            max_length=64,
-            tokenizer_sha256="",
-            session="s",
-            in_flight=0,
-            root="/",
-        )
-
-    def check_same_model(self, health: Health) -> None:
-        self.diary.append("same model")
+    async def wait_up(self) -> None:
+        self.diary.append("wait")
+        await self.publish()  # the pool has whoever publishes bring a server up
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
@@ -89,12 +72,13 @@ class World:
             seconds=0.1,
         )
 
-    async def publish(self, trainer: object, version: int, server: object) -> Published:
-        assert trainer is self
-        assert server is self
-        self.version = version
-        self.diary.append(("publish", version))
-        return Published(version=version, folder=Path(), checksum="c" * 32, num_bytes=1, write_s=0.0, load_s=0.0)
+    async def publish(self) -> dict[str, float]:
+        self.version += 1
+        self.diary.append(("publish", self.version))
+        return {"sync/mebibytes": 2.0}
+
+    def save(self) -> None:
+        self.diary.append(("save", self.version))
 
 
 async def trained(tmp_path: Path, reward: Reward, *settings: str, held_out: int = 2) -> tuple[World, list[Any], Any]:
@@ -114,7 +98,7 @@ async def trained(tmp_path: Path, reward: Reward, *settings: str, held_out: int 
         summary = await Run(
             config=config,
             trainer=world,
-            server=world,
+            servers=world,
             prompts=world,
             held_out=[Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)],
             scorer=world,
@@ -130,8 +114,8 @@ async def trained(tmp_path: Path, reward: Reward, *settings: str, held_out: int 
 async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: Path) -> None:
     world, metrics, summary = await trained(tmp_path, lambda step, j: float(j))
     assert world.diary == [
-        "same model",
-        ("publish", 5),  # one above what the server held: both sides start from the trainer's weights
+        "wait",
+        ("publish", 5),  # before anything is generated: both sides start from the trainer's weights
         ("generate", 2, 1, 5),  # held-out accuracy before
         ("generate", 2, 2, 5),
         ("train", 4, [5]),  # on what these very weights sampled
@@ -140,11 +124,13 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
         ("train", 4, [6]),
         ("publish", 7),
         ("generate", 2, 1, 7),  # held-out accuracy after
+        ("save", 7),
     ]
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert metrics[1]["reward/mean"] == 0.5
     assert metrics[2]["train/loss"] == 0.5
     assert metrics[2]["rollout/version_lag"] == 0
+    assert metrics[2]["sync/mebibytes"] == 2.0
     assert (summary["steps"], summary["final_version"], summary["before"], summary["after"]) == (2, 7, 0.0, 0.0)
     assert sorted(path.name for path in (tmp_path / "runs/a/rollouts").iterdir()) == [
         "eval_000000.jsonl",
@@ -157,12 +143,13 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
 async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path) -> None:
     world, metrics, summary = await trained(tmp_path, lambda step, j: 1.0 if step == 1 else float(j), held_out=0)
     assert world.diary == [
-        "same model",
+        "wait",
         ("publish", 5),
         ("generate", 2, 2, 5),  # all rewards are alike
         ("generate", 2, 2, 5),
         ("train", 4, [5]),
         ("publish", 6),
+        ("save", 6),
     ]
     assert metrics[1]["rollout/zero_variance"] == 1.0
     assert "train/loss" not in metrics[1]

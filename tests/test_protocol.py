@@ -6,7 +6,9 @@ import pydantic
 import pytest
 
 from hocket.protocol import (
+    CollectiveSource,
     CompletionMessage,
+    DiskSource,
     GenerateRequest,
     GenerateResponse,
     Manifest,
@@ -52,6 +54,9 @@ def test_prompts_may_be_text_tokens_or_messages_and_stay_what_they_are() -> None
         {"prompts": ["a"], "sampling": {"stop": [""]}},
         {"prompts": ["a"], "sampling": {"seed": 2**63}},
         {"prompts": ["a"], "sampling": {"presence_penalty": 1.0}},
+        {"prompts": ["a"], "seeds": [-1]},
+        {"prompts": ["a"], "seeds": 3},
+        {"prompts": ["a"], "session": 3},
     ],
 )
 def test_a_bad_request_is_refused(body: dict[str, object]) -> None:
@@ -100,6 +105,10 @@ def test_the_last_line_of_a_stream_is_told_from_the_others() -> None:
         {"version": 1, "source": {"kind": "disk", "name": "v" * 513}},
         {"version": 1, "source": {"kind": "ftp", "name": "v1"}},
         {"version": 1, "source": {"kind": "disk", "name": "v1", "path": "/etc"}},
+        {"version": 1, "source": {"kind": "disk", "name": "v1"}, "in_flight": "wait"},
+        {"version": 1, "source": {"kind": "nccl", "session": "g", "turn": 1, "buckets": []}},
+        {"version": 1, "source": {"kind": "nccl", "session": "g", "turn": 0, "buckets": [[]]}},
+        {"version": 1, "source": {"kind": "nccl", "session": "g", "turn": 1, "buckets": [[{"name": "a"}]]}},
         {"version": 1},
     ],
 )
@@ -114,3 +123,14 @@ def test_a_manifest_names_every_tensor_completely() -> None:
     assert Manifest.model_validate(body).tensors["a"].shape == [2, 3]
     with pytest.raises(pydantic.ValidationError):
         Manifest.model_validate({**body, "tensors": {"a": {"dtype": "float32", "shape": [2, 3]}}})
+
+
+def test_a_source_is_told_by_its_kind_and_requests_in_flight_go_on_by_default() -> None:
+    tensor = {"name": "a", "dtype": "float32", "shape": [2]}
+    nccl = {"kind": "nccl", "session": "g", "turn": 1, "buckets": [[tensor]]}
+    collective = ReloadRequest.model_validate({"version": 1, "source": nccl})
+    assert isinstance(collective.source, CollectiveSource)
+    assert collective.source.buckets[0][0].shape == [2]
+    disk = ReloadRequest.model_validate({"version": 1, "source": {"kind": "disk", "name": "v1"}})
+    assert isinstance(disk.source, DiskSource)
+    assert (disk.in_flight, collective.in_flight) == ("keep", "keep")

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
-from hocket.client import ServerClient
+from hocket.client import HEALTH_TIMEOUT_S, ServerClient
 from hocket.errors import HocketError, ServerError
 from hocket.protocol import Health
 from hocket.types import Completion, SamplingParams
@@ -162,10 +162,10 @@ class ServerPool:
                 raise
             member.take_out("nothing answers there yet" if error.code == "unreachable" else str(error))
         except HocketError as error:
+            member.take_out(str(error))
             if not self.up:
                 raise
             self._say(f"server {member.url} is left out: {error}")
-            member.take_out(str(error))
         if member.session is not None and known is not None and len(self.members) > 1:
             self._say(f"server {member.url} is there")
 
@@ -257,8 +257,7 @@ class ServerPool:
         while True:
             await asyncio.sleep(min(5.0, self._silence_s / 4))
             with contextlib.suppress(ServerError):
-                async with asyncio.timeout(self._silence_s):
-                    await member.server.health()
+                await member.server.health(timeout_s=min(HEALTH_TIMEOUT_S, self._silence_s))
                 heard = time.monotonic()
             if time.monotonic() - heard > self._silence_s:
                 raise ServerError(f"it has not answered for {self._silence_s:g} s", code="timeout")

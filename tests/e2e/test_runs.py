@@ -154,7 +154,7 @@ def test_a_trainer_started_first_waits_for_the_server_and_both_end_cleanly(tmp_p
     run_dir, port = tmp_path / "runs" / "a", free_port()
     settings = [f"run.dir={run_dir}", f"server.port={port}", "trainer.steps=2", "eval.num_prompts=8"]
     with running("train", tmp_path / "train.log", *settings) as trainer:
-        waiting = f"waiting for the server at http://127.0.0.1:{port}: nothing answers there yet"
+        waiting = f"waiting for http://127.0.0.1:{port} (nothing answers there yet)"
         wait_for(lambda: waiting in (tmp_path / "train.log").read_text(), tmp_path / "train.log")
         with running("serve", tmp_path / "serve.log", *settings) as server:
             assert trainer.wait(START_S) == 0, (tmp_path / "train.log").read_text()

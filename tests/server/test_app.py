@@ -10,7 +10,16 @@ import pytest
 from fastapi import FastAPI
 
 from hocket.config import Config, ServerConfig
-from hocket.protocol import ErrorBody, GenerateRequest, GenerateResponse, Health, ReloadRequest, ReloadResponse
+from hocket.protocol import (
+    ErrorBody,
+    GenerateRequest,
+    GenerateResponse,
+    GroupRequest,
+    GroupResponse,
+    Health,
+    ReloadRequest,
+    ReloadResponse,
+)
 from hocket.server.app import assemble
 from hocket.server.errors import ApiError
 from hocket.server.requests import Job, RequestReader
@@ -27,6 +36,7 @@ class FakeEngine:
         self.reason: ErrorBody | None = None
         self.break_after: int | None = None
         self.running = 0
+        self.joined: GroupRequest | None = None
 
     def failure(self) -> ErrorBody | None:
         return self.reason
@@ -43,6 +53,9 @@ class FakeEngine:
             session="s",
             in_flight=self.running,
             root="/nowhere",
+            device="cpu",
+            workers=1,
+            error=self.reason,
         )
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
@@ -69,7 +82,11 @@ class FakeEngine:
             self.running = 0
 
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
-        return ReloadResponse(version=request.version, seconds=0.1, num_tensors=2, checksum="c")
+        return ReloadResponse(version=request.version, seconds=0.1, num_tensors=2, checksum="c", session="s")
+
+    async def join_group(self, request: GroupRequest) -> GroupResponse:
+        self.joined = request
+        return GroupResponse(session=request.session, workers=1)
 
 
 @pytest.fixture
@@ -118,7 +135,9 @@ async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
 async def test_a_failed_engine_is_unavailable_but_tells_why(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.reason = ErrorBody(code="engine_dead", message="gone", hint="restart")
     assert (await http.post("/generate", json={"prompts": ["a"]})).status_code == 503
-    assert (await http.get("/health")).status_code == 200
+    health = await http.get("/health")
+    assert health.status_code == 200
+    assert health.json()["error"] == {"code": "engine_dead", "message": "gone", "hint": "restart"}
 
 
 async def test_wrong_method_and_unknown_path_have_our_error_form(http: httpx.AsyncClient) -> None:
@@ -141,6 +160,8 @@ async def test_a_reload_request_is_validated(http: httpx.AsyncClient) -> None:
         {**good, "mode": "keep"},
         {**good, "source": {"kind": "disk"}},
         {**good, "source": {"kind": "pickle", "name": "v1"}},
+        {**good, "source": {"kind": "nccl", "session": "g", "turn": 1, "buckets": []}},
+        {**good, "in_flight": "forget"},
         {"version": 1},
         [],
     ):
@@ -149,9 +170,23 @@ async def test_a_reload_request_is_validated(http: httpx.AsyncClient) -> None:
         assert set(response.json()["error"]) == {"code", "message", "hint"}
 
 
+async def test_a_request_to_join_a_weight_group_reaches_the_engine_or_is_refused(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    good = {"session": "g", "host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
+    assert (await http.post("/init_weight_group", json=good)).json() == {"session": "g", "workers": 1}
+    assert engine.joined == GroupRequest.model_validate(good)
+    for wrong in ({**good, "port": 0}, {**good, "backend": "mpi"}, {**good, "timeout_s": 0.0}, {"session": "g"}):
+        assert (await http.post("/init_weight_group", json=wrong)).status_code == 422, wrong
+
+
 async def test_docs_describe_the_bodies_that_routes_read_themselves(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
-    for path, model in (("/generate", "GenerateRequest"), ("/reload_weights", "ReloadRequest")):
+    for path, model in (
+        ("/generate", "GenerateRequest"),
+        ("/reload_weights", "ReloadRequest"),
+        ("/init_weight_group", "GroupRequest"),
+    ):
         body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{model}"}
         assert model in schema["components"]["schemas"]

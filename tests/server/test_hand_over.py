@@ -205,7 +205,7 @@ def test_a_load_that_fails_half_way_stops_everything_until_a_good_one(servers: A
     assert (response.status_code, response.json()["error"]["code"]) == (500, "reload_failed")
     health = server.health()
     assert health["status"] == "failed"
-    assert "loading version 500 failed" in health["error"]
+    assert "loading version 500 failed" in health["error"]["message"]
     thread.join(60)
     assert outcome[0].status_code == 503, "a request in flight must end with the reason"
     assert outcome[0].json()["error"]["code"] == "reload_failed"

@@ -78,7 +78,7 @@ def test_a_dead_engine_is_told_and_the_server_still_ends_cleanly(servers: Any) -
     server.wait_for(lambda health: health["in_flight"] > 0)
     engine.kill()
     health = server.wait_for(lambda health: health["status"] == "failed")
-    assert "the engine's process ended" in health["error"]
+    assert "the engine's process ended" in health["error"]["message"]
     thread.join(60)
     assert outcome[0].status_code == 503
     for path, body in (("/generate", {"prompts": [[5]]}), ("/v1/completions", {"prompt": "a"})):

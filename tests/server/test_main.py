@@ -85,7 +85,7 @@ def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     before = dict(os.environ)
-    main.prepare_environment()
+    main.prepare_environment(load(None, []))
     added = {key: value for key, value in os.environ.items() if before.get(key) != value}
     for key in added.keys() - before.keys():
         monkeypatch.setenv(key, added[key])  # so that it is removed afterwards
@@ -93,6 +93,14 @@ def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch
     assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
     assert os.environ[worker.SERVER_PID] == str(os.getpid())
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+
+
+def test_workers_that_share_a_model_on_a_cpu_are_not_bound_to_a_numa_node_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
+    main.prepare_environment(load(None, ["server.tensor_parallel_size=2"]))
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 def test_run_py_and_the_server_set_different_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +111,7 @@ def test_run_py_and_the_server_set_different_variables(monkeypatch: pytest.Monke
     spec.loader.exec_module(door)
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
-    main.prepare_environment()
+    main.prepare_environment(load(None, []))
     by_server = set(os.environ)
     os.environ.clear()
     door._prepare()

@@ -45,6 +45,15 @@ def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: RequestReader) 
     assert jobs[0].seed is None
 
 
+def test_each_prompt_may_bring_a_seed_of_its_own_and_its_samples_follow_it(reader: RequestReader) -> None:
+    _, jobs = read(reader, prompts=["a", "b"], n=2, seeds=[100, 7], sampling={"seed": 1})
+    assert [job.seed for job in jobs] == [100, 101, 7, 8]
+    _, jobs = read(reader, prompts=["a"], n=2, seeds=[2**63 - 1])
+    assert [job.seed for job in jobs] == [2**63 - 1, 0]
+    with pytest.raises(ApiError, match="seeds: 1 for 2 prompts"):
+        read(reader, prompts=["a", "b"], seeds=[1])
+
+
 def test_a_prompt_that_just_fits_is_taken_and_one_token_more_is_not(reader: RequestReader) -> None:
     read(reader, prompts=[[5] * 16], sampling={"max_tokens": 16})
     with pytest.raises(ApiError, match=r"17 prompt tokens \+ max_tokens 16 do not fit"):

@@ -1,10 +1,12 @@
 """The contract with vLLM: every name that server/vllm_api.py uses, and the token in front of every route."""
 
+import ast
 import importlib
 import inspect
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -15,9 +17,17 @@ from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.requests import Job
 from hocket.server.worker import WorkerExtension
+from hocket.types import InFlight
 
 TOKEN = "correct-horse"
 NAMES = {
+    "vllm.config": [
+        "DeviceConfig",
+        "ParallelConfig.world_size",
+        "VllmConfig.device_config",
+        "VllmConfig.parallel_config",
+        "set_current_vllm_config",
+    ],
     "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args", "AsyncEngineArgs.create_engine_config"],
     "vllm.entrypoints.launchers.api_server.app_state": ["init_app_state"],
     "vllm.entrypoints.launchers.app": ["build_app"],
@@ -26,6 +36,7 @@ NAMES = {
     "vllm.inputs.engine": ["tokens_input"],
     "vllm.model_executor.layers.fused_moe.fused_moe_method_base": ["FusedMoEMethodBase"],
     "vllm.model_executor.layers.vocab_parallel_embedding": ["ParallelLMHead"],
+    "vllm.model_executor.model_loader.reload.layerwise": ["finalize_layerwise_reload", "get_layerwise_info"],
     "vllm.platforms": ["current_platform.is_cpu"],
     "vllm.sampling_params": ["RequestOutputKind.FINAL_ONLY", "SamplingParams"],
     "vllm.utils.argparse_utils": ["FlexibleArgumentParser"],
@@ -50,7 +61,7 @@ NAMES = {
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Any:
     before = dict(os.environ)
-    main.prepare_environment()
+    main.prepare_environment(load(None, []))
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -76,6 +87,18 @@ def test_vllm_still_has(module: str, name: str) -> None:
         found = getattr(found, part)
 
 
+def test_every_import_from_vllm_is_named_here() -> None:
+    tree = ast.parse(inspect.getsource(vllm_api))
+    imported = {
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
+        for alias in node.names
+    }
+    assert len(imported) > 15
+    assert imported <= {(module, name.split(".")[0]) for module, names in NAMES.items() for name in names}
+
+
 def test_vllm_is_imported_in_one_file_only() -> None:
     folder = Path(inspect.getfile(vllm_api)).parents[1]
     importing = {
@@ -91,6 +114,7 @@ def test_calls_take_the_arguments_we_give() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     assert {"mode", "clear_cache"} <= inspect.signature(AsyncLLM.pause_generation).parameters.keys()
+    assert {"method", "args"} <= inspect.signature(AsyncLLM.collective_rpc).parameters.keys()
     assert {"prompt", "sampling_params", "request_id"} <= inspect.signature(AsyncLLM.generate).parameters.keys()
     assert "new_version" in inspect.signature(AsyncLLM.update_weight_version).parameters
 
@@ -99,7 +123,13 @@ def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     ours = {name for name in dir(WorkerExtension) if not name.startswith("__")}
-    assert ours == {"hocket_load_disk"}
+    assert ours == {
+        "hocket_group",
+        "hocket_join_group",
+        "hocket_leave_group",
+        "hocket_load_disk",
+        "hocket_load_group",
+    }
     assert not any(hasattr(Worker, name) for name in ours)
 
 
@@ -114,6 +144,32 @@ def test_the_arguments_say_what_the_config_says(args: Any, model: str) -> None:
         load(None, [f"model.path={model}", "server.max_lora_rank=8", "model.dtype=bfloat16"])
     )
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
+
+
+def test_the_engine_tells_its_kind_of_device_and_how_many_processes_hold_weights() -> None:
+    from vllm.config import DeviceConfig
+
+    llm: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            device_config=DeviceConfig(device="cpu"), parallel_config=SimpleNamespace(world_size=3)
+        )
+    )
+    assert (vllm_api.device(llm), vllm_api.num_workers(llm)) == ("cpu", 3)
+
+
+async def test_what_becomes_of_requests_in_flight_is_said_in_vllm_s_words() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    paused: list[Any] = []
+
+    async def pause_generation(**how: Any) -> None:
+        paused.append(how)
+
+    for in_flight in get_args(InFlight):
+        await vllm_api.pause(SimpleNamespace(pause_generation=pause_generation), in_flight)
+    assert paused == [{"mode": mode, "clear_cache": True} for mode in ("keep", "wait", "abort")]
+    known = get_args(inspect.signature(AsyncLLM.pause_generation).parameters["mode"].annotation)
+    assert {how["mode"] for how in paused} <= set(known)
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:
@@ -136,6 +192,7 @@ async def test_every_route_of_the_whole_app_needs_the_token(args: Any) -> None:
     door = assemble(app, Absent(), load(None, [f"server.token={TOKEN}"]))  # type: ignore[arg-type]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
     assert {("/v1/chat/completions", "POST"), ("/generate", "POST"), ("/reload_weights", "POST")} <= paths
+    assert ("/init_weight_group", "POST") in paths
     assert ("/metrics", "GET") in paths
     assert len(paths) > 20
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:

@@ -9,19 +9,20 @@ from safetensors.torch import save_file
 
 from hocket import config as config_module
 from hocket import manifest
-from hocket.config import Config
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import ReloadResponse
-from hocket.sync.disk import DiskSync
+from hocket.protocol import DiskSource, ReloadRequest, ReloadResponse
+from hocket.sync.delivery import Delivery
+from hocket.sync.disk import DiskTransport
 
 WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
 
 
 class FakeTrainer:
     def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
+        self.fails, self.exports = fails, 0
 
     def export(self, folder: Path) -> None:
+        self.exports += 1
         save_file(WEIGHTS, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
         if self.fails:
@@ -31,36 +32,45 @@ class FakeTrainer:
 class FakeServer:
     """Reads the published folder as a server would, and answers with what it finds or what it is told to."""
 
-    url = "http://server"
+    def __init__(self, root: Path, error: ServerError | None = None) -> None:
+        self.root, self.error = root, error
+        self.requests: list[ReloadRequest] = []
 
-    def __init__(self, root: Path, *, checksum: str | None = None, error: ServerError | None = None) -> None:
-        self.root, self.checksum, self.error = root, checksum, error
-        self.names: list[str] = []
-
-    async def reload_weights(self, version: int, name: str, *, timeout_s: float) -> ReloadResponse:
+    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+        assert timeout_s == 300.0
         if self.error:
             raise self.error
-        self.names.append(name)
-        folder = self.root / name
+        self.requests.append(request)
+        assert isinstance(request.source, DiskSource)
+        folder = self.root / request.source.name
         assert (folder / "COMPLETE").exists()
         found = manifest.read(folder)
         return ReloadResponse(
-            version=version, seconds=0.1, num_tensors=len(found.tensors), checksum=self.checksum or found.checksum
+            version=request.version,
+            seconds=0.1,
+            num_tensors=len(found.tensors),
+            checksum=found.checksum,
+            session="s",
         )
 
 
-def make(tmp_path: Path) -> tuple[Config, DiskSync]:
-    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a"])
-    return config, DiskSync(config)
+def make(tmp_path: Path, *settings: str, fails: bool = False) -> tuple[FakeTrainer, DiskTransport]:
+    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *settings])
+    trainer = FakeTrainer(fails)
+    return trainer, DiskTransport(config, trainer)
+
+
+async def deliver(disk: DiskTransport, version: int, *servers: FakeServer) -> Delivery:
+    return await disk.deliver(version, servers)  # type: ignore[arg-type]
 
 
 async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp_path: Path) -> None:
-    _, sync = make(tmp_path)
+    _, disk = make(tmp_path, "sync.in_flight=drain")
     server = FakeServer(tmp_path / "runs")
-    published = await sync.publish(FakeTrainer(), 7, server)
+    delivery = await deliver(disk, 7, server)
     folder = tmp_path / "runs" / "a" / "weights" / "v000007"
-    assert published.folder == folder
-    assert server.names == ["a/weights/v000007"]
+    source = DiskSource(name="a/weights/v000007")
+    assert server.requests == [ReloadRequest(version=7, source=source, in_flight="drain")]
     assert sorted(path.name for path in folder.iterdir()) == [
         "COMPLETE",
         "config.json",
@@ -73,41 +83,52 @@ async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp
         "a": ("float32", [2]),
         "b": ("bfloat16", [2, 2]),
     }
-    assert published.checksum == found["checksum"]
-    assert published.num_bytes == sum(path.stat().st_size for path in folder.iterdir())
+    assert delivery.checksum == found["checksum"]
+    assert delivery.num_bytes == sum(path.stat().st_size for path in folder.iterdir())
+    assert [getattr(answer, "checksum", answer) for answer in delivery.answers] == [found["checksum"]]
 
 
-async def test_another_checksum_than_the_published_one_is_an_error(tmp_path: Path) -> None:
-    _, sync = make(tmp_path)
-    with pytest.raises(SyncError, match=r"holds version 1 with checksum beef.*was published"):
-        await sync.publish(FakeTrainer(), 1, FakeServer(tmp_path / "runs", checksum="beef"))
-
-
-async def test_a_refusal_by_the_server_is_an_error_with_its_words(tmp_path: Path) -> None:
-    _, sync = make(tmp_path)
-    refusal = ServerError("tensor a has another shape", code="wrong_shape", status=422)
-    with pytest.raises(SyncError, match=r"version 1 did not reach http://server: tensor a has another shape"):
-        await sync.publish(FakeTrainer(), 1, FakeServer(tmp_path / "runs", error=refusal))
+async def test_all_servers_load_one_folder_and_the_failure_of_one_is_its_answer(tmp_path: Path) -> None:
+    trainer, disk = make(tmp_path)
+    gone = ServerError("can't reach it", code="unreachable")
+    first, second, third = (FakeServer(tmp_path / "runs", error) for error in (None, gone, None))
+    delivery = await deliver(disk, 1, first, second, third)
+    assert [answer is gone for answer in delivery.answers] == [False, True, False]
+    assert [len(server.requests) for server in (first, second, third)] == [1, 0, 1]
+    await deliver(disk, 1, second, third)  # the version that a late server is brought up with
+    assert trainer.exports == 1
+    assert len(third.requests) == 2
 
 
 async def test_a_failed_write_leaves_nothing_behind_and_asks_no_server(tmp_path: Path) -> None:
-    _, sync = make(tmp_path)
+    trainer, disk = make(tmp_path, fails=True)
     server = FakeServer(tmp_path / "runs")
     with pytest.raises(SyncError, match=r"No space left on device.*Free space"):
-        await sync.publish(FakeTrainer(fails=True), 1, server)
+        await deliver(disk, 1, server)
     assert list((tmp_path / "runs" / "a" / "weights").iterdir()) == []
-    assert server.names == []
+    assert server.requests == []
+    trainer.fails = False
+    await deliver(disk, 1, server)  # once there is space the same version goes through
+    assert len(server.requests) == 1
 
 
 async def test_the_newest_versions_are_kept_and_older_ones_removed(tmp_path: Path) -> None:
-    _, sync = make(tmp_path)
+    _, disk = make(tmp_path)
     for version in range(1, 5):
-        await sync.publish(FakeTrainer(), version, FakeServer(tmp_path / "runs"))
+        await deliver(disk, version, FakeServer(tmp_path / "runs"))
     assert sorted(path.name for path in (tmp_path / "runs" / "a" / "weights").iterdir()) == ["v000003", "v000004"]
 
 
-async def test_a_version_is_never_written_over(tmp_path: Path) -> None:
-    _, sync = make(tmp_path)
-    await sync.publish(FakeTrainer(), 1, FakeServer(tmp_path / "runs"))
-    with pytest.raises(SyncError, match="exists already"):
-        await sync.publish(FakeTrainer(), 1, FakeServer(tmp_path / "runs"))
+async def test_a_version_of_another_trainer_is_never_written_over(tmp_path: Path) -> None:
+    await deliver(make(tmp_path)[1], 1, FakeServer(tmp_path / "runs"))
+    with pytest.raises(SyncError, match=r"v000001 exists already; two trainers must not share run\.dir"):
+        await deliver(make(tmp_path)[1], 1, FakeServer(tmp_path / "runs"))
+
+
+def test_writing_alone_gives_a_folder_that_a_server_would_take(tmp_path: Path) -> None:
+    trainer, disk = make(tmp_path)
+    folder = disk.write(3)
+    assert folder == tmp_path / "runs" / "a" / "weights" / "v000003"
+    assert manifest.read(folder).version == 3
+    assert disk.write(3) == folder
+    assert trainer.exports == 1

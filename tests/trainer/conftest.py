@@ -3,15 +3,20 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Words t0 to t61 as ids 0 to 61, besides two special ones."""
+    vocabulary = {f"t{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def make_model(folder: Path, *, tied: bool) -> str:
     """Writes a Qwen2 of two layers with random weights large enough that every part of it matters."""
-    vocabulary = {f"t{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=64,
@@ -28,6 +33,35 @@ def make_model(folder: Path, *, tied: bool) -> str:
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+def make_experts(folder: Path) -> str:
+    """Writes a Qwen3-MoE of two layers with four experts, with the same tokenizer and random weights."""
+    make_tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=62,
+        eos_token_id=63,
+        initializer_range=0.2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def experts_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_experts(tmp_path_factory.mktemp("models") / "experts")
 
 
 @pytest.fixture(scope="session")

@@ -179,3 +179,26 @@ def test_a_rank_that_dies_within_a_step_ends_the_other_with_the_reason(tied_mode
     outputs = outputs_of(processes)
     assert [process.returncode for process in processes] == [1, -9], outputs
     assert "TrainerError: rank 0 lost the other ranks while doing the common step" in outputs[0]
+
+
+@pytest.mark.parametrize("model", ["tied_model", "untied_model", "experts_model"])
+def test_two_ranks_stream_what_they_export_at_every_zero_stage(
+    model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    processes = start_two("streams", path, tmp_path)
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    gaps = []
+    for stage in range(4):
+        folder = tmp_path / str(stage)
+        streamed = load_file(folder / "streamed.safetensors")
+        assert_same_weights(streamed, load_file(folder / "exported" / "model.safetensors"), 0)
+        assert streamed.keys() == load_file(Path(path) / "model.safetensors").keys()
+        layout = json.loads((folder / "layout.json").read_text())
+        assert {item["name"]: item["shape"] for item in layout} == {n: list(t.shape) for n, t in streamed.items()}
+        assert {item["dtype"] for item in layout} == {"float32"}
+        assert (folder / "failure").read_text() == "the wire is cut"  # and the ranks went on
+        gaps.append(float((folder / "gap").read_text()))
+    assert gaps == pytest.approx([gaps[0]] * 4, abs=1e-5)
+    assert gaps[0] > 0.1

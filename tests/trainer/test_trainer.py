@@ -3,6 +3,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hocket import config as config_module
 from hocket import tokenizer as tokenizers
+from hocket import transfer
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import Health
 from hocket.trainer.ranks import Ranks
@@ -177,6 +179,8 @@ def test_a_server_with_another_model_is_refused(ranks: Ranks, tied_model: str) -
             session="s",
             in_flight=0,
             root="/",
+            device="cpu",
+            workers=1,
         )
         trainer.check_same_model(health)
         for change in ({"vocab_size": 65}, {"tokenizer_sha256": "0"}):
@@ -187,3 +191,104 @@ def test_a_server_with_another_model_is_refused(ranks: Ranks, tied_model: str) -
 def test_float16_on_a_cpu_is_refused(ranks: Ranks, tied_model: str) -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
         make_trainer(ranks, tied_model, "model.dtype=float16")
+
+
+def stream(trainer: Trainer, max_bytes: int) -> list[list[tuple[str, torch.Tensor]]]:
+    """Returns copies of all buckets: each holds only until the next one."""
+    buckets: list[list[tuple[str, torch.Tensor]]] = []
+    trainer.stream(max_bytes, lambda bucket: buckets.append([(name, tensor.clone()) for name, tensor in bucket]))
+    return buckets
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_bytes", [1, 4096, 1 << 30])
+@pytest.mark.parametrize("model", ["tied_model", "untied_model", "experts_model"])
+def test_the_layout_is_that_of_the_stream_and_the_stream_that_of_the_export(
+    ranks: Ranks, model: str, max_bytes: int, dtype: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    with make_trainer(ranks, path, f"model.dtype={dtype}") as trainer:
+        trainer.step(make_samples())
+        buckets = stream(trainer, max_bytes)
+        assert [transfer.layout(bucket) for bucket in buckets] == trainer.layout(max_bytes)
+        trainer.export(tmp_path / "model")
+    streamed = dict(item for bucket in buckets for item in bucket)
+    assert len(streamed) == sum(map(len, buckets))  # each tensor once
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert streamed.keys() == written.keys() == load_file(Path(path) / "model.safetensors").keys()
+    for name, tensor in written.items():
+        assert (streamed[name].dtype, name) == (getattr(torch, dtype), name)
+        assert torch.equal(streamed[name], tensor)
+    assert ("lm_head.weight" in streamed) == (model != "tied_model")
+    if max_bytes == 1 << 30:
+        assert len(buckets) == 1
+    elif model != "experts_model":  # whose parameters in memory hold all experts of a layer
+        sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
+        assert all(size <= max_bytes or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
+
+
+def test_experts_are_streamed_one_by_one_as_checkpoints_name_them(ranks: Ranks, experts_model: str) -> None:
+    with make_trainer(ranks, experts_model) as trainer:
+        shapes = {item.name: item.shape for bucket in trainer.layout(4096) for item in bucket}
+    assert shapes["model.layers.1.mlp.experts.3.gate_proj.weight"] == [16, 32]
+    assert shapes["model.layers.1.mlp.experts.3.down_proj.weight"] == [32, 16]
+    assert not any("gate_up_proj" in name for name in shapes)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_sink_that_raises_is_heard_and_the_trainer_goes_on(ranks: Ranks, tied_model: str, stage: int) -> None:
+    called = 0
+
+    def sink(bucket: object) -> None:
+        nonlocal called
+        called += 1
+        if called == 2:
+            raise OSError("the wire is cut")
+
+    with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}") as trainer:
+        with pytest.raises(OSError, match="the wire is cut"):
+            trainer.stream(4096, sink)
+        assert called == 2  # what was left was gathered, but not given to it
+        assert not trainer.step(make_samples()).skipped
+        buckets = stream(trainer, 4096)
+        assert [transfer.layout(bucket) for bucket in buckets] == trainer.layout(4096)
+
+
+def test_weights_can_be_streamed_in_another_thread(ranks: Ranks, tied_model: str) -> None:
+    with make_trainer(ranks, tied_model) as trainer, ThreadPoolExecutor(1) as thread:
+        elsewhere = thread.submit(stream, trainer, 4096).result(60)
+        here = stream(trainer, 4096)
+    for one, other in zip(elsewhere, here, strict=True):
+        for (name, tensor), (same, expected) in zip(one, other, strict=True):
+            assert name == same
+            assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_logprob_gap_is_the_mean_over_sampled_tokens_of_transformers_own_difference(
+    ranks: Ranks, tied_model: str, temperature: float
+) -> None:
+    rng = random.Random(3)
+    samples = []
+    for length in (4, 9, 17, 30):
+        mask = tuple(index >= 2 for index in range(length))
+        logprobs = tuple(-4 * rng.random() if m else 0.0 for m in mask)
+        ids = tuple(rng.randrange(62) for _ in range(length))
+        samples.append(TrainSample(token_ids=ids, mask=mask, rollout_logprobs=logprobs, advantage=0.0))
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
+    gaps: list[float] = []
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(torch.tensor([sample.token_ids])).logits[0].double() / temperature
+        for t in range(2, len(sample.token_ids)):
+            logprob = logits[t - 1, sample.token_ids[t]] - torch.logsumexp(logits[t - 1], dim=0)
+            gaps.append(abs(float(logprob) - sample.rollout_logprobs[t]))
+    assert len(gaps) == 2 + 7 + 15 + 28
+    with make_trainer(ranks, tied_model, f"rollout.temperature={temperature}") as trainer:
+        before = stream(trainer, 1 << 30)
+        assert trainer.logprob_gap(samples) == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
+        with pytest.raises(TrainerError, match="nothing to train on"):
+            trainer.logprob_gap([])
+        after = stream(trainer, 1 << 30)
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(before[0], after[0], strict=True))
+        assert not trainer.step(make_samples()).skipped  # no gradient is left of it

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
@@ -58,16 +59,21 @@ def make_config(model: str, *settings: str) -> config_module.Config:
     return config_module.load(None, [*SETTINGS, *waits, f"model.path={model}", *settings])
 
 
-def stages(model: str, output: Path) -> None:
-    """Three steps, one that is not finite, one more; then back to the checkpoint and that last step again."""
+def shard_everything() -> None:
+    """Has ZeRO-3 spread small parameters over the ranks, too."""
     original = engine.deepspeed_config
 
-    def shard_everything(*args: object, **kwargs: object) -> dict[str, object]:
+    def config(*args: object, **kwargs: object) -> dict[str, object]:
         values = original(*args, **kwargs)  # type: ignore[arg-type]
-        values["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # small parameters too
+        values["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return values
 
-    engine.deepspeed_config = shard_everything  # type: ignore[assignment]
+    engine.deepspeed_config = config  # type: ignore[assignment]
+
+
+def stages(model: str, output: Path) -> None:
+    """Three steps, one that is not finite, one more; then back to the checkpoint and that last step again."""
+    shard_everything()
     ranks = Ranks(timeout_s=60)
     for stage in range(4):
         trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
@@ -89,6 +95,40 @@ def stages(model: str, output: Path) -> None:
             stats.append(trainer.step(make_samples(4)))
             trainer.export(folder / "again")
             (folder / "stats.json").write_text(json.dumps([dataclasses.asdict(s) for s in stats]))
+    ranks.close()
+
+
+def streams(model: str, output: Path) -> None:
+    """Each ZeRO stage streams its weights after a step, once in pieces to a sink that fails, then as a whole."""
+    shard_everything()
+    ranks = Ranks(timeout_s=60)
+    for stage in range(4):
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
+        if not trainer.is_main:
+            trainer.follow()
+            continue
+        with trainer:
+            folder = output / str(stage)
+            folder.mkdir()
+            trainer.step(make_samples(0))
+            taken: list[tuple[str, torch.Tensor]] = []
+
+            def broken(bucket: object) -> None:
+                raise OSError("the wire is cut")
+
+            def take(bucket: Sequence[tuple[str, torch.Tensor]], taken: list[tuple[str, torch.Tensor]] = taken) -> None:
+                taken.extend((name, tensor.clone()) for name, tensor in bucket)
+
+            try:
+                trainer.stream(4096, broken)
+            except OSError as error:
+                (folder / "failure").write_text(str(error))
+            layout = [item.model_dump() for bucket in trainer.layout(4096) for item in bucket]
+            trainer.stream(4096, take)
+            (folder / "layout.json").write_text(json.dumps(layout))
+            save_file(dict(taken), folder / "streamed.safetensors")
+            (folder / "gap").write_text(repr(trainer.logprob_gap(make_samples(1))))
+            trainer.export(folder / "exported")
     ranks.close()
 
 
@@ -136,7 +176,13 @@ def break_down(model: str, happen: Callable[[], object], *settings: str) -> None
 
 def main(arguments: Sequence[str]) -> None:
     scenario, model, output = arguments
-    scenarios = {"stages": stages, "main_fails": main_fails, "rank_dies": rank_dies, "rank_hangs": rank_hangs}
+    scenarios = {
+        "stages": stages,
+        "streams": streams,
+        "main_fails": main_fails,
+        "rank_dies": rank_dies,
+        "rank_hangs": rank_hangs,
+    }
     scenarios[scenario](model, Path(output))
 
 

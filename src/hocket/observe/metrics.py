@@ -103,6 +103,26 @@ METRICS = (
         advice="a few tokens decide the step: rollouts are too old, or engine and trainer disagree",
     ),
     Metric(name="train/entropy", meaning="mean entropy of the policy's next-token distribution, in nats"),
+    Metric(name="sync/servers", meaning="servers that hold the newest version"),
+    Metric(name="sync/mebibytes", meaning="what each server was sent, in MiB"),
+    Metric(
+        name="sync/prepare_s", meaning="seconds until the first byte could be sent; disk: to write and verify the files"
+    ),
+    Metric(
+        name="sync/transfer_s", meaning="seconds until the last server had loaded the version, a fall-back included"
+    ),
+    Metric(
+        name="sync/fallbacks",
+        meaning="servers that could not be reached by sync.backend=nccl and got the version by disk",
+        high=0,
+        advice="the console names the cause; sync.backend=disk avoids the attempt",
+    ),
+    Metric(
+        name="sync/canary_gap",
+        meaning="mean |trainer log-prob − engine log-prob| of a few completions, the largest of all servers",
+        high=0.05,
+        advice="the run stops at sync.max_logprob_gap; see train/logprob_gap",
+    ),
     Metric(name="time/generate", meaning="seconds until the last group was generated and scored"),
     Metric(name="time/train", meaning="seconds of forward, backward and update"),
     Metric(name="time/sync", meaning="seconds to publish a version and have it acknowledged"),

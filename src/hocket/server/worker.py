@@ -136,6 +136,8 @@ def _receiving(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Rec
                 flat = torch.empty(transfer.num_bytes(bucket), dtype=torch.uint8, device=group.device)
                 group.broadcast(flat)
                 _put(buckets, flat, stopped)
+                if stopped.is_set():
+                    return
         # Whatever ends it is for the loading thread to raise, which would else wait for ever.
         except Exception as error:  # noqa: BLE001
             _put(buckets, error, stopped)
@@ -145,7 +147,8 @@ def _receiving(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Rec
     try:
         yield buckets
     except BaseException:
-        group.close()  # or the thread would wait for a bucket until the deadline
+        stopped.set()
+        group.close()  # the trainer need not send what is left
         raise
     finally:
         stopped.set()

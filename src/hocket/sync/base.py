@@ -91,8 +91,14 @@ class WeightSync:
             self.version += 1
             metrics = await self._deliver(self._pool.up)
             every = self._config.sync.canary_every
-            if every and self.version % every == 0 and self._pool.up:
-                metrics["sync/canary_gap"] = max([await self._check_canary(member) for member in self._pool.up])
+            gaps = []
+            for member in self._pool.up if every and self.version % every == 0 else ():
+                try:
+                    gaps.append(await self._check_canary(member))
+                except ServerError as error:
+                    self._pool.lose(member, str(error))
+            if gaps:
+                metrics["sync/canary_gap"] = max(gaps)
             return metrics | {"sync/servers": float(len(self._pool.up))}
 
     def save(self) -> Path:

@@ -8,6 +8,7 @@ are gathered in a second thread and sent in others, so that a bucket travels whi
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import re
 import secrets
@@ -28,6 +29,11 @@ from hocket.sync.delivery import Delivery
 from hocket.types import InFlight
 
 POLL_S = 0.002
+READY_SHARE, BUCKET_SHARE = 0.25, 0.5
+"""Shares of sync.timeout_s after which a server is given up that does not begin to receive, or to take a bucket.
+
+The others wait for it meanwhile, and need what is left of the same deadline.
+"""
 Answer = ReloadResponse | HocketError
 
 
@@ -148,7 +154,7 @@ class CollectiveTransport:
             backend=backend,
             device=mine if backend == "nccl" else torch.device("cpu"),
             address=address,
-            timeout_s=timeout_s,
+            timeout_s=BUCKET_SHARE * timeout_s,
         )
         await joining
         return _Link(group=group, store=store, session=session, workers=workers)
@@ -193,9 +199,16 @@ class _Sending:
         return asyncio.create_task(answer())
 
     async def wait(self, request: "asyncio.Task[Answer]") -> None:
-        """Returns once the workers are about to receive, or the server has answered already."""
+        """Returns once the workers are about to receive, or the server has answered already.
+
+        Or once READY_SHARE of the time is over.
+        """
         what = transfer.receiving(self._link.turns)
-        self._ready = await _announced(self._link.store, self._link.group.name, what, self._link.workers, request)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READY_SHARE * self._timeout_s):
+                self._ready = await _announced(
+                    self._link.store, self._link.group.name, what, self._link.workers, request
+                )
 
     def send(self, flat: Tensor) -> None:
         """Sends one bucket; after a failure, nothing more."""
@@ -208,8 +221,8 @@ class _Sending:
         except RuntimeError as error:
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 self._failure = SyncTimeout(
-                    f"server {self.server.url} did not finish {which} in {self._timeout_s:g} s; is it overloaded, or "
-                    f"stopped? A slower network needs a higher sync.timeout_s"
+                    f"server {self.server.url} did not finish {which} in {BUCKET_SHARE * self._timeout_s:g} s; is it "
+                    f"overloaded, or stopped? A slower network needs a higher sync.timeout_s"
                 )
             else:
                 self._failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")

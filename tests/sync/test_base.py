@@ -1,0 +1,366 @@
+"""Versions, checksums, fall-backs and the canary, with fake transports and servers in memory."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket import config as config_module
+from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
+from hocket.pool import ServerPool
+from hocket.protocol import Health, ReloadResponse, TensorLayout
+from hocket.sync.base import WeightSync
+from hocket.sync.delivery import Delivery
+from hocket.types import Completion, Prompt, SamplingParams, TrainSample
+
+URLS = ("http://a", "http://b")
+GONE = ServerError("can't reach it", code="unreachable")
+
+
+class FakeServer:
+    """Answers /health and the canary's /generate; what it holds, the transports say."""
+
+    def __init__(self, url: str, version: int) -> None:
+        self.url, self.version = url, version
+        self.session = "s1"
+        self.error: ServerError | None = None
+        self.asked: list[tuple[Sequence[Sequence[int]], SamplingParams, str | None]] = []
+
+    async def health(self, *, timeout_s: float = 10.0) -> Health:
+        if self.error is not None:
+            raise self.error
+        return Health(
+            status="ready",
+            version=self.version,
+            model="m",
+            dtype="float32",
+            vocab_size=9,
+            max_length=64,
+            tokenizer_sha256="",
+            session=self.session,
+            in_flight=0,
+            root="/",
+            device="cpu",
+            workers=1,
+        )
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, timeout_s: float, session: str | None
+    ) -> AsyncIterator[tuple[int, int, Completion]]:
+        self.asked.append((prompts, sampling, session))
+        if self.error is not None:
+            raise self.error
+        for i in reversed(range(len(prompts))):
+            done = Completion(
+                token_ids=(7, 8), logprobs=(-0.5, -0.25), finish_reason="stop", versions=((1, 0, 2),), text=""
+            )
+            yield i, 0, done
+
+
+class FakeTrainer:
+    """Tells the gap that it is given for each version scored."""
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []
+        self.scored: list[Sequence[TrainSample]] = []
+        self.other_model = False
+
+    def check_same_model(self, health: Health) -> None:
+        if self.other_model:
+            raise TrainerError("the server serves another model")
+
+    def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
+        self.scored.append(samples)
+        return self.gaps.pop(0) if self.gaps else 1e-6
+
+    def export(self, folder: Path) -> None: ...
+    def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
+        return []
+
+    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None: ...
+
+
+class FakeTransport:
+    """Delivers at once; `fails` says with what, server by server.
+
+    Attributes:
+        sent: (version, urls) of every delivery.
+    """
+
+    def __init__(self, checksum: str = "cc") -> None:
+        self.checksum = checksum
+        self.fails: dict[str, HocketError | ReloadResponse] = {}
+        self.sent: list[tuple[int, list[str]]] = []
+        self.written: list[int] = []
+        self.running = 0
+
+    async def deliver(self, version: int, servers: Sequence[Any]) -> Delivery:
+        self.sent.append((version, [server.url for server in servers]))
+        self.running += 1
+        assert self.running == 1, "there is one trainer, which sends one version at a time"
+        await asyncio.sleep(0.01)
+        self.running -= 1
+        answers = tuple(self.fails.get(server.url) or self.held(version, server.session) for server in servers)
+        return Delivery(checksum=self.checksum, num_bytes=3 << 20, prepare_s=0.5, transfer_s=0.25, answers=answers)
+
+    def held(self, version: int, session: str = "s1", checksum: str | None = None) -> ReloadResponse:
+        return ReloadResponse(
+            version=version, seconds=0.1, num_tensors=2, checksum=checksum or self.checksum, session=session
+        )
+
+    def write(self, version: int) -> Path:
+        self.written.append(version)
+        return Path(f"v{version}")
+
+
+@dataclasses.dataclass
+class World:
+    sync: WeightSync
+    pool: ServerPool
+    servers: list[FakeServer]
+    trainer: FakeTrainer
+    disk: FakeTransport
+    collective: FakeTransport
+    said: list[str]
+
+    def look_again(self) -> None:
+        """Has the pool look at every server that is out with its next chance, as if time had passed."""
+        for member in self.pool.members:
+            member._next_look = 0.0
+
+
+def make(*settings: str, servers: int = 2, collective: bool = False, version: int = 4, start_s: float = 5.0) -> World:
+    config = config_module.load(None, ["rollout.max_tokens=8", "rollout.temperature=0.7", *settings])
+    said: list[str] = []
+    pool = ServerPool(URLS[:servers], start_timeout_s=start_s, say=said.append)
+    fakes = [FakeServer(url, version) for url in URLS[:servers]]
+    for member, fake in zip(pool.members, fakes, strict=True):
+        member.server = fake  # type: ignore[assignment]
+    trainer, disk, fast = FakeTrainer(), FakeTransport("disk"), FakeTransport("fast")
+    sync = WeightSync(
+        config,
+        trainer,
+        pool,
+        disk,  # type: ignore[arg-type]
+        collective=fast if collective else None,
+        canary=[Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))],
+        say=said.append,
+    )
+    return World(sync, pool, fakes, trainer, disk, fast, said)
+
+
+async def test_the_first_version_is_one_above_the_servers_and_goes_to_each_as_it_comes() -> None:
+    world = make(version=4)
+    assert world.sync.version == 0
+    await world.pool.wait_up()
+    assert world.sync.version == 5
+    assert world.disk.sent == [(5, [URLS[0]]), (5, [URLS[1]])]
+    assert [member.session for member in world.pool.members] == ["s1", "s1"]
+    assert f"server {URLS[0]} holds version 5: float32, 3.0 MiB in 0.75 s, checksums agree" in world.said[0]
+
+
+async def test_publishing_gives_all_servers_the_next_version_and_returns_metrics() -> None:
+    world = make()
+    await world.pool.wait_up()
+    metrics = await world.sync.publish()
+    assert world.disk.sent[2:] == [(6, list(URLS))]
+    assert metrics == {
+        "sync/mebibytes": 3.0,
+        "sync/prepare_s": 0.5,
+        "sync/transfer_s": 0.25,
+        "sync/servers": 2.0,
+    }
+    assert world.sync.save() == Path("v6")
+    assert world.disk.written == [6]
+
+
+async def test_the_canary_scores_the_servers_own_completions_as_they_were_sampled() -> None:
+    world = make(servers=1)
+    await world.pool.wait_up()
+    [(prompts, sampling, session)] = world.servers[0].asked
+    assert [tuple(prompt) for prompt in prompts] == [(1, 2, 3), (4,)]
+    assert (sampling.temperature, sampling.max_tokens, session) == (0.7, 8, "s1")
+    assert list(world.trainer.scored[0]) == [
+        TrainSample(token_ids=(4, 7, 8), mask=(False, True, True), rollout_logprobs=(0.0, -0.5, -0.25), advantage=0.0),
+        TrainSample(
+            token_ids=(1, 2, 3, 7, 8),
+            mask=(False, False, False, True, True),
+            rollout_logprobs=(0.0, 0.0, 0.0, -0.5, -0.25),
+            advantage=0.0,
+        ),
+    ]
+
+
+async def test_the_canary_is_asked_at_the_first_version_at_a_return_and_every_so_many() -> None:
+    world = make("sync.canary_every=3", servers=1, version=0)
+    await world.pool.wait_up()
+    assert len(world.trainer.scored) == 1
+    gaps = [(await world.sync.publish()).get("sync/canary_gap") for _ in range(5)]  # versions 2 to 6
+    assert gaps == [None, 1e-6, None, None, 1e-6]
+    world.pool.members[0].take_out("it was started again")
+    world.look_again()
+    await world.pool.wait_up()
+    assert len(world.trainer.scored) == 4
+
+
+async def test_with_a_period_of_0_the_canary_is_asked_at_the_first_version_only() -> None:
+    world = make("sync.canary_every=0", servers=1, version=0)
+    await world.pool.wait_up()
+    for _ in range(21):
+        assert "sync/canary_gap" not in await world.sync.publish()
+    assert len(world.trainer.scored) == 1
+
+
+async def test_the_largest_gap_of_all_servers_is_the_metric() -> None:
+    world = make("sync.canary_every=1")
+    await world.pool.wait_up()
+    world.trainer.gaps = [0.02, 0.03]
+    assert (await world.sync.publish())["sync/canary_gap"] == 0.03
+
+
+@pytest.mark.parametrize("gap", [0.11, float("nan")])
+async def test_a_gap_beyond_the_bound_stops_the_run_with_figure_and_likely_cause(gap: float) -> None:
+    world = make("sync.canary_every=1", servers=1)
+    world.trainer.gaps = [gap]
+    with pytest.raises(SyncError, match=rf"http://a and the trainer disagree on version 5: .* {gap:.3g} is more") as e:
+        await world.pool.wait_up()  # at once, not at the end of server.start_timeout_s
+    assert "sync.max_logprob_gap=0.1" in str(e.value)
+    assert "tied output head" in str(e.value)
+    world = make("sync.canary_every=1", "sync.max_logprob_gap=0.2", servers=1)
+    world.trainer.gaps = [0.19, gap + 0.1]
+    await world.pool.wait_up()
+    with pytest.raises(SyncError, match="version 6"):
+        await world.sync.publish()
+
+
+async def test_a_server_that_dies_under_the_canary_is_taken_out_and_the_run_goes_on() -> None:
+    world = make("sync.canary_every=1")
+    await world.pool.wait_up()
+    world.servers[0].error = GONE
+    metrics = await world.sync.publish()
+    assert [member.url for member in world.pool.up] == [URLS[1]]
+    assert (metrics["sync/servers"], metrics["sync/canary_gap"]) == (1.0, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"checksum": "beef"}, "http://a holds version 6 with checksum beef, but version 6 with checksum disk"),
+        ({"version": 9}, "http://a holds version 9 with checksum disk, but version 6"),
+    ],
+)
+async def test_what_landed_as_something_else_stops_the_run(answer: dict[str, Any], said: str) -> None:
+    world = make()
+    await world.pool.wait_up()
+    world.disk.fails[URLS[0]] = world.disk.held(6).model_copy(update=answer)
+    with pytest.raises(SyncError, match=said):
+        await world.sync.publish()
+
+
+async def test_a_refusal_stops_the_run_with_the_servers_words() -> None:
+    world = make()
+    await world.pool.wait_up()
+    world.disk.fails[URLS[1]] = ServerError("tensor a has another shape", code="bad_version", status=409)
+    with pytest.raises(SyncError, match="weight version 6 was refused: tensor a has another shape"):
+        await world.sync.publish()
+
+
+@pytest.mark.parametrize("failure", [GONE, ServerError("it broke", code="reload_failed", status=500)])
+async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_of_then(failure: ServerError) -> None:
+    world = make()
+    await world.pool.wait_up()
+    world.disk.fails[URLS[0]] = failure
+    metrics = await world.sync.publish()
+    assert metrics["sync/servers"] == 1.0
+    assert [member.url for member in world.pool.up] == [URLS[1]]
+    assert any(line.startswith("lost server http://a") for line in world.said)
+    await world.sync.publish()
+    assert world.disk.sent[-1] == (7, [URLS[1]])
+    world.disk.fails.clear()
+    world.servers[0].session = "s2"
+    world.look_again()
+    await world.pool.wait_up()
+    assert world.disk.sent[-1] == (7, [URLS[0]])
+    assert world.pool.members[0].session == "s2"
+    assert world.sync.version == 7
+
+
+async def test_a_version_without_a_server_is_still_published_for_the_one_to_come() -> None:
+    world = make(servers=1)
+    await world.pool.wait_up()
+    world.pool.lose(world.pool.members[0], "it was killed")
+    assert (await world.sync.publish())["sync/servers"] == 0.0
+    world.look_again()
+    await world.pool.wait_up()
+    assert world.disk.sent == [(5, [URLS[0]]), (6, []), (6, [URLS[0]])]
+
+
+async def test_a_server_that_the_first_version_does_not_reach_is_waited_for() -> None:
+    world = make(servers=1, start_s=0.3)
+    world.disk.fails[URLS[0]] = GONE
+    with pytest.raises(ServerError, match=r"gave up after .* \(http://a: can't reach it\)"):
+        await world.pool.wait_up()
+
+
+async def test_a_server_with_another_model_is_refused_before_it_is_sent_anything() -> None:
+    world = make(servers=1)
+    world.trainer.other_model = True
+    with pytest.raises(TrainerError, match="another model"):
+        await world.pool.wait_up()
+    assert world.disk.sent == []
+
+
+async def test_servers_that_come_at_the_same_time_are_brought_up_one_after_the_other() -> None:
+    world = make(collective=True)
+    await asyncio.gather(world.pool.wait_up(), world.pool.wait_up())  # FakeTransport looks for an overlap
+    await asyncio.gather(world.sync.publish(), world.sync.publish())
+    assert world.collective.sent[-2:] == [(6, list(URLS)), (7, list(URLS))]
+
+
+async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is_said_and_counted() -> None:
+    world = make(collective=True)
+    await world.pool.wait_up()
+    assert (await world.sync.publish())["sync/fallbacks"] == 0.0
+    assert world.disk.sent == []
+    world.collective.fails[URLS[1]] = SyncTimeout("server http://b did not finish bucket 3/7 of version 7 in 60 s")
+    metrics = await world.sync.publish()
+    assert world.collective.sent[-1] == (7, list(URLS))
+    assert world.disk.sent == [(7, [URLS[1]])]
+    assert (metrics["sync/fallbacks"], metrics["sync/servers"]) == (1.0, 2.0)
+    assert metrics["sync/transfer_s"] > 0.25
+    assert world.said[-1] == (
+        "version 7 goes to http://b by disk instead: server http://b did not finish bucket 3/7 of version 7 in 60 s"
+    )
+
+
+async def test_who_can_not_be_reached_by_disk_either_is_lost() -> None:
+    world = make(collective=True)
+    await world.pool.wait_up()
+    world.collective.fails[URLS[1]] = world.disk.fails[URLS[1]] = GONE
+    metrics = await world.sync.publish()
+    assert (metrics["sync/fallbacks"], metrics["sync/servers"]) == (1.0, 1.0)
+    assert world.pool.members[1].out == "can't reach it"
+
+
+async def test_what_landed_as_something_else_by_disk_stops_the_run_after_a_fall_back_too() -> None:
+    world = make(collective=True)
+    await world.pool.wait_up()
+    world.collective.fails[URLS[0]] = GONE
+    world.disk.fails[URLS[0]] = world.disk.held(6, checksum="fast")  # what the other servers were sent
+    with pytest.raises(SyncError, match="checksum fast, but version 6 with checksum disk"):
+        await world.sync.publish()
+
+
+async def test_a_transport_that_can_not_send_at_all_stops_the_run() -> None:
+    world = make()
+    await world.pool.wait_up()
+
+    async def full(version: int, servers: Sequence[Any]) -> Delivery:
+        raise SyncError("can't write weight version 6: No space left on device")
+
+    world.disk.deliver = full  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="No space left"):
+        await world.sync.publish()

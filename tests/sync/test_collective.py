@@ -1,0 +1,309 @@
+"""The collective transport against the real receiving half of a worker, over gloo, without an engine or HTTP."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket import config as config_module
+from hocket import manifest, transfer
+from hocket.errors import ServerError, SyncTimeout, TrainerError
+from hocket.protocol import (
+    CollectiveSource,
+    GroupRequest,
+    GroupResponse,
+    Health,
+    ReloadRequest,
+    ReloadResponse,
+    TensorLayout,
+)
+from hocket.server import vllm_api
+from hocket.server.worker import WorkerExtension
+from hocket.sync.collective import CollectiveTransport
+from hocket.sync.delivery import Delivery
+
+BUCKETS: list[list[tuple[str, Tensor]]] = [
+    [("a", torch.arange(8 << 20, dtype=torch.float32).view(2, -1))],  # more than a socket buffers
+    [("b", torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16)), ("c", torch.tensor(7.0))],
+    [("d", torch.ones(5, 3, dtype=torch.float16).t()), ("e", torch.empty(0, 2))],
+]
+TENSORS = dict(item for bucket in BUCKETS for item in bucket)
+CHECKSUM = manifest.build(1, TENSORS.items()).checksum
+
+
+class FakeTrainer:
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
+        assert max_bytes == 3 << 20
+        return [transfer.layout(bucket) for bucket in BUCKETS]
+
+    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
+        for bucket in BUCKETS:
+            sink(bucket)
+            if self.fails:
+                raise TrainerError("a rank has gone")
+
+
+class Worker(WorkerExtension):
+    """One process of an engine; its model is a dict."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.device = rank, torch.device("cpu")
+        self.model: dict[str, Tensor] = {}
+        self.fails_at: str | None = None
+
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == self.fails_at:
+                raise ValueError(f"no memory is left for {name}")
+            self.model[name] = tensor.clone()
+
+
+class FakeServer:
+    """What ServerClient is to a real server, with the deadline and the errors of one.
+
+    Attributes:
+        refuse: /reload_weights answers so, before its workers hear of it.
+        stopped: nothing answers; "receiving": from when it has said that it is about to receive.
+        joins: how often /init_weight_group was asked; reloads: the sources that came.
+    """
+
+    def __init__(self, number: int = 1, workers: int = 1) -> None:
+        self.url = f"http://127.0.0.1:{number}"
+        self.session = "s1"
+        self.workers = [Worker(rank) for rank in range(workers)]
+        self.unreachable = False
+        self.refuse: ServerError | None = None
+        self.refuse_join: ServerError | None = None
+        self.stopped: str | None = None
+        self.joins = 0
+        self.reloads: list[CollectiveSource] = []
+
+    async def health(self) -> Health:
+        if self.unreachable:
+            raise ServerError(f"can't reach {self.url}/health", code="unreachable")
+        return Health(
+            status="ready",
+            version=0,
+            model="m",
+            dtype="float32",
+            vocab_size=9,
+            max_length=64,
+            tokenizer_sha256="",
+            session=self.session,
+            in_flight=0,
+            root="/",
+            device="cpu",
+            workers=len(self.workers),
+        )
+
+    async def init_weight_group(self, request: GroupRequest, *, timeout_s: float) -> GroupResponse:
+        self.joins += 1
+        if self.refuse_join is not None:
+            raise self.refuse_join
+        message, size = request.model_dump_json(), 1 + len(self.workers)
+        await asyncio.gather(*(asyncio.to_thread(w.hocket_join_group, message, size) for w in self.workers))
+        return GroupResponse(session=request.session, workers=len(self.workers))
+
+    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+        assert isinstance(request.source, CollectiveSource)
+        self.reloads.append(request.source)
+        if self.refuse is not None:
+            raise self.refuse
+        if self.stopped is not None:
+            if self.stopped == "receiving":
+                for worker in self.workers:
+                    assert worker.hocket_group is not None
+                    worker.hocket_group[1].announce(transfer.receiving(request.source.turn))
+            await asyncio.sleep(timeout_s)
+            raise ServerError(f"{self.url}/reload_weights did not finish in {timeout_s:g} s", code="timeout")
+        message = request.source.model_dump_json()
+        loading = [asyncio.to_thread(worker.hocket_load_group, message) for worker in self.workers]
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers = await asyncio.gather(*loading)
+        except TimeoutError:
+            raise ServerError(f"{self.url}/reload_weights did not finish in {timeout_s:g} s", code="timeout") from None
+        except Exception as error:
+            raise ServerError(f"{self.url}: loading failed: {error}", code="reload_failed", status=500) from error
+        assert all(answer == answers[0] for answer in answers)
+        return ReloadResponse(version=request.version, seconds=0.1, session=self.session, **answers[0])
+
+
+@pytest.fixture(autouse=True)
+def model_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_api, "reload_worker", Worker.load)
+
+
+def make(timeout_s: float = 20.0) -> tuple[FakeTrainer, CollectiveTransport]:
+    config = config_module.load(None, [f"sync.timeout_s={timeout_s}", "sync.bucket_mib=3"])
+    trainer = FakeTrainer()
+    return trainer, CollectiveTransport(config, trainer)
+
+
+async def deliver(transport: CollectiveTransport, version: int, *servers: FakeServer) -> Delivery:
+    async with asyncio.timeout(60):
+        return await transport.deliver(version, servers)  # type: ignore[arg-type]
+
+
+def assert_holds(server: FakeServer, answer: Any, version: int) -> None:
+    assert isinstance(answer, ReloadResponse), answer
+    assert (answer.version, answer.checksum, answer.num_tensors) == (version, CHECKSUM, 5)
+    for worker in server.workers:
+        assert worker.model.keys() == TENSORS.keys()
+        for name, tensor in TENSORS.items():
+            assert worker.model[name].dtype == tensor.dtype
+            assert torch.equal(worker.model[name], tensor)
+        worker.model.clear()
+
+
+async def test_every_worker_of_every_server_gets_every_tensor_bit_by_bit() -> None:
+    _, transport = make()
+    servers = [FakeServer(1), FakeServer(2, workers=2)]
+    for version in (1, 2, 3):
+        delivery = await deliver(transport, version, *servers)
+        for server, answer in zip(servers, delivery.answers, strict=True):
+            assert_holds(server, answer, version)
+        assert delivery.checksum == CHECKSUM
+    # 32 MiB and a checksum; 16 + 16 bytes and two; 32 + 0 and two.
+    assert delivery.num_bytes == (32 << 20) + 8 + 32 + 16 + 32 + 16
+    for server in servers:
+        assert server.joins == 1  # one group for all versions
+        assert [source.turn for source in server.reloads] == [1, 2, 3]
+        assert [[item.name for item in bucket] for bucket in server.reloads[0].buckets] == [
+            ["a"],
+            ["b", "c"],
+            ["d", "e"],
+        ]
+
+
+async def test_without_servers_the_checksum_is_still_that_of_the_weights() -> None:
+    _, transport = make()
+    delivery = await deliver(transport, 1)
+    assert (delivery.checksum, delivery.answers) == (CHECKSUM, ())
+
+
+async def test_a_server_that_was_started_again_is_joined_again() -> None:
+    _, transport = make()
+    server = FakeServer()
+    await deliver(transport, 1, server)
+    server.workers, server.session = [Worker(0)], "s2"
+    [answer] = (await deliver(transport, 2, server)).answers
+    assert_holds(server, answer, 2)
+    assert server.joins == 2
+    assert server.reloads[0].session != server.reloads[1].session
+    assert server.reloads[1].turn == 1
+
+
+async def test_a_server_that_nobody_reaches_disturbs_no_other() -> None:
+    _, transport = make()
+    gone, there = FakeServer(1), FakeServer(2)
+    gone.unreachable = True
+    delivery = await deliver(transport, 1, gone, there)
+    assert "can't reach http://127.0.0.1:1/health" in str(delivery.answers[0])
+    assert_holds(there, delivery.answers[1], 1)
+
+
+async def test_what_a_server_says_against_joining_is_its_answer_and_joining_is_tried_again() -> None:
+    _, transport = make()
+    server = FakeServer()
+    server.refuse_join = ServerError("the workers can't join the trainer", code="no_group", status=503)
+    [answer] = (await deliver(transport, 1, server)).answers
+    assert answer is server.refuse_join
+    server.refuse_join = None
+    [answer] = (await deliver(transport, 2, server)).answers
+    assert_holds(server, answer, 2)
+
+
+async def test_a_server_that_refuses_before_it_receives_is_not_waited_for() -> None:
+    _, transport = make()
+    server, other = FakeServer(1), FakeServer(2)
+    await deliver(transport, 1, server, other)
+    server.refuse = ServerError("there is no weight group", code="no_group", status=409)
+    start = time.monotonic()
+    delivery = await deliver(transport, 2, server, other)
+    assert time.monotonic() - start < 5
+    assert delivery.answers[0] is server.refuse
+    other.workers[0].model.clear()
+    server.refuse = None
+    assert_holds(server, (await deliver(transport, 3, server)).answers[0], 3)
+    assert server.joins == 2  # both ends begin again
+
+
+@pytest.mark.parametrize("tensor", ["a", "b", "e"])
+async def test_a_server_that_fails_while_it_receives_says_why_at_once_and_disturbs_no_other(tensor: str) -> None:
+    _, transport = make(timeout_s=60)
+    server, other = FakeServer(1), FakeServer(2)
+    server.workers[0].fails_at = tensor
+    start = time.monotonic()
+    delivery = await deliver(transport, 1, server, other)
+    assert time.monotonic() - start < 10
+    assert f"no memory is left for {tensor}" in str(delivery.answers[0])
+    assert_holds(other, delivery.answers[1], 1)
+    server.workers[0].fails_at = None
+    [answer] = (await deliver(transport, 2, server)).answers
+    assert_holds(server, answer, 2)
+    assert server.joins == 2
+
+
+async def test_a_server_that_stops_while_it_receives_is_named_with_bucket_and_version() -> None:
+    _, transport = make(timeout_s=4)
+    server, other = FakeServer(1), FakeServer(2)
+    await deliver(transport, 11, server, other)
+    for worker in other.workers:
+        worker.model.clear()
+    server.stopped = "receiving"
+    start = time.monotonic()
+    delivery = await deliver(transport, 12, server, other)
+    assert 3.9 < time.monotonic() - start < 10
+    assert isinstance(delivery.answers[0], SyncTimeout)
+    assert "server http://127.0.0.1:1 did not finish bucket 1/3 of version 12 in 2 s;" in str(delivery.answers[0])
+    assert "/reload_weights did not finish" in str(delivery.answers[0])
+    assert_holds(other, delivery.answers[1], 12)
+
+
+async def test_a_server_that_stops_before_it_receives_costs_no_other_its_deadline() -> None:
+    _, transport = make(timeout_s=4)
+    server, other = FakeServer(1), FakeServer(2)
+    server.stopped = "at once"
+    start = time.monotonic()
+    delivery = await deliver(transport, 1, server, other)
+    assert 3.9 < time.monotonic() - start < 10
+    assert "http://127.0.0.1:1/reload_weights did not finish in 4 s" in str(delivery.answers[0])
+    assert_holds(other, delivery.answers[1], 1)
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 3])
+async def test_a_byte_that_changes_on_its_way_is_reported_by_the_receiving_side(
+    monkeypatch: pytest.MonkeyPatch, bucket: int
+) -> None:
+    _, transport = make()
+    pack, packed = transfer.pack, 0
+
+    def spoiled(named: Sequence[tuple[str, Tensor]], device: torch.device) -> Any:
+        nonlocal packed
+        flat, specs = pack(named, device)
+        packed += 1
+        flat[5] ^= 0xFF if packed == bucket else 0
+        return flat, specs
+
+    monkeypatch.setattr(transfer, "pack", spoiled)
+    server = FakeServer()
+    [answer] = (await deliver(transport, 1, server)).answers
+    assert isinstance(answer, Exception)
+    assert f"the bytes of tensor '{'abd'[bucket - 1]}' changed on their way" in str(answer)
+
+
+async def test_weights_that_can_not_be_gathered_are_an_error() -> None:
+    trainer, transport = make(timeout_s=2)
+    trainer.fails = True
+    with pytest.raises(TrainerError, match="a rank has gone"):
+        await deliver(transport, 1, FakeServer())

@@ -1,0 +1,480 @@
+"""The pool against small real HTTP servers on loopback: who plays what, and what becomes of it when one is lost."""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pydantic
+import pytest
+
+from hocket.errors import ServerError, SyncError
+from hocket.pool import Member, ServerPool
+from hocket.protocol import ErrorBody, GenerateRequest, Health
+from hocket.types import Completion, SamplingParams
+
+SEED = 1000
+SAMPLING = SamplingParams(max_tokens=10, seed=SEED)
+
+
+def error(code: str) -> dict[str, str]:
+    return {"code": code, "message": f"it is {code}", "hint": "do something"}
+
+
+class FakeServer:
+    """Completes every prompt with a text that tells its first token and the seed; fails as it is told to.
+
+    Attributes:
+        requests: bodies of /generate.
+        played: (first token, seed) of every completion that was sent.
+        looks: how often /health was asked.
+        hold: /generate waits for it before each completion.
+        cut_after: breaks the connection after so many completions of a request.
+        end_with: error that ends a request before its first completion; refuse: the same, as (status, code).
+        junk: sends what is no answer.
+    """
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.session, self.status = "s1", "ready"
+        self.failure: dict[str, str] | None = None
+        self.requests: list[GenerateRequest] = []
+        self.played: list[tuple[int, int | None]] = []
+        self.looks = self.dropped = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.mute = self.junk = False
+        self.cut_after: int | None = None
+        self.end_with: str | None = None
+        self.refuse: tuple[int, str] | None = None
+        self._listening: asyncio.Server | None = None
+        self._connections: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> "FakeServer":
+        self._listening = await asyncio.start_server(self._answer, "127.0.0.1", self.port)
+        return self
+
+    async def die(self) -> None:
+        assert self._listening is not None
+        self._listening.close()
+        for writer in self._connections:
+            writer.transport.abort()
+        await asyncio.sleep(0)  # lets the handlers see it
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            length = int(head.partition("content-length:")[2].split("\r\n")[0] or 0)
+            body = await reader.readexactly(length)
+            if head.startswith("get /health"):
+                self.looks += 1
+                while self.mute and not writer.transport.is_closing():
+                    await asyncio.sleep(0.01)
+                await self._send(writer, 200, self.health().model_dump_json())
+            else:
+                await self._generate(writer, GenerateRequest.model_validate_json(body))
+            writer.close()
+        self._connections.discard(writer)
+
+    async def _generate(self, writer: asyncio.StreamWriter, request: GenerateRequest) -> None:
+        self.requests.append(request)
+        refuse = (409, "other_session") if request.session not in (None, self.session) else self.refuse
+        if refuse is not None:
+            await self._send(writer, refuse[0], json.dumps({"error": error(refuse[1])}))
+            return
+        await self._send(writer, 200, "")
+        end: dict[str, Any] = {"done": True, "version": 1, "model": "m", "error": None}
+        if self.end_with is not None:
+            end, self.end_with = end | {"error": error(self.end_with)}, None
+        else:
+            for number, (i, j) in enumerate((i, j) for i in range(len(request.prompts)) for j in range(request.n)):
+                if number == self.cut_after:
+                    self.cut_after = None
+                    writer.transport.abort()
+                    return
+                if not self.hold.is_set():
+                    await self.hold.wait()
+                if writer.transport.is_closing():
+                    self.dropped += 1
+                    return
+                seed = None if request.seeds is None else request.seeds[i] + j
+                self.played.append((request.prompts[i][0], seed))  # type: ignore[arg-type]
+                done = {"token_ids": [5], "logprobs": [-0.5], "finish_reason": "stop", "versions": [[1, 0, 1]]}
+                text = f"{request.prompts[i][0]} {seed}"
+                line = {"prompt": i, "index": j, "completion": done | {"text": text}}
+                writer.write(b"{}\n" if self.junk else json.dumps(line).encode() + b"\n")
+                await writer.drain()
+        writer.write(json.dumps(end).encode() + b"\n")
+        await writer.drain()
+
+    async def _send(self, writer: asyncio.StreamWriter, status: int, body: str) -> None:
+        writer.write(f"HTTP/1.1 {status} x\r\nconnection: close\r\n\r\n{body}".encode())
+        await writer.drain()
+
+    def health(self) -> Health:
+        return Health(
+            status=self.status,  # type: ignore[arg-type]
+            version=1,
+            model="m",
+            dtype="float32",
+            vocab_size=9,
+            max_length=64,
+            tokenizer_sha256="",
+            session=self.session,
+            in_flight=0,
+            root="/",
+            device="cpu",
+            workers=1,
+            error=None if self.failure is None else ErrorBody.model_validate(self.failure),
+        )
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[list[FakeServer]]:
+    servers = [await FakeServer().start() for _ in range(2)]
+    yield servers
+    for server in servers:
+        server.hold.set()
+        await server.die()
+
+
+@pytest.fixture(autouse=True)
+async def deadline() -> AsyncIterator[None]:
+    """No wait without a deadline: a pool that hangs fails its test."""
+    task = asyncio.current_task()
+    assert task is not None
+    async with asyncio.timeout(30):
+        yield
+
+
+def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
+    return ServerPool([server.url for server in servers], **{"start_timeout_s": 10.0} | options)
+
+
+async def play(
+    pool: ServerPool, prompts: Sequence[Sequence[int]], *, n: int = 1, timeout_s: float = 10.0
+) -> dict[tuple[int, int], Completion]:
+    """Returns all completions; each pair comes exactly once."""
+    done: dict[tuple[int, int], Completion] = {}
+    async with asyncio.timeout(20):
+        async for i, j, completion in pool.generate(prompts, SAMPLING, n=n, timeout_s=timeout_s):
+            assert (i, j) not in done
+            done[i, j] = completion
+    assert done.keys() == {(i, j) for i in range(len(prompts)) for j in range(n)}
+    return done
+
+
+def texts(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, int], str]:
+    """What each pair must be: its prompt's first token, and the seed that is its own whoever plays it."""
+    return {(i, j): f"{p[0]} {SEED + i * n + j}" for i, p in enumerate(prompts) for j in range(n)}
+
+
+def outcome(done: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], str]:
+    return {pair: completion.text for pair, completion in done.items()}
+
+
+async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: list[FakeServer]) -> None:
+    draw = random.Random(0)
+    prompts = [[i] * draw.randint(1, 60) for i in range(100)]
+    async with make_pool(servers) as pool:
+        done = await play(pool, prompts, n=4)
+        assert [member.in_flight for member in pool.members] == [0, 0]
+    assert outcome(done) == texts(prompts, 4)
+    assert [len(server.requests) for server in servers] == [1, 1]
+    assert [server.requests[0].n for server in servers] == [4, 4]
+    mine = [{prompt[0] for prompt in server.requests[0].prompts} for server in servers]
+    assert not mine[0] & mine[1]
+    assert [len(server.requests[0].prompts) for server in servers] == [pytest.approx(50, rel=0.1)] * 2
+    tokens = [sum(4 * (len(prompts[i]) + 10) for i in share) for share in mine]
+    assert tokens == [pytest.approx(sum(tokens) / 2, rel=0.01)] * 2
+
+
+async def test_work_goes_to_the_server_with_the_fewest_tokens_in_flight(servers: list[FakeServer]) -> None:
+    async with make_pool(servers) as pool:
+        for server in servers:
+            server.hold.clear()
+        long = asyncio.create_task(play(pool, [[1] * 90]))  # 100 tokens with the 10 to come
+        while not servers[0].requests + servers[1].requests:
+            await asyncio.sleep(0.01)
+        busy, free = sorted(servers, key=lambda server: not server.requests)
+        assert sorted(member.in_flight for member in pool.members) == [0, 100]
+        # 40, 80, 120 tokens there against 100 here: the fourth one goes to the busy server.
+        short = asyncio.create_task(play(pool, [[i] * 30 for i in range(2, 6)]))
+        while len(busy.requests) < 2:
+            await asyncio.sleep(0.01)
+        assert len(free.requests[0].prompts) == 3
+        assert len(busy.requests[1].prompts) == 1
+        for server in servers:
+            server.hold.set()
+        await asyncio.gather(long, short)
+        assert [member.in_flight for member in pool.members] == [0, 0]
+
+
+async def test_every_pair_has_the_same_seed_whoever_plays_it(servers: list[FakeServer]) -> None:
+    prompts = [[i, i] for i in range(5)]
+    for some in (servers[:1], servers):
+        async with make_pool(some) as pool:
+            assert outcome(await play(pool, prompts, n=3)) == texts(prompts, 3)
+    assert servers[0].requests[0].seeds == [1000, 1003, 1006, 1009, 1012]  # seed + i * n
+    assert servers[0].requests[0].sampling.seed is None
+
+
+async def test_without_a_seed_none_is_sent(servers: list[FakeServer]) -> None:
+    async with make_pool(servers[:1]) as pool:
+        done = [item async for item in pool.generate([[1]], SamplingParams(), timeout_s=5)]
+    assert len(done) == 1
+    assert servers[0].requests[0].seeds is None
+
+
+async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewhere_once(
+    servers: list[FakeServer],
+) -> None:
+    prompts = [[i] for i in range(8)]
+    said: list[str] = []
+    servers[0].cut_after = 5  # of its 4 prompts with 3 completions each: in the middle of the second prompt
+    async with make_pool(servers, say=said.append) as pool:
+        done = await play(pool, prompts, n=3)
+        assert outcome(done) == texts(prompts, 3)
+        lost, other = pool.members
+        assert (lost.session, other.session) == (None, "s1")
+        assert [lost.in_flight, other.in_flight] == [0, 0]
+    assert len(servers[0].played) == 5
+    assert len(servers[1].played) == 12 + 7
+    assert Counter(servers[0].played + servers[1].played).most_common(1)[0][1] == 1
+    again = servers[1].requests[1]
+    assert (len(again.prompts), again.n) == (7, 1)  # what is left of a prompt is asked for one by one
+    assert any(line.startswith(f"lost server {servers[0].url}") for line in said)
+
+
+async def test_a_server_that_has_gone_gets_no_work_and_works_again_once_it_is_back(servers: list[FakeServer]) -> None:
+    async with make_pool(servers) as pool:
+        await pool.wait_up()
+        await servers[0].die()
+        prompts = [[i] for i in range(6)]
+        assert outcome(await play(pool, prompts)) == texts(prompts, 1)
+        assert len(servers[1].played) == 6
+        await servers[0].start()
+        while len(pool.up) < 2:
+            await asyncio.sleep(0.05)
+            await pool.wait_up()
+        await play(pool, prompts)
+        assert len(servers[0].played) == 3
+
+
+async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_up(servers: list[FakeServer]) -> None:
+    brought: list[tuple[str, str]] = []
+    well = True
+
+    async def bring_up(member: Member, health: Health) -> None:
+        if not well:
+            raise SyncError("it can't take the weights")
+        brought.append((member.url, health.session))
+        member.holds(health.session)
+
+    async with make_pool(servers) as pool:
+        pool.bring_up = bring_up
+        await pool.wait_up()
+        well = False
+        servers[0].session = "s2"  # another process, with other weights, behind the same URL
+        prompts = [[i] for i in range(4)]
+        assert outcome(await play(pool, prompts)) == texts(prompts, 1)
+        assert servers[0].played == []  # it said 409 to what was for the one before
+        assert servers[0].requests[0].session == "s1"
+        pool.members[0]._next_look = 0.0
+        await play(pool, prompts)
+        assert servers[0].played == []  # it was looked at, and could not be brought up
+        assert pool.members[0].out == "it can't take the weights"
+        well = True
+        pool.members[0]._next_look = 0.0
+        await play(pool, prompts)
+        assert len(servers[0].played) == 2
+        assert servers[0].requests[-1].session == "s2"
+    assert brought == [(servers[0].url, "s1"), (servers[1].url, "s1"), (servers[0].url, "s2")]
+
+
+async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline_with_it(
+    servers: list[FakeServer],
+) -> None:
+    waited: list[tuple[str, float]] = []
+    alone = servers[0]
+    async with make_pool([alone], on_wait=lambda what, seconds: waited.append((what, seconds))) as pool:
+        await pool.wait_up()
+        alone.hold.clear()
+        playing = asyncio.create_task(play(pool, [[1], [2]], timeout_s=1.5))
+        while not alone.requests:
+            await asyncio.sleep(0.01)
+        await alone.die()
+        await asyncio.sleep(1.7)
+        alone.hold.set()
+        await alone.start()
+        assert outcome(await playing) == texts([[1], [2]], 1)
+    assert waited
+    assert "nothing answers there yet" in waited[-1][0]
+    assert waited[-1][1] > 1
+
+
+async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer]) -> None:
+    await servers[0].die()
+    servers[1].status = "loading"
+    async with make_pool(servers, start_timeout_s=0.6) as pool:
+        with pytest.raises(ServerError, match="gave up after 1 s of waiting for a server") as raised:
+            await pool.wait_up()
+    assert f"{servers[0].url}: nothing answers there yet; {servers[1].url}: it is loading" in str(raised.value)
+    assert "run.py serve" in str(raised.value)
+    assert raised.value.code == "timeout"
+
+
+async def test_a_failed_engine_is_left_out_but_a_failed_load_may_be_mended(servers: list[FakeServer]) -> None:
+    for server, code in zip(servers, ("engine_dead", "reload_failed"), strict=True):
+        server.status, server.failure = "failed", error(code)
+    async with make_pool(servers) as pool:
+        assert [member.url for member in await pool.wait_up()] == [servers[1].url]
+        assert pool.members[0].out == "it failed: it is engine_dead"
+
+
+@pytest.mark.parametrize("code", ["aborted", "asleep"])
+async def test_what_was_ended_for_others_to_go_first_is_played_again_by_the_same_server(
+    servers: list[FakeServer], code: str
+) -> None:
+    servers[0].end_with = code
+    async with make_pool(servers[:1]) as pool:
+        assert outcome(await play(pool, [[1], [2]], n=2)) == texts([[1], [2]], 2)
+        assert pool.members[0].in_flight == 0
+    assert len(servers[0].requests) == 2
+    assert servers[0].looks == 1  # it never was out
+
+
+async def test_a_server_that_is_silent_for_too_long_is_lost(servers: list[FakeServer]) -> None:
+    said: list[str] = []
+    async with make_pool(servers, silence_s=0.4, say=said.append) as pool:
+        await pool.wait_up()
+        servers[0].mute = True
+        servers[0].hold.clear()
+        start = time.monotonic()
+        prompts = [[i] for i in range(4)]
+        assert outcome(await play(pool, prompts)) == texts(prompts, 1)
+        assert 0.4 < time.monotonic() - start < 3
+        assert len(servers[1].played) == 4
+    assert said == [f"lost server {servers[0].url}: it has not answered for 0.4 s"]
+
+
+async def test_a_slow_answer_is_waited_for_as_long_as_the_server_lives(servers: list[FakeServer]) -> None:
+    async with make_pool(servers[:1], silence_s=0.2) as pool:
+        servers[0].hold.clear()
+        playing = asyncio.create_task(play(pool, [[1]]))
+        await asyncio.sleep(0.8)
+        servers[0].hold.set()
+        await playing
+    assert len(servers[0].requests) == 1
+
+
+async def test_work_that_is_not_done_in_time_is_an_error(servers: list[FakeServer]) -> None:
+    for server in servers:
+        server.hold.clear()
+    async with make_pool(servers) as pool:
+        with pytest.raises(ServerError, match="did not finish in") as raised:
+            await play(pool, [[1], [2]], timeout_s=0.3)
+        assert [member.in_flight for member in pool.members] == [0, 0]
+        assert len(pool.up) == 2
+    assert raised.value.code == "timeout"
+
+
+@pytest.mark.parametrize(("status", "code"), [(401, "unauthorized"), (422, "context_too_long")])
+async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServer], status: int, code: str) -> None:
+    servers[0].refuse = (status, code)
+    async with make_pool(servers) as pool:
+        await pool.wait_up()
+        with pytest.raises(ServerError, match=f"it is {code}") as raised:
+            await play(pool, [[1]])
+    assert raised.value.status == status
+    assert servers[1].requests == []
+
+
+async def test_a_refused_token_ends_the_waiting(servers: list[FakeServer]) -> None:
+    async def bring_up(member: Member, health: Health) -> None:
+        raise ServerError("the token is wrong", code="unauthorized", status=401)
+
+    async with make_pool(servers) as pool:
+        pool.bring_up = bring_up
+        with pytest.raises(ServerError, match="the token is wrong"):
+            await pool.wait_up()
+
+
+async def test_weights_that_land_nowhere_end_the_run_and_only_here_leave_the_server_out(
+    servers: list[FakeServer],
+) -> None:
+    said: list[str] = []
+    bad = {servers[0].url}
+
+    async def bring_up(member: Member, health: Health) -> None:
+        member.holds(health.session)  # as the transport reports, before the canary is looked at
+        if member.url in bad:
+            raise SyncError(f"{member.url} and the trainer disagree")
+
+    async with make_pool(servers[:1]) as pool:
+        pool.bring_up = bring_up
+        with pytest.raises(SyncError, match="disagree"):
+            await pool.wait_up()
+        assert pool.up == []
+    bad.clear()
+    async with make_pool(servers, say=said.append) as pool:
+        pool.bring_up = bring_up
+        await pool.wait_up()
+        bad.add(servers[0].url)
+        pool.members[0].take_out("it was started again")
+        pool.members[0]._next_look = 0.0
+        await play(pool, [[1], [2]])
+        assert pool.up == [pool.members[1]]
+        assert "disagree" in str(pool.members[0].out)
+    assert f"server {servers[0].url} is left out: {servers[0].url} and the trainer disagree" in said
+    assert servers[0].requests == []
+
+
+async def test_an_answer_that_is_none_is_raised_and_does_not_hang(servers: list[FakeServer]) -> None:
+    servers[0].junk = True
+    async with make_pool(servers[:1]) as pool:
+        with pytest.raises(pydantic.ValidationError):
+            await play(pool, [[1], [2]])
+        assert pool.members[0].in_flight == 0
+
+
+async def test_a_caller_that_leaves_ends_its_requests(servers: list[FakeServer]) -> None:
+    async with make_pool(servers[:1]) as pool:
+        stream = pool.generate([[i] for i in range(50)], SAMPLING, n=1, timeout_s=10)
+        await anext(stream)
+        servers[0].hold.clear()
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert pool.members[0].in_flight == 0
+        await asyncio.sleep(0.1)
+        servers[0].hold.set()
+    assert len(servers[0].requests) == 1
+
+
+def test_a_server_that_is_out_is_looked_at_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("hocket.pool.time", SimpleNamespace(monotonic=lambda: now))
+    member = Member(SimpleNamespace(url="http://a"))  # type: ignore[arg-type]
+    assert member.due  # nobody has looked yet
+    pauses = []
+    for _ in range(10):
+        member.take_out("it is gone")
+        assert not member.due
+        pause = 0.0
+        while not member.due:
+            now, pause = now + 0.25, pause + 0.25
+        pauses.append(pause)
+    assert pauses == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    member.holds("s1")
+    assert (member.due, member.out) == (False, None)
+    member.take_out("it is gone again")
+    now += 0.25
+    assert member.due  # from the beginning
