@@ -265,7 +265,7 @@ async def test_a_server_that_stops_while_it_receives_is_named_with_bucket_and_ve
     delivery = await deliver(transport, 12, server, other)
     assert 3.9 < time.monotonic() - start < 10
     assert isinstance(delivery.answers[0], SyncTimeout)
-    assert "server http://127.0.0.1:1 did not finish bucket 1/3 of version 12 in 2 s;" in str(delivery.answers[0])
+    assert "server http://127.0.0.1:1 did not finish bucket 1/3 of version 12 in 1 s;" in str(delivery.answers[0])
     assert "/reload_weights did not finish" in str(delivery.answers[0])
     assert_holds(other, delivery.answers[1], 12)
 

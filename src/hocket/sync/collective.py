@@ -8,7 +8,6 @@ are gathered in a second thread and sent in others, so that a bucket travels whi
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import re
 import secrets
@@ -29,7 +28,7 @@ from hocket.sync.delivery import Delivery
 from hocket.types import InFlight
 
 POLL_S = 0.002
-READY_SHARE, BUCKET_SHARE = 0.25, 0.5
+READY_SHARE, BUCKET_SHARE = 0.5, 0.25
 """Shares of sync.timeout_s after which a server is given up that does not begin to receive, or to take a bucket.
 
 The others wait for it meanwhile, and need what is left of the same deadline.
@@ -76,6 +75,8 @@ class CollectiveTransport:
         begun = time.perf_counter()
         checksum = await asyncio.to_thread(self._send, sendings)
         for sending, request in zip(sendings, requests, strict=True):
+            if sending.failure is not None:
+                self._drop(sending.server)  # the workers, too, need not wait any longer: their error comes now
             answers[sending.server] = sending.outcome(await request)
             if isinstance(answers[sending.server], HocketError):  # both ends begin again with a new group
                 self._drop(sending.server)
@@ -172,7 +173,7 @@ class _Link:
 
 
 class _Sending:
-    """One version on its way to one server."""
+    """One version on its way to one server; `failure` is what this end knows of a transfer that broke."""
 
     def __init__(self, server: ServerClient, link: _Link, version: int, num_buckets: int, timeout_s: float) -> None:
         self.server = server
@@ -182,7 +183,7 @@ class _Sending:
         self._timeout_s = timeout_s
         self._sent = 0
         self._ready = False
-        self._failure: SyncError | None = None
+        self.failure: SyncError | None = None
 
     def ask(self, buckets: list[list[TensorLayout]], in_flight: InFlight) -> "asyncio.Task[Answer]":
         """Tells the server what will come. Its answer, or what went wrong, comes when all of it is loaded."""
@@ -199,20 +200,22 @@ class _Sending:
         return asyncio.create_task(answer())
 
     async def wait(self, request: "asyncio.Task[Answer]") -> None:
-        """Returns once the workers are about to receive, or the server has answered already.
-
-        Or once READY_SHARE of the time is over.
-        """
-        what = transfer.receiving(self._link.turns)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(READY_SHARE * self._timeout_s):
+        """Returns once the workers are about to receive, the server has answered already, or it has been too long."""
+        what, seconds = transfer.receiving(self._link.turns), READY_SHARE * self._timeout_s
+        try:
+            async with asyncio.timeout(seconds):
                 self._ready = await _announced(
                     self._link.store, self._link.group.name, what, self._link.workers, request
                 )
+        except TimeoutError:
+            self.failure = SyncTimeout(
+                f"server {self.server.url} did not begin to receive version {self._version} in {seconds:g} s; requests "
+                f"that it drains first need a higher sync.timeout_s"
+            )
 
     def send(self, flat: Tensor) -> None:
         """Sends one bucket; after a failure, nothing more."""
-        if not self._ready or self._failure is not None:
+        if not self._ready or self.failure is not None:
             return
         self._sent += 1
         which = f"bucket {self._sent}/{self._num_buckets} of version {self._version}"
@@ -220,20 +223,20 @@ class _Sending:
             self._link.group.broadcast(flat.to(self._link.group.device))
         except RuntimeError as error:
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                self._failure = SyncTimeout(
+                self.failure = SyncTimeout(
                     f"server {self.server.url} did not finish {which} in {BUCKET_SHARE * self._timeout_s:g} s; is it "
                     f"overloaded, or stopped? A slower network needs a higher sync.timeout_s"
                 )
             else:
-                self._failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")
+                self.failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")
 
     def outcome(self, answer: Answer) -> Answer:
         """Returns the server's answer, or all that is known of what went wrong."""
-        if self._failure is None:
+        if self.failure is None:
             return answer
         if isinstance(answer, HocketError):
-            return type(self._failure)(f"{self._failure}; {answer}")
-        return self._failure
+            return type(self.failure)(f"{self.failure}; {answer}")
+        return self.failure
 
 
 async def _announced(store: Any, name: str, what: str, workers: int, until: "asyncio.Future[Any]") -> bool:
