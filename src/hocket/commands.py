@@ -57,7 +57,7 @@ def train(config: Config) -> int:
 
         async def run() -> None:
             async with _pool(config, **tell) as servers:
-                turns = Turns(config.sync, trainer, servers) if config.launch.share_gpu else None
+                turns = Turns(config, trainer, servers) if config.launch.share_gpu else None
                 await Run(
                     config=config,
                     trainer=trainer,
@@ -128,7 +128,7 @@ async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
     if config.launch.share_gpu:
         async with _pool(config, **tell) as servers:
             await servers.wait_up()
-            await put_to_sleep(servers, config.sync)
+            await put_to_sleep(servers, config)
 
 
 def _pool(config: Config, **tell: Callable[..., None]) -> ServerPool:

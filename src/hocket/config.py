@@ -217,7 +217,7 @@ class ServerConfig(Section):
         0.85,
         gt=0,
         le=1,
-        description="Share of GPU memory for weights and KV cache. A trainer on the same GPU must find room in the rest; "
+        description="Share of GPU memory for weights and KV cache. A trainer on the same GPU needs room in the rest; "
         "with launch.share_gpu that is only what its process holds while its states are away, 1 or 2 GiB.",
     )
     kv_cache_mib: int | None = Field(

@@ -144,7 +144,7 @@ class SleepRequest(Strict):
     cache may wake up. `in_flight` is as for a reload: kept requests go on once the engine is awake.
     """
 
-    level: Literal[1, 2] = 1
+    level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
     in_flight: InFlight = "keep"
 
 

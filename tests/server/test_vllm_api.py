@@ -38,7 +38,9 @@ NAMES = {
         "AsyncLLM.pause_generation",
         "AsyncLLM.resume_generation",
         "AsyncLLM.shutdown",
+        "AsyncLLM.sleep",
         "AsyncLLM.update_weight_version",
+        "AsyncLLM.wake_up",
     ],
     "vllm.v1.engine.core": ["EngineCoreProc.run_engine_core"],
     "vllm.v1.engine.utils": ["get_mp_context"],
@@ -114,6 +116,27 @@ def test_the_arguments_say_what_the_config_says(args: Any, model: str) -> None:
         load(None, [f"model.path={model}", "server.max_lora_rank=8", "model.dtype=bfloat16"])
     )
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
+
+
+def test_sleep_and_wake_up_take_what_we_give() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.abstract import SLEEP_TAGS
+
+    assert {"level", "mode"} <= inspect.signature(AsyncLLM.sleep).parameters.keys()
+    assert "tags" in inspect.signature(AsyncLLM.wake_up).parameters
+    assert {"weights", "kv_cache"} == SLEEP_TAGS
+
+
+def test_only_a_server_that_shares_its_gpu_has_an_allocator_that_can_sleep(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleeps(*settings: str) -> bool:
+        return bool(vllm_api.engine_arguments(load(None, [f"model.path={model}", *settings])).enable_sleep_mode)
+
+    assert not sleeps("launch.share_gpu=true")  # the CPU's worker has none
+    monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)
+    assert sleeps("launch.share_gpu=true")
+    assert not sleeps()
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:

@@ -9,18 +9,13 @@ Whoever leaves does so before the other comes. Without launch.share_gpu there is
 
 import time
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
-from hocket.config import SyncConfig
+from hocket.config import Config
 from hocket.errors import ServerError, SyncError
 from hocket.pool import Member, ServerPool
 from hocket.protocol import Memory, SleepRequest, WakeRequest
 from hocket.types import TrainSample
-
-Level = Literal[1, 2]
-FORGET: Level = 2
-"""The next thing that the engine gets is all weights. Where it gets an adapter only, it must keep them: 1."""
-KEEP: Level = 1
 
 _GONE = {"unreachable", "engine_dead", "shutting_down"}
 """Codes of errors after which a server has no memory on the GPU any more."""
@@ -37,15 +32,19 @@ class Guest(Protocol):
 class Turns:
     """Says who is on the GPU. A server that is lost on the way holds nothing there, and is taken out of the pool."""
 
-    def __init__(self, config: SyncConfig, trainer: Guest, pool: ServerPool) -> None:
+    def __init__(self, config: Config, trainer: Guest, pool: ServerPool) -> None:
         self._config = config
         self._trainer = trainer
         self._pool = pool
 
-    async def trainer(self, level: Level = FORGET) -> dict[str, float]:
-        """Makes it the trainer's turn: the server sleeps, the trainer is on the GPU. Returns time/turn."""
+    async def trainer(self, *, keep: bool = False) -> dict[str, float]:
+        """Makes it the trainer's turn: the server sleeps, the trainer is on the GPU. Returns time/turn.
+
+        Args:
+            keep: the server will need the weights that it has; else it gets new ones.
+        """
         start = time.perf_counter()
-        await put_to_sleep(self._pool, self._config, level)
+        await put_to_sleep(self._pool, self._config, keep=keep)
         self._trainer.onload()
         return {"time/turn": time.perf_counter() - start}
 
@@ -60,7 +59,7 @@ class Turns:
 
     async def score(self, samples: Sequence[TrainSample]) -> float:
         """Returns the trainer's `logprob_gap` of what the server has generated; the server then has the GPU again."""
-        await self.trainer(KEEP)
+        await self.trainer(keep=True)
         gap = self._trainer.logprob_gap(samples)
         await self.server()
         await self.generation()
@@ -69,21 +68,24 @@ class Turns:
     async def _wake_up(self, tag: Memory) -> None:
         for member in self._pool.members:
             try:
-                await member.server.wake_up(WakeRequest(tags=[tag]), timeout_s=self._config.timeout_s)
+                await member.server.wake_up(WakeRequest(tags=[tag]), timeout_s=self._config.sync.timeout_s)
             except ServerError as error:
                 _lost(self._pool, member, error)
 
 
-async def put_to_sleep(pool: ServerPool, config: SyncConfig, level: Level = FORGET) -> None:
+async def put_to_sleep(pool: ServerPool, config: Config, *, keep: bool = False) -> None:
     """Has every server leave the GPU.
+
+    Args:
+        keep: its weights go to the CPU's memory; else they are dropped, as all of them come again.
 
     Raises:
         SyncError: one refuses.
     """
-    request = SleepRequest(level=level, in_flight=config.in_flight)
+    request = SleepRequest(level=1 if keep else 2, in_flight=config.sync.in_flight)
     for member in pool.members:
         try:
-            await member.server.sleep(request, timeout_s=config.timeout_s)
+            await member.server.sleep(request, timeout_s=config.sync.timeout_s)
         except ServerError as error:
             _lost(pool, member, error)
 

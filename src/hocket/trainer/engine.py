@@ -5,7 +5,6 @@ no step is ever skipped without notice.
 """
 
 import contextlib
-import gc
 import importlib
 import io
 import logging
@@ -235,7 +234,6 @@ class DeepSpeedEngine:
 
     def offload(self) -> None:
         """Moves parameters, gradients and the optimizer's state to the CPU's memory; until `onload` nothing can run."""
-        gc.collect()  # what only cycles keep would stay on the device
         module = self._engine.module
         tensors = offload.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
         self._offloaded = offload.offload(tensors, self._ranks.device)

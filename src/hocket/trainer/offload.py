@@ -41,6 +41,8 @@ def tensors_in(*roots: Any) -> Iterator[Tensor]:
 
 def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
     """Empties the storages of those tensors that are on the device; none of them may be used until `onload`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # whichever stream wrote last
     moved = []
     storages = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.device == device
