@@ -70,7 +70,7 @@ class Run:
                 if samples:
                     self.console.progress(step, "training")
                     if self.turns is not None:
-                        metrics |= await self.turns.trainer()
+                        metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
                     stats = trainer.step(samples)  # 5 batches, 6 update      trainer/
                     metrics |= train_metrics(stats)
                     with timed(metrics, "time/sync"):
