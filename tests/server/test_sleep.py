@@ -137,7 +137,7 @@ def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 def start_generating(server: Any) -> tuple[threading.Thread, list[Any]]:
     body = {"prompts": [[5, 6, 7, 8]], "n": 96, "sampling": {"max_tokens": 400}}
     thread, answers = in_background(lambda: server.client.post("/generate", json=body))
-    server.wait_for(lambda health: health["in_flight"] == 96)
+    server.wait_for(lambda health: health["in_flight"] > 0)  # the first may end before anybody has looked
     return thread, answers
 
 
