@@ -204,6 +204,22 @@ def test_what_would_fail_only_later_is_refused_at_once(setting: str, message: st
         config.load(None, [setting])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["sync.backend=nccl"], "NCCL can't connect two processes on one GPU"),
+        (["server.urls=[http://a:1, http://b:1]"], "one server"),
+        (["launch.server_gpus=0", "launch.trainer_gpus=1"], "must be the same"),
+        (["launch.server_gpus=0"], "must be the same"),
+    ],
+)
+def test_a_gpu_can_be_shared_by_one_server_and_its_trainer_through_files(settings: list[str], message: str) -> None:
+    config.load(None, settings)
+    with pytest.raises(ConfigError, match=message):
+        config.load(None, ["launch.share_gpu=true", *settings])
+    config.load(None, ["launch.share_gpu=true", "launch.server_gpus=3", "launch.trainer_gpus=3"])
+
+
 def test_a_symlinked_run_folder_lies_under_its_targets_parent(tmp_path: Path) -> None:
     (tmp_path / "real" / "a").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real" / "a")

@@ -24,8 +24,11 @@ from hocket.protocol import (
     ReloadRequest,
     ReloadResponse,
     Sampling,
+    SleepRequest,
+    SleepResponse,
     StreamEnd,
     StreamLine,
+    WakeRequest,
 )
 from hocket.types import Completion, SamplingParams
 
@@ -156,6 +159,14 @@ class ServerClient:
     async def init_weight_group(self, request: GroupRequest, *, timeout_s: float) -> GroupResponse:
         """Has the server's workers join a weight group; returns once they have."""
         return await self._post("/init_weight_group", request, GroupResponse, timeout_s)
+
+    async def sleep(self, request: SleepRequest, *, timeout_s: float) -> SleepResponse:
+        """Has the server's engine leave the GPU; returns once it has."""
+        return await self._post("/sleep", request, SleepResponse, timeout_s)
+
+    async def wake_up(self, request: WakeRequest, *, timeout_s: float) -> SleepResponse:
+        """Has parts of the server's engine come back to the GPU; returns once they are there."""
+        return await self._post("/wake_up", request, SleepResponse, timeout_s)
 
     async def _post(self, route: str, request: pydantic.BaseModel, answer: type[M], timeout_s: float) -> M:
         async with self._deadline(timeout_s, route):

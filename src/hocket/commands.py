@@ -20,6 +20,7 @@ from hocket.rewards import RewardScorer
 from hocket.rollout.evaluate import evaluate, rewards_of_eval
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
+from hocket.sync.turns import Turns, put_to_sleep
 from hocket.types import Prompt
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def train(config: Config) -> int:
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
+        asyncio.run(_make_room(config))
         Trainer(config).follow()
         return 0
     with ExitStack() as stack:
@@ -44,6 +46,8 @@ def train(config: Config) -> int:
         prompts = _load("train", config, tokenizer, console)
         held_out = _load("eval", config, tokenizer, console)
         recorder = stack.enter_context(Recorder(config))
+        tell = {"on_wait": console.doing, "say": console.say}
+        asyncio.run(_make_room(config, **tell))
         console.doing(f"loading {config.model.path} into the trainer")
 
         from hocket.loop import Run
@@ -52,7 +56,8 @@ def train(config: Config) -> int:
         trainer = stack.enter_context(Trainer(config))
 
         async def run() -> None:
-            async with _pool(config, console) as servers:
+            async with _pool(config, **tell) as servers:
+                turns = Turns(config, trainer, servers) if config.launch.share_gpu else None
                 await Run(
                     config=config,
                     trainer=trainer,
@@ -61,9 +66,10 @@ def train(config: Config) -> int:
                     held_out=held_out,
                     scorer=scorer,
                     judge=judge,
-                    sync=_sync(config, trainer, servers, prompts, console),
+                    sync=_sync(config, trainer, servers, prompts, turns, console),
                     recorder=recorder,
                     console=console,
+                    turns=turns,
                 ).train()
 
         asyncio.run(run())
@@ -104,7 +110,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
 
         async def run() -> dict[str, float]:
             nonlocal own
-            async with _pool(config, console, waiting) as servers:
+            async with _pool(config, on_wait=waiting, say=console.say) as servers:
                 servers.bring_up = check
                 if not config.server.urls and not await servers.members[0].server.answers():
                     own = stack.enter_context(server_process(config, arguments, config.run_dir))
@@ -114,19 +120,34 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         return asyncio.run(run())
 
 
-def _pool(config: Config, console: Console, on_wait: Callable[[str, float], None] | None = None) -> ServerPool:
+async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
+    """With launch.share_gpu: waits until the server has started, which needs the GPU for itself, and now sleeps.
+
+    Every rank does so before it takes the GPU; nobody wakes the server before all of them have built their trainer.
+    """
+    if config.launch.share_gpu:
+        async with _pool(config, **tell) as servers:
+            await servers.wait_up()
+            await put_to_sleep(servers, config)
+
+
+def _pool(config: Config, **tell: Callable[..., None]) -> ServerPool:
     return ServerPool(
         config.server_urls,
         token=config.token,
         silence_s=config.server.silence_s,
         start_timeout_s=config.server.start_timeout_s,
-        on_wait=on_wait or console.doing,
-        say=console.say,
+        **tell,
     )
 
 
 def _sync(
-    config: Config, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt], console: Console
+    config: Config,
+    trainer: "Trainer",
+    servers: ServerPool,
+    prompts: Sequence[Prompt],
+    turns: Turns | None,
+    console: Console,
 ) -> WeightSync:
     from hocket.sync.collective import CollectiveTransport
 
@@ -137,6 +158,7 @@ def _sync(
         DiskTransport(config, trainer),
         collective=CollectiveTransport(config, trainer) if config.sync.backend == "nccl" else None,
         canary=prompts[:CANARY_PROMPTS],
+        turns=turns,
         say=console.say,
     )
 

@@ -213,7 +213,13 @@ class ServerConfig(Section):
         60.0, gt=0, description="A server that does not answer /health for so long has its requests played elsewhere."
     )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of GPU memory for weights and KV cache.")
+    gpu_memory_utilization: float = Field(
+        0.85,
+        gt=0,
+        le=1,
+        description="Share of GPU memory for weights and KV cache. A trainer on the same GPU needs room in the rest; "
+        "with launch.share_gpu that is only what its process holds while its states are away, 1 or 2 GiB.",
+    )
     kv_cache_mib: int | None = Field(
         None, ge=16, description="KV cache size; default: from the share on a GPU, 256 on a CPU."
     )
@@ -264,6 +270,11 @@ class LaunchConfig(Section):
     trainers: int = Field(1, ge=1, description="Trainer processes that quickstart starts on this machine.")
     server_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of the server that quickstart starts.")
     trainer_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of the trainer that quickstart starts.")
+    share_gpu: bool = Field(
+        False,
+        description="Server and trainer take turns on the same GPU: while one works, the other's memory is off it. "
+        "Both must be started with it; the trainer waits for the server before it takes the GPU.",
+    )
 
 
 class Config(Section):
@@ -304,8 +315,21 @@ class Config(Section):
         longest = max(waits, key=waits.__getitem__)
         if waits[longest] >= self.trainer.collective_timeout_s:
             raise ValueError(f"trainer.collective_timeout_s must exceed {longest}: the other ranks wait that long")
+        if self.launch.share_gpu:
+            self._can_share_gpu()
         _ = self.token  # a weak one is refused now
         return self
+
+    def _can_share_gpu(self) -> None:
+        if self.sync.backend != "disk":
+            raise ValueError(
+                "launch.share_gpu needs sync.backend=disk: NCCL can't connect two processes on one GPU, and the "
+                "trainer is off it while the server loads"
+            )
+        if len(self.server_urls) > 1:
+            raise ValueError("launch.share_gpu is for one server; give several servers GPUs of their own")
+        if self.launch.server_gpus != self.launch.trainer_gpus:
+            raise ValueError("with launch.share_gpu, launch.server_gpus and launch.trainer_gpus must be the same")
 
     @property
     def run_dir(self) -> Path:

@@ -21,6 +21,7 @@ from hocket.rewards import RewardScorer
 from hocket.rollout.collect import in_order, play, refuse_failing, sampling_params
 from hocket.rollout.evaluate import evaluate
 from hocket.sync.base import WeightSync
+from hocket.sync.turns import Turns
 from hocket.trainer.trainer import Trainer
 from hocket.types import Group, Prompt
 
@@ -34,6 +35,7 @@ class Run:
         held_out: prompts of the evaluation; none: no evaluation.
         scorer: rewards of the training rollouts.
         judge: the one reward whose mean over held-out prompts is the accuracy.
+        turns: where server and trainer share a GPU; publishing ends the trainer's turn.
     """
 
     config: Config
@@ -46,6 +48,7 @@ class Run:
     sync: WeightSync
     recorder: Recorder
     console: Console
+    turns: Turns | None = None
 
     async def train(self) -> dict[str, Any]:
         """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content."""
@@ -66,6 +69,8 @@ class Run:
                 metrics |= signal
                 if samples:
                     self.console.progress(step, "training")
+                    if self.turns is not None:
+                        metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
                     stats = trainer.step(samples)  # 5 batches, 6 update      trainer/
                     metrics |= train_metrics(stats)
                     with timed(metrics, "time/sync"):

@@ -133,6 +133,34 @@ class ReloadResponse(Strict):
     session: str
 
 
+Memory = Literal["weights", "kv_cache"]
+"""The parts of the engine's memory that leave the GPU while it sleeps."""
+
+
+class SleepRequest(Strict):
+    """POST /sleep: the engine leaves the GPU. Idempotent, and `level` only counts where weights are still there.
+
+    Level 1 keeps the weights in the CPU's memory; level 2 drops them, and the engine then needs a reload before its KV
+    cache may wake up. `in_flight` is as for a reload: kept requests go on once the engine is awake.
+    """
+
+    level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
+    in_flight: InFlight = "keep"
+
+
+class WakeRequest(Strict):
+    """POST /wake_up: these parts come back to the GPU; the engine generates again once both are there. Idempotent."""
+
+    tags: list[Memory] = Field(["weights", "kv_cache"], min_length=1)
+
+
+class SleepResponse(Strict):
+    """Answer to /sleep and /wake_up: what is off the GPU now; nothing: the engine is awake."""
+
+    asleep: list[Memory]
+    session: str
+
+
 class GroupRequest(Strict):
     """POST /init_weight_group: the engine's workers join the trainer, which is rank 0, in a group of their own.
 

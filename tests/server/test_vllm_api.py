@@ -49,7 +49,9 @@ NAMES = {
         "AsyncLLM.pause_generation",
         "AsyncLLM.resume_generation",
         "AsyncLLM.shutdown",
+        "AsyncLLM.sleep",
         "AsyncLLM.update_weight_version",
+        "AsyncLLM.wake_up",
     ],
     "vllm.v1.engine.core": ["EngineCoreProc.run_engine_core"],
     "vllm.v1.engine.utils": ["get_mp_context"],
@@ -170,6 +172,27 @@ async def test_what_becomes_of_requests_in_flight_is_said_in_vllm_s_words() -> N
     assert paused == [{"mode": mode, "clear_cache": True} for mode in ("keep", "wait", "abort")]
     known = get_args(inspect.signature(AsyncLLM.pause_generation).parameters["mode"].annotation)
     assert {how["mode"] for how in paused} <= set(known)
+
+
+def test_sleep_and_wake_up_take_what_we_give() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.abstract import SLEEP_TAGS
+
+    assert {"level", "mode"} <= inspect.signature(AsyncLLM.sleep).parameters.keys()
+    assert "tags" in inspect.signature(AsyncLLM.wake_up).parameters
+    assert {"weights", "kv_cache"} == SLEEP_TAGS
+
+
+def test_only_a_server_that_shares_its_gpu_has_an_allocator_that_can_sleep(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleeps(*settings: str) -> bool:
+        return bool(vllm_api.engine_arguments(load(None, [f"model.path={model}", *settings])).enable_sleep_mode)
+
+    assert not sleeps("launch.share_gpu=true")  # the CPU's worker has none
+    monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)
+    assert sleeps("launch.share_gpu=true")
+    assert not sleeps()
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:

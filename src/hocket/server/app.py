@@ -24,7 +24,10 @@ from hocket.protocol import (
     Health,
     ReloadRequest,
     ReloadResponse,
+    SleepRequest,
+    SleepResponse,
     StreamEnd,
+    WakeRequest,
 )
 from hocket.server.errors import ApiError, from_validation
 from hocket.server.middleware import LimitBody, RefuseWhenFailed, RequireToken
@@ -49,6 +52,8 @@ class Generator(Protocol):
     def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]: ...
     async def join_group(self, request: GroupRequest) -> GroupResponse: ...
     async def reload(self, request: ReloadRequest) -> ReloadResponse: ...
+    async def sleep(self, request: SleepRequest) -> SleepResponse: ...
+    async def wake_up(self, request: WakeRequest) -> SleepResponse: ...
 
 
 def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
@@ -102,6 +107,16 @@ def _router(engine: Generator) -> APIRouter:
     async def init_weight_group(request: Request) -> GroupResponse:
         """Connects the engine's workers with a trainer that will send weights straight from its memory."""
         return await engine.join_group(_parse(GroupRequest, await request.body()))
+
+    @router.post("/sleep", response_model=SleepResponse, responses=refusals, openapi_extra=_body("SleepRequest"))
+    async def sleep(request: Request) -> SleepResponse:
+        """Takes weights and KV cache off the GPU, for a trainer to use it."""
+        return await engine.sleep(_parse(SleepRequest, await request.body()))
+
+    @router.post("/wake_up", response_model=SleepResponse, responses=refusals, openapi_extra=_body("WakeRequest"))
+    async def wake_up(request: Request) -> SleepResponse:
+        """Brings weights, KV cache or both back to the GPU."""
+        return await engine.wake_up(_parse(WakeRequest, await request.body()))
 
     return router
 
@@ -180,7 +195,10 @@ def _body(model: str) -> dict[str, Any]:
 def _document_bodies(app: FastAPI) -> None:
     """Adds the messages that routes read themselves to the app's OpenAPI description."""
     _, described = models_json_schema(
-        [(GenerateRequest, "validation"), (ReloadRequest, "validation"), (GroupRequest, "validation")],
+        [
+            (message, "validation")
+            for message in (GenerateRequest, ReloadRequest, GroupRequest, SleepRequest, WakeRequest)
+        ],
         ref_template="#/components/schemas/{model}",
     )
     build = app.openapi

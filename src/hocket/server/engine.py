@@ -7,7 +7,7 @@ import copy
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,29 @@ from hocket.protocol import (
     GroupRequest,
     GroupResponse,
     Health,
+    Memory,
     ReloadRequest,
     ReloadResponse,
     Sampling,
+    SleepRequest,
+    SleepResponse,
     Status,
+    WakeRequest,
 )
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError
 from hocket.server.requests import Job, RequestReader
+from hocket.types import InFlight
 
 ABORT_TIMEOUT_S = 2.0
 RESTART = "restart the server; its log says more"
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
+PARTS: tuple[Memory, ...] = ("weights", "kv_cache")
+ASLEEP = ErrorBody(
+    code="asleep",
+    message="the engine is asleep: a trainer is using the GPU",
+    hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
+)
 
 
 class Engine:
@@ -63,6 +74,8 @@ class Engine:
         self._failure: ErrorBody | None = None
         self._version = 0
         self._held: tuple[str, ReloadResponse] | None = None
+        self._asleep: tuple[Memory, ...] = ()
+        self._has_weights = True
         self._group: str | None = None
         self._in_flight = 0
         self._shapes: versions.ModelShapes | None = None
@@ -91,13 +104,13 @@ class Engine:
         """Returns why the engine can't generate, None where it can."""
         if self._failure is None and self.llm.errored:
             self._fail("engine_dead", "the engine's process ended", RESTART)
-        return self._failure
+        return self._failure or (ASLEEP if self._asleep else None)
 
     def health(self) -> Health:
         """Returns the answer to /health."""
         failure = self.failure()
         return Health(
-            status=self._status,
+            status="asleep" if failure is ASLEEP and self._status == "ready" else self._status,
             version=self._version,
             model=self._model,
             dtype=vllm_api.dtype(self.llm),
@@ -109,7 +122,7 @@ class Engine:
             root=str(self._root),
             device=vllm_api.device(self.llm),
             workers=vllm_api.num_workers(self.llm),
-            error=failure,
+            error=None if failure is ASLEEP else failure,
         )
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
@@ -208,6 +221,9 @@ class Engine:
         """
         async with self._reload_lock:
             self._refuse_dead()
+            if "weights" in self._asleep:
+                hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
+                raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
             start = time.perf_counter()
             if self._shapes is None:
                 self._shapes = await asyncio.to_thread(versions.model_shapes, self._model)
@@ -229,6 +245,7 @@ class Engine:
             self._status = "updating"
             loaded = await self._load(request, call, argument, checksum)
             self._status, self._failure, self._version = "ready", None, request.version
+            self._has_weights = True
             response = ReloadResponse(
                 version=request.version,
                 seconds=time.perf_counter() - start,
@@ -239,9 +256,79 @@ class Engine:
             self._held = (key, response)
             return response
 
+    async def sleep(self, request: SleepRequest) -> SleepResponse:
+        """Takes weights and KV cache off the GPU, once requests in flight are where the request wants them.
+
+        Raises:
+            ApiError: 409, the server was not started for it; 503, requests in flight did not end in time, and go on;
+                500 or 503, the engine failed.
+        """
+        async with self._reload_lock:
+            self._refuse_dead()
+            if not self._config.launch.share_gpu:
+                hint = "start server and trainer with launch.share_gpu=true"
+                raise ApiError(409, "no_sleep_mode", "this server was not started to share its GPU", hint)
+            if "weights" not in self._asleep:
+                if not self._asleep:
+                    await self._pause(request.in_flight)
+                self._asleep = PARTS
+                await self._move(vllm_api.sleep(self.llm, request.level))
+                if request.level == 2:
+                    self._has_weights, self._held = False, None
+            return self._sleep_response()
+
+    async def wake_up(self, request: WakeRequest) -> SleepResponse:
+        """Brings parts back to the GPU; with the last of them, generation goes on.
+
+        Raises:
+            ApiError: 409, the KV cache would wake up before there are weights; 500 or 503, the engine failed.
+        """
+        async with self._reload_lock:
+            self._refuse_dead()
+            waking = [part for part in PARTS if part in request.tags and part in self._asleep]
+            left = tuple(part for part in self._asleep if part not in waking)
+            if waking and not left and not self._has_weights:
+                hint = 'POST /wake_up {"tags": ["weights"]}, then /reload_weights, then wake up the rest'
+                raise ApiError(409, "no_weights", "the engine dropped its weights when it fell asleep", hint)
+            if waking:
+                await self._move(vllm_api.wake_up(self.llm, waking))
+                self._asleep = left
+            return self._sleep_response()
+
+    def _sleep_response(self) -> SleepResponse:
+        return SleepResponse(asleep=list(self._asleep), session=self._session)
+
+    async def _pause(self, in_flight: InFlight) -> None:
+        try:
+            async with asyncio.timeout(self._config.sync.timeout_s):
+                await vllm_api.pause(self.llm, in_flight)
+        except TimeoutError as error:
+            await self.llm.resume_generation()
+            message = f"{self._in_flight} requests did not end within sync.timeout_s={self._config.sync.timeout_s:g}"
+            hint = "they go on; a higher sync.timeout_s, or sync.in_flight=keep, lets the engine sleep"
+            raise ApiError(503, "busy", message, hint) from error
+        except self._engine_errors:
+            self._refuse_dead()
+            raise
+
+    async def _move(self, moving: Awaitable[None]) -> None:
+        """Waits for the engine to fall asleep or wake up. One that failed to holds nobody knows what."""
+        try:
+            async with asyncio.timeout(self._config.sync.timeout_s):
+                await moving
+        except Exception as error:
+            if isinstance(error, TimeoutError):
+                error = TimeoutError(f"not done after sync.timeout_s={self._config.sync.timeout_s:g}")
+            code = "engine_dead" if self.llm.errored else "sleep_failed"
+            message = f"the engine could not leave the GPU, or come back to it: {_cause(error)}"
+            hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
+            reason = self._fail(code, message, hint)
+            await self._abort_all()
+            raise ApiError(500, reason.code, reason.message, reason.hint) from error
+
     def _refuse_dead(self) -> None:
         failure = self.failure()
-        if failure is not None and failure.code in ("engine_dead", "shutting_down"):
+        if failure is not None and failure.code in ("engine_dead", "shutting_down", "sleep_failed"):
             raise ApiError(503, failure.code, failure.message, failure.hint)
 
     def _holds(self, key: str, version: int) -> ReloadResponse | None:
@@ -260,12 +347,14 @@ class Engine:
         """Pauses, calls the workers, and resumes if all of them then hold the same, and what was published."""
         try:
             async with asyncio.timeout(self._config.sync.timeout_s):
-                await vllm_api.pause(self.llm, request.in_flight)
+                if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
+                    await vllm_api.pause(self.llm, request.in_flight)
                 answers = await self.llm.collective_rpc(call, args=(argument,))
                 if len({checksum or answers[0]["checksum"], *(answer["checksum"] for answer in answers)}) > 1:
                     raise RuntimeError("the tensors that reached the model are not those that were published")
                 await self.llm.update_weight_version(str(request.version))
-                await self.llm.resume_generation()
+                if not self._asleep:
+                    await self.llm.resume_generation()
         # Whatever went wrong, the model may be half loaded: the engine must not run before a reload succeeds.
         except Exception as error:
             self._group = None if isinstance(request.source, CollectiveSource) else self._group
@@ -275,7 +364,7 @@ class Engine:
         return loaded
 
     async def _loading_failed(self, version: int, error: Exception) -> ErrorBody:
-        self._held = None
+        self._held, self._has_weights = None, False
         if self.llm.errored:
             return self._fail("engine_dead", f"the engine's process ended while it loaded version {version}", RESTART)
         if isinstance(error, TimeoutError):

@@ -12,8 +12,10 @@ from hocket.server.errors import ApiError
 
 OPEN_ROUTE = ("GET", "/health")
 """The one route that needs no token."""
-ALWAYS_ANSWERED = frozenset({"/health", "/init_weight_group", "/reload_weights", "/metrics", "/docs", "/openapi.json"})
-"""Paths that a failed engine leaves open: to look at it, and to load weights that work."""
+ALWAYS_ANSWERED = frozenset(
+    {"/health", "/init_weight_group", "/reload_weights", "/sleep", "/wake_up", "/metrics", "/docs", "/openapi.json"}
+)
+"""Paths that an engine that failed or sleeps leaves open: to look at it, to wake it, and to load weights that work."""
 BODY_TIMEOUT_S = 60.0
 
 
@@ -114,7 +116,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class RefuseWhenFailed:
-    """Answers 503 with the reason on every route that would need an engine, once it can't generate any more.
+    """Answers 503 with the reason on every route that would need an engine, while it can't generate.
 
     Args:
         failure: returns the reason, None while all is well.

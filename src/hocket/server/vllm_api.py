@@ -9,7 +9,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hocket import tokenizer as tokenizers
@@ -75,6 +75,7 @@ def engine_arguments(config: Config) -> Namespace:
         "tensor_parallel_size": server.tensor_parallel_size,
         "gpu_memory_utilization": server.gpu_memory_utilization,
         "enable_lora": server.max_lora_rank > 0,
+        "enable_sleep_mode": config.launch.share_gpu and not cpu,  # whose worker has nothing to take off a GPU
         "worker_extension_cls": "hocket.server.worker.WorkerExtension",
         "use_tqdm_on_load": False,
         "host": server.host,
@@ -180,6 +181,16 @@ async def pause(llm: Any, in_flight: InFlight) -> None:
     """Stops generation; new requests wait, and no cached prefix outlives it."""
     modes = {"keep": "keep", "drain": "wait", "abort": "abort"}
     await llm.pause_generation(mode=modes[in_flight], clear_cache=True)
+
+
+async def sleep(llm: Any, level: int) -> None:
+    """Takes weights and KV cache of a paused engine off the GPU; level 2 forgets the weights."""
+    await llm.sleep(level=level, mode="keep")  # nothing runs any more; any other mode would end what was kept
+
+
+async def wake_up(llm: Any, tags: Sequence[str]) -> None:
+    """Brings "weights" or "kv_cache" back to the GPU; generation goes on with the last of them."""
+    await llm.wake_up(tags=list(tags))
 
 
 def sampling_params(job: Job) -> Any:

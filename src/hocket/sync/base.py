@@ -19,6 +19,7 @@ from hocket.protocol import Health, ReloadResponse, TensorLayout
 from hocket.sync.canary import logprob_gap
 from hocket.sync.delivery import Delivery
 from hocket.sync.disk import DiskTransport
+from hocket.sync.turns import Turns
 from hocket.types import Prompt, TrainSample
 
 
@@ -51,6 +52,7 @@ class WeightSync:
         trainer: whose weights; it must be idle whenever a method here runs.
         disk: how they travel, or what is fallen back to where `collective` is given, and fails.
         canary: prompts whose completions both sides score.
+        turns: where both sides share a GPU; a version is written in the trainer's turn, and then it is the server's.
         say: told what a user must know.
 
     Attributes:
@@ -66,6 +68,7 @@ class WeightSync:
         *,
         collective: Transport | None = None,
         canary: Sequence[Prompt] = (),
+        turns: Turns | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.version = 0
@@ -75,6 +78,7 @@ class WeightSync:
         self._disk = disk
         self._collective = collective
         self._canary = canary
+        self._turns = turns
         self._say = say
         self._lock = asyncio.Lock()  # there is one trainer
         pool.bring_up = self._bring_up
@@ -123,12 +127,17 @@ class WeightSync:
 
     async def _deliver(self, members: Sequence[Member]) -> dict[str, float]:
         """Brings the current version to these servers; whoever then holds it is up, whoever was lost is out."""
+        start = time.perf_counter()
+        if self._turns is not None:
+            self._disk.write(self.version)
+            await self._turns.server()
+        before_s = time.perf_counter() - start
         delivery = await (self._collective or self._disk).deliver(self.version, [member.server for member in members])
         answers = dict(zip(members, delivery.answers, strict=True))
         checksums = dict.fromkeys(members, delivery.checksum)
         metrics = {
             "sync/mebibytes": delivery.num_bytes / 2**20,
-            "sync/prepare_s": delivery.prepare_s,
+            "sync/prepare_s": before_s + delivery.prepare_s,
             "sync/transfer_s": delivery.transfer_s,
         }
         failed = [member for member in members if isinstance(answers[member], HocketError)]
@@ -143,6 +152,8 @@ class WeightSync:
             metrics["sync/transfer_s"] += time.perf_counter() - start
         for member in members:
             self._take(member, answers[member], checksums[member])
+        if self._turns is not None and self._pool.up:
+            await self._turns.generation()
         return metrics
 
     def _take(self, member: Member, answer: ReloadResponse | HocketError, checksum: str) -> None:
@@ -161,7 +172,8 @@ class WeightSync:
     async def _check_canary(self, member: Member) -> float:
         """Returns the mean |Δ log-prob| of a few completions. Raises SyncError where it is out of bounds."""
         config = self._config
-        gap = await logprob_gap(member, self._trainer, self._canary, config.rollout, config.sync.timeout_s)
+        score = self._score if self._turns is None else self._turns.score
+        gap = await logprob_gap(member, score, self._canary, config.rollout, config.sync.timeout_s)
         if not gap <= config.sync.max_logprob_gap:
             raise SyncError(
                 f"{member.url} and the trainer disagree on version {self.version}: mean |Δ log-prob| {gap:.3g} is more "
@@ -171,6 +183,9 @@ class WeightSync:
                 f"rotary setting than the trainer. Restart the server; if the gap stays, try model.dtype=float32"
             )
         return gap
+
+    async def _score(self, samples: Sequence[TrainSample]) -> float:
+        return self._trainer.logprob_gap(samples)
 
 
 def _urls(members: Sequence[Member]) -> str:

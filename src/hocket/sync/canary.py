@@ -4,8 +4,7 @@ Checksums prove what went into the model; this proves what comes out. A stale co
 precision or a cached prefix of old weights all show here.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
 
 from hocket.config import RolloutConfig
 from hocket.pool import Member
@@ -15,14 +14,12 @@ MAX_TOKENS = 16
 SEED = 20
 
 
-class Scorer(Protocol):
-    """What the canary needs of the trainer."""
-
-    def logprob_gap(self, samples: Sequence[TrainSample]) -> float: ...
+Score = Callable[[Sequence[TrainSample]], Awaitable[float]]
+"""The trainer's mean |Δ log-prob| to what these samples say."""
 
 
 async def logprob_gap(
-    member: Member, trainer: Scorer, prompts: Sequence[Prompt], rollout: RolloutConfig, timeout_s: float
+    member: Member, score: Score, prompts: Sequence[Prompt], rollout: RolloutConfig, timeout_s: float
 ) -> float:
     """Returns the mean |Δ log-prob| of the engine's own completions of these prompts; 0 without prompts.
 
@@ -44,4 +41,4 @@ async def logprob_gap(
         )
         async for i, _, completion in answers
     ]
-    return trainer.logprob_gap(samples) if samples else 0.0
+    return await score(samples) if samples else 0.0

@@ -22,6 +22,7 @@ from hocket.config import TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.manifest import COMPLETE_FILE
 from hocket.system import flush
+from hocket.trainer import offload
 from hocket.trainer.ranks import Ranks
 
 _TAG = "state"
@@ -112,6 +113,7 @@ class DeepSpeedEngine:
                 dist_init_required=False,
             )
         self._dtype = dtype
+        self._offloaded: offload.Offloaded = ()
 
     @staticmethod
     def parameter_dtype(config: TrainerConfig, *, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -229,6 +231,17 @@ class DeepSpeedEngine:
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote with equally many ranks and the same ZeRO stage. All ranks must call it."""
         self._engine.load_checkpoint(str(folder), tag=_TAG)
+
+    def offload(self) -> None:
+        """Moves parameters, gradients and the optimizer's state to the CPU's memory; until `onload` nothing can run."""
+        module = self._engine.module
+        tensors = offload.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
+        self._offloaded = offload.offload(tensors, self._ranks.device)
+
+    def onload(self) -> None:
+        """Moves back what `offload` moved."""
+        offload.onload(self._offloaded, self._ranks.device)
+        self._offloaded = ()
 
     def close(self) -> None:
         """Lets go of DeepSpeed's state."""

@@ -80,7 +80,7 @@ class Trainer:
         self._owns_ranks = ranks is None
         self._ranks = ranks or Ranks(config.trainer.collective_timeout_s)
         self._loss = loss or grpo_loss(config.algorithm)
-        self._closed = self._broken = False
+        self._closed = self._broken = self._away = False
         self._skipped_in_row = 0
         self._sink: Sink | None = None
         self._sink_failure: Exception | None = None
@@ -186,6 +186,16 @@ class Trainer:
         if self._sink_failure is not None:
             raise self._sink_failure
 
+    def offload(self) -> None:
+        """Leaves the GPU to others: all training state moves to the CPU's memory. May be repeated."""
+        if not self._away:
+            self._together("offload")
+
+    def onload(self) -> None:
+        """Comes back to the GPU with the very same state. May be repeated."""
+        if self._away:
+            self._together("onload")
+
     def save(self, folder: Path) -> None:
         """Writes the whole training state, which appears under `folder` at once."""
         if folder.exists():
@@ -220,6 +230,8 @@ class Trainer:
             raise TrainerError(f"the trainer can't {name}: it is closed, or broke in an earlier call")
         if not self.is_main:
             raise TrainerError(f"rank {self._ranks.rank} called {name}; ranks above 0 only follow")
+        if self._away and name not in ("onload", "close"):
+            raise TrainerError(f"the trainer can't {name}: it is off the GPU; call onload() first")
         with self._ranks.deadline(f"starting to {name}"):
             self._ranks.broadcast((name, arguments))
         return self._run(name, arguments)
@@ -321,6 +333,14 @@ class Trainer:
                     self._sink(self._policy.as_published(bucket))
                 except Exception as error:  # noqa: BLE001 - raised by `stream`: the ranks must gather what is left
                     self._sink_failure = error
+
+    def _offload(self) -> None:
+        self._engine.offload()
+        self._away = True
+
+    def _onload(self) -> None:
+        self._engine.onload()
+        self._away = False
 
     def _save(self, folder: Path) -> None:
         self._engine.save(folder)

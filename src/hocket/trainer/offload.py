@@ -1,0 +1,71 @@
+"""Moves tensors off the device and back, in place: every view and alias stays what it is, bit for bit.
+
+DeepSpeed's own `offload_states` covers neither ZeRO-0, nor bfloat16 with float32 gradients (ZeRO-1), nor ZeRO-3 with
+torch's AdamW. What works for all of them is to empty the storages that tensors are views of, as FSDP does: flat
+buffers, their partitions and the parameters in them need not be known to each other.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARIES = ("deepspeed.", "torch.optim.")
+"""Objects of these packages are searched for tensors; of any other only containers are."""
+
+Offloaded = Sequence[tuple[torch.UntypedStorage, Tensor]]
+"""Emptied storages, each with its bytes in the memory of the CPU."""
+
+
+def tensors_in(*roots: Any) -> Iterator[Tensor]:
+    """Yields every tensor, gradient included, that can be reached from the roots."""
+    seen: set[int] = set()
+    left = deque(roots)
+    while left:
+        value = left.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+            left += (value.grad if value.is_leaf else None, vars(value))
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            left += value
+        elif type(value).__module__.startswith(_LIBRARIES):
+            left.append(getattr(value, "__dict__", None))
+
+
+def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
+    """Empties the storages of those tensors that are on the device; none of them may be used until `onload`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # whichever stream wrote last
+    moved = []
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.device == device
+    }
+    for storage in storages.values():
+        if storage.nbytes() and storage.resizable():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            host.copy_(_bytes(storage, device))
+            storage.resize_(0)
+            moved.append((storage, host))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return moved
+
+
+def onload(moved: Offloaded, device: torch.device) -> None:
+    """Fills the storages again."""
+    for storage, host in moved:
+        storage.resize_(host.numel())
+        _bytes(storage, device).copy_(host, non_blocking=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the copies have read what may now be freed
+
+
+def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

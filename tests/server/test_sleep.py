@@ -1,0 +1,203 @@
+"""A real server that shares its GPU: on a CPU vLLM's worker frees nothing, but states, refusals and order are real."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hocket.protocol import Health, SleepResponse
+
+pytestmark = pytest.mark.engine
+ALL = ["weights", "kv_cache"]
+
+
+@pytest.fixture(scope="module")
+def sharing(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    server = kit.start_server(
+        tmp_path_factory.mktemp("sharing"), kit.make_model(tied=True, seed=0), overrides=["launch.share_gpu=true"]
+    )
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(sharing: Any) -> Any:
+    """The server, awake, with good weights."""
+    asleep = sharing.client.post("/wake_up", json={"tags": ["weights"]}).json()["asleep"]
+    if asleep or sharing.health()["status"] != "ready":
+        sharing.publish_and_load(sharing.model)
+        sharing.client.post("/wake_up", json={})
+    assert sharing.health()["status"] == "ready"
+    return sharing
+
+
+def post(server: Any, route: str, **body: Any) -> list[str]:
+    """Returns what is asleep afterwards."""
+    response = server.client.post(route, json=body)
+    assert response.status_code == 200, response.text
+    return list(SleepResponse.model_validate_json(response.content).asleep)
+
+
+def refusal(server: Any, route: str, **body: Any) -> tuple[int, str]:
+    response = server.client.post(route, json=body)
+    return response.status_code, response.json()["error"]["code"]
+
+
+def greedy(server: Any) -> Any:
+    return server.generate(prompts=[[5, 6, 7]], sampling={"temperature": 0, "max_tokens": 24})["completions"]
+
+
+def test_an_engine_that_kept_its_weights_wakes_up_as_it_fell_asleep(server: Any) -> None:
+    before = greedy(server)
+    assert post(server, "/sleep", level=1) == ALL
+    assert post(server, "/wake_up") == []
+    assert server.health()["status"] == "ready"
+    assert greedy(server) == before
+
+
+def test_while_it_sleeps_it_says_so_and_refuses_work(server: Any) -> None:
+    post(server, "/sleep", level=1)
+    health = Health.model_validate(server.health())
+    assert (health.status, health.error) == ("asleep", None)
+    work: dict[str, Any] = {
+        "/generate": {"prompts": [[5]]},
+        "/v1/completions": {"model": health.model, "prompt": "a", "max_tokens": 2},
+    }
+    for route, body in work.items():
+        assert refusal(server, route, **body) == (503, "asleep")
+    assert server.client.get("/metrics").status_code == 200
+    assert server.reload(99, "v000099").json()["error"]["code"] == "asleep"
+    assert server.reload(99, "v000099").status_code == 409
+    assert post(server, "/wake_up", tags=["kv_cache"]) == ["weights"]
+    assert refusal(server, "/generate", **work["/generate"]) == (503, "asleep")
+    assert post(server, "/wake_up", tags=["weights"]) == []
+    assert max(server.gaps()) < 1e-4
+
+
+def test_an_engine_that_dropped_its_weights_generates_only_after_a_reload(server: Any, kit: Any) -> None:
+    held = server.publish_and_load(server.model)
+    post(server, "/sleep", level=2)
+    assert refusal(server, "/wake_up") == (409, "no_weights")
+    assert post(server, "/wake_up", tags=["weights"]) == ["kv_cache"]
+    assert refusal(server, "/wake_up", tags=["kv_cache"]) == (409, "no_weights")
+    new = kit.make_model(tied=True, seed=31)
+    server.publish_and_load(new)
+    assert server.health()["status"] == "asleep"
+    assert refusal(server, "/generate", prompts=[[5]]) == (503, "asleep")
+    assert post(server, "/wake_up", tags=["kv_cache"]) == []
+    assert server.health()["version"] == held["version"] + 1
+    assert max(server.gaps(model=new)) < 1e-4
+
+
+def test_a_version_held_before_is_loaded_again_where_it_was_dropped(server: Any) -> None:
+    held = server.publish_and_load(server.model)
+    post(server, "/sleep", level=2)
+    post(server, "/wake_up", tags=["weights"])
+    again = server.reload(held["version"], f"v{held['version']:06d}").json()
+    assert again["checksum"] == held["checksum"]
+    assert again["seconds"] != held["seconds"]  # else it would be the first answer, without loading
+    post(server, "/wake_up")
+    assert max(server.gaps()) < 1e-4
+
+
+def test_sleeping_and_waking_twice_is_as_once_and_half_awake_falls_asleep_again(server: Any) -> None:
+    before = greedy(server)
+    assert post(server, "/wake_up") == []
+    assert [post(server, "/sleep", level=1) for _ in range(2)] == [ALL, ALL]
+    assert post(server, "/wake_up", tags=["weights"]) == ["kv_cache"]
+    assert post(server, "/wake_up", tags=["weights"]) == ["kv_cache"]
+    assert post(server, "/sleep", level=1) == ALL
+    assert [post(server, "/wake_up") for _ in range(2)] == [[], []]
+    assert greedy(server) == before
+
+
+def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_generating(server: Any, kit: Any) -> None:
+    post(server, "/sleep", level=1)
+    post(server, "/wake_up", tags=["weights"])
+    version, server.next_version = server.next_version, server.next_version + 1
+    kit.publish(server.model, server.root / f"v{version:06d}", version)
+    (server.root / f"v{version:06d}" / "UNVERIFIED").touch()
+    (server.root / f"v{version:06d}" / "model.safetensors").write_bytes(b"broken")
+    assert server.reload(version, f"v{version:06d}").status_code == 500
+    assert refusal(server, "/wake_up") == (409, "no_weights")
+    assert server.health()["status"] == "failed"
+    server.publish_and_load(server.model)
+    assert post(server, "/wake_up") == []
+    assert max(server.gaps()) < 1e-4
+
+
+def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    return thread, results
+
+
+def start_generating(server: Any) -> tuple[threading.Thread, list[Any]]:
+    body = {"prompts": [[5, 6, 7, 8]], "n": 96, "sampling": {"max_tokens": 400}}
+    thread, answers = in_background(lambda: server.client.post("/generate", json=body))
+    server.wait_for(lambda health: health["in_flight"] > 0)  # the first may end before anybody has looked
+    return thread, answers
+
+
+def test_kept_requests_go_on_where_they_were_when_the_engine_is_awake(server: Any, kit: Any) -> None:
+    thread, answers = start_generating(server)
+    post(server, "/sleep", level=1, in_flight="keep")
+    assert server.health()["in_flight"] > 0
+    thread.join(1.0)
+    assert thread.is_alive()
+    post(server, "/wake_up")
+    thread.join(60)
+    done = answers[0].json()["completions"][0]
+    assert len(done) == 96
+    longest = max(done, key=lambda completion: len(completion["token_ids"]))
+    expected = kit.reference_logprobs(server.model, [5, 6, 7, 8], longest["token_ids"])
+    assert len(longest["token_ids"]) > 200
+    assert max(abs(a - b) for a, b in zip(longest["logprobs"], expected, strict=True)) < 1e-4
+
+
+def test_drained_requests_end_first_and_aborted_ones_are_told_to_come_again(server: Any) -> None:
+    thread, answers = start_generating(server)
+    post(server, "/sleep", level=1, in_flight="drain")
+    post(server, "/wake_up")  # what came too late to be drained goes on
+    thread.join(60)
+    assert answers[0].status_code == 200
+    thread, answers = start_generating(server)
+    post(server, "/sleep", level=1, in_flight="abort")
+    thread.join(10)
+    assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "aborted")  # which a pool plays again
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/sleep", {"level": 3}),
+        ("/sleep", {"level": True}),
+        ("/sleep", {"level": 0}),
+        ("/sleep", {"in_flight": "wait"}),
+        ("/sleep", {"mode": "abort"}),
+        ("/wake_up", {"tags": []}),
+        ("/wake_up", {"tags": ["scheduling"]}),
+        ("/wake_up", {"tags": "weights"}),
+    ],
+)
+def test_other_levels_and_parts_are_refused(server: Any, route: str, body: dict[str, Any]) -> None:
+    assert refusal(server, route, **body) == (422, "invalid_request")
+    assert server.health()["status"] == "ready"
+
+
+def test_the_routes_are_ours_and_described(server: Any) -> None:
+    described = server.client.get("/openapi.json").json()
+    for route, message in (("/sleep", "SleepRequest"), ("/wake_up", "WakeRequest")):
+        operation = described["paths"][route]["post"]
+        assert operation["tags"] == ["hocket"]
+        assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith(message)
+        assert message in described["components"]["schemas"]
+
+
+def test_a_server_not_started_for_it_refuses_and_goes_on(servers: Any) -> None:
+    other = servers("tied float32")
+    assert refusal(other, "/sleep", level=1) == (409, "no_sleep_mode")
+    assert post(other, "/wake_up") == []
+    assert max(other.gaps()) < 1e-4

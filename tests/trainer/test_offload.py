@@ -1,0 +1,117 @@
+"""Training state leaves the device and comes back; the CPU runs the same code, and its storages are really emptied."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hocket import config as config_module
+from hocket.errors import TrainerError
+from hocket.trainer.offload import offload, onload, tensors_in
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.trainer import Trainer
+from hocket.types import TrainSample
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+CPU = torch.device("cpu")
+SAMPLE = TrainSample(
+    token_ids=(3, 1, 4, 1, 5), mask=(False, True, True, True, True), rollout_logprobs=(0, -3, -3, -3, -3), advantage=1.0
+)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(timeout_s=60)
+    yield ranks
+    ranks.close()
+
+
+def make_trainer(ranks: Ranks, model: str, stage: int, dtype: str) -> Trainer:
+    settings = [f"model.path={model}", f"model.dtype={dtype}", f"trainer.zero_stage={stage}"]
+    return Trainer(config_module.load(None, [*settings, "trainer.learning_rate=1e-3"]), ranks=ranks)
+
+
+def bytes_held() -> int:
+    """Bytes of all tensors of this process, each storage once, but for model files mapped into the CPU's memory."""
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and value.device == CPU]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values() if storage.resizable())
+
+
+def test_views_and_aliases_are_the_same_again() -> None:
+    flat = torch.arange(6.0)
+    view, alias = flat[2:4], flat.detach()
+    moved = offload(iter([view]), CPU)
+    assert flat.untyped_storage().nbytes() == 0
+    assert [host.numel() for _, host in moved] == [24]  # the whole buffer that it is a view of
+    onload(moved, CPU)
+    alias[2] = 7.0
+    assert view.tolist() == [7.0, 3.0]
+    assert flat.tolist() == [0.0, 1.0, 7.0, 3.0, 4.0, 5.0]
+
+
+def test_tensors_are_found_in_containers_optimizers_and_gradients_and_nowhere_else() -> None:
+    class Stranger:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 3.0)
+    weight.extra = torch.full((1,), 4.0)  # type: ignore[attr-defined]  # as DeepSpeed does
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    optimizer.step()
+    found = [tensor.tolist() for tensor in tensors_in(optimizer, {"a": [Stranger(torch.zeros(5))]})]
+    for expected in ([3.0, 3.0], [4.0], optimizer.state[weight]["exp_avg"].tolist()):
+        assert expected in found
+    assert [0.0] * 5 not in found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_trainer_that_leaves_between_steps_trains_the_same_to_the_last_bit(
+    ranks: Ranks, tied_model: str, stage: int, dtype: str, tmp_path: Path
+) -> None:
+    weights: dict[bool, Any] = {}
+    for leaves in (False, True):
+        with make_trainer(ranks, tied_model, stage, dtype) as trainer:
+            for _ in range(3):
+                if leaves:
+                    trainer.offload()
+                    trainer.onload()
+                trainer.step([SAMPLE])
+            trainer.export(tmp_path / str(leaves))
+        weights[leaves] = load_file(tmp_path / str(leaves) / "model.safetensors")
+    assert all(torch.equal(weights[True][name], weights[False][name]) for name in weights[False])
+    start = load_file(Path(tied_model) / "model.safetensors")
+    assert any(not torch.equal(weights[True][name].float(), start[name]) for name in start)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_of_the_training_state_stays(ranks: Ranks, untied_model: str, stage: int, dtype: str) -> None:
+    gc.collect()  # what went before; a step itself must leave nothing that only a collection would free
+    before = bytes_held()
+    with make_trainer(ranks, untied_model, stage, dtype) as trainer:
+        trainer.step([SAMPLE])
+        on = bytes_held() - before
+        trainer.offload()
+        moved = sum(host.numel() for _, host in trainer._engine._offloaded)
+        stays = bytes_held() - before - moved  # on a CPU the copies are tensors of the same device
+        assert on > 8 * trainer.num_parameters  # two moments at least
+        assert stays < 0.02 * on
+        trainer.onload()
+        assert bytes_held() - before == on
+
+
+def test_while_it_is_away_it_refuses_to_work_and_can_be_closed(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
+    with make_trainer(ranks, tied_model, 1, "float32") as trainer:
+        trainer.onload()  # it is there already
+        trainer.offload()
+        trainer.offload()
+        for work in (lambda: trainer.step([SAMPLE]), lambda: trainer.export(tmp_path)):
+            with pytest.raises(TrainerError, match="off the GPU"):
+                work()
