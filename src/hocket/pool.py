@@ -129,7 +129,7 @@ class ServerPool:
         """
         start = time.monotonic()
         while True:
-            await asyncio.gather(*(self._look(member) for member in self.members if member.due))
+            await self._look_at_all()
             if self.up:
                 return self.up
             waited = time.monotonic() - start
@@ -142,6 +142,12 @@ class ServerPool:
                 )
             self._on_wait(f"waiting for {' or '.join(f'{m.url} ({m.out})' for m in self.members)}", waited)
             await asyncio.sleep(POLL_S)
+
+    async def _look_at_all(self) -> None:
+        looks = [self._look(member) for member in self.members if member.due]
+        for failure in await asyncio.gather(*looks, return_exceptions=True):
+            if failure is not None:
+                raise failure
 
     async def _look(self, member: Member) -> None:
         """Asks a server how it is, and brings it up where it is well enough to be given weights."""
@@ -196,7 +202,7 @@ class ServerPool:
         events: asyncio.Queue[tuple[int, int, Completion] | list[Pair] | Exception] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
         try:
-            await asyncio.gather(*(self._look(member) for member in self.members if member.due))
+            await self._look_at_all()
             while left:
                 if waiting:
                     start = time.monotonic()

@@ -127,11 +127,12 @@ class WeightSync:
 
     async def _deliver(self, members: Sequence[Member]) -> dict[str, float]:
         """Brings the current version to these servers; whoever then holds it is up, whoever was lost is out."""
-        start = time.perf_counter()
-        if self._turns is not None:
+        before_s = 0.0
+        if self._turns is not None:  # the trainer has to write before it makes room
+            start = time.perf_counter()
             self._disk.write(self.version)
             await self._turns.server()
-        before_s = time.perf_counter() - start
+            before_s = time.perf_counter() - start
         delivery = await (self._collective or self._disk).deliver(self.version, [member.server for member in members])
         answers = dict(zip(members, delivery.answers, strict=True))
         checksums = dict.fromkeys(members, delivery.checksum)

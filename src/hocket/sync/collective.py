@@ -73,7 +73,13 @@ class CollectiveTransport:
         requests = [sending.ask(self._buckets, self._config.in_flight) for sending in sendings]
         await asyncio.gather(*(sending.wait(request) for sending, request in zip(sendings, requests, strict=True)))
         begun = time.perf_counter()
-        checksum = await asyncio.to_thread(self._send, sendings)
+        try:
+            checksum = await asyncio.to_thread(self._send, sendings)
+        except BaseException:  # of the trainer: the servers need not wait for what will not come
+            self.close()
+            for request in requests:
+                request.cancel()
+            raise
         for sending, request in zip(sendings, requests, strict=True):
             if sending.failure is not None:
                 self._drop(sending.server)  # the workers, too, need not wait any longer: their error comes now
