@@ -10,7 +10,6 @@ every transport. Prints medians, and ratios to the floors of the same round.
 
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import random
@@ -27,12 +26,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hocket import config as configs
 from hocket import transfer
 from hocket.client import ServerClient
-from hocket.config import Config
 from hocket.errors import HocketError
 from hocket.sync.delivery import Delivery
 from hocket.types import TrainSample
@@ -122,7 +119,7 @@ class Floors:
         self._url, self._folder, self._model = url, folder, model
         self._buckets = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
         store = transfer.make_store("127.0.0.1", 60)
-        arguments = (store.port, sizes, ROUNDS)
+        arguments = (store.port, sizes, ROUNDS + 1)
         self._peer = multiprocessing.get_context("spawn").Process(target=receive, args=arguments, daemon=True)
         self._peer.start()
         self._store = store
@@ -134,7 +131,12 @@ class Floors:
             self._group.broadcast(bucket)
         return time.perf_counter() - start
 
-    def write_and_read(self) -> float:
+    def measure(self) -> dict[str, float]:
+        """Returns the seconds of each."""
+        write, read = self.write_and_read()
+        return {"broadcast": self.broadcast(), "write": write, "read": read, "load": self.load()}
+
+    def write_and_read(self) -> tuple[float, float]:
         path = self._folder / "floor"
         start = time.perf_counter()
         with path.open("wb") as file:
@@ -142,10 +144,11 @@ class Floors:
                 file.write(memoryview(bucket.numpy()))
             file.flush()
             os.fsync(file.fileno())
+        written = time.perf_counter()
         with path.open("rb") as file:
             for bucket in self._buckets:
                 file.readinto(memoryview(bucket.numpy()))  # type: ignore[attr-defined]
-        seconds = time.perf_counter() - start
+        seconds = (written - start, time.perf_counter() - written)
         path.unlink()
         return seconds
 
@@ -162,25 +165,124 @@ class Floors:
             return time.perf_counter() - start
 
 
-def sample() -> TrainSample:
+class Bench:
+    """One server and one trainer, with the transports to compare.
+
+    Args:
+        settings: what both processes share.
+        transports: name → settings of its own.
+    """
+
+    def __init__(self, settings: Sequence[str], transports: dict[str, Sequence[str]]) -> None:
+        from hocket.sync.collective import CollectiveTransport
+        from hocket.sync.disk import DiskTransport
+        from hocket.trainer.trainer import Trainer
+
+        config = configs.load(None, [*settings])
+        self.trainer = Trainer(config)
+        self.transports: dict[str, Any] = {}
+        for name, own in transports.items():
+            chosen = configs.load(None, [*settings, f"run.dir={config.run_dir}-{name}", *own])
+            kind = CollectiveTransport if chosen.sync.backend == "nccl" else DiskTransport
+            self.transports[name] = kind(chosen, self.trainer)
+        self._url = config.own_url
+
+    async def rounds(self, floors: "Floors | None") -> dict[str, list[dict[str, float]]]:
+        """Steps the trainer, then measures everything, ROUNDS times after one that warms up."""
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in self.transports}
+        version = 0
+        async with ServerClient(self._url) as client:
+            for number in range(ROUNDS + 1):
+                self.trainer.step([sample(number)])
+                floor = {} if floors is None else floors.measure()
+                for name, transport in self.transports.items():
+                    version += 1
+                    start = time.perf_counter()
+                    delivery: Delivery = await transport.deliver(version, [client])
+                    seconds = time.perf_counter() - start
+                    if isinstance(delivery.answers[0], HocketError):
+                        raise delivery.answers[0]
+                    row = {"MiB": delivery.num_bytes / 2**20, "seconds": seconds}
+                    row |= {"prepare": delivery.prepare_s, "transfer": delivery.transfer_s}
+                    if number:
+                        rows[name].append(row | floor)
+        return rows
+
+    def close(self) -> None:
+        for transport in self.transports.values():
+            getattr(transport, "close", lambda: None)()
+        self.trainer.close()
+
+
+def sample(seed: int) -> TrainSample:
     """A sequence that gives the step a gradient everywhere."""
-    ids = tuple(random.Random(0).choices(range(32_000), k=64))
+    ids = tuple(random.Random(seed).choices(range(32_000), k=64))
     return TrainSample(token_ids=ids, mask=(False,) * 8 + (True,) * 56, rollout_logprobs=(-10.0,) * 64, advantage=1.0)
 
 
-Deliver = Callable[[int, ServerClient], Any]
+def report(name: str, rows: Sequence[dict[str, float]], ratios: dict[str, Callable[[dict[str, float]], float]]) -> None:
+    """Prints medians over the rounds, and the ratios of each round's own figures."""
+    columns = {key: statistics.median(row[key] for row in rows) for key in ("MiB", "seconds", "prepare", "transfer")}
+    text = "  ".join(f"{key} {value:7.3f}" for key, value in columns.items())
+    for what, ratio in ratios.items():
+        text += f"  {what} {statistics.median(ratio(row) for row in rows):.2f}"
+    print(f"{name:11s} {text}", flush=True)
 
 
-def report(name: str, rows: Sequence[dict[str, float]]) -> None:
-    columns = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    print(f"{name:12s} " + "  ".join(f"{key} {value:.3f}" for key, value in columns.items()), flush=True)
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-async def measured(transport: Any, version: int, url: str) -> tuple[float, Delivery]:
-    async with ServerClient(url) as client:
-        start = time.perf_counter()
-        delivery: Delivery = await transport.deliver(version, [client])
-        seconds = time.perf_counter() - start
-    if isinstance(delivery.answers[0], HocketError):
-        raise delivery.answers[0]
-    return seconds, delivery
+def run(folder: Path) -> None:
+    """Measures full weights, then adapters, which need a server of their own."""
+    model = folder / "model"
+    make_model(model)
+    common = [
+        f"model.path={model}",
+        "model.dtype=bfloat16",
+        f"sync.root={folder}",
+        f"run.dir={folder}/run",
+        "rollout.max_tokens=64",
+        "trainer.learning_rate=1e-6",
+        "sync.bucket_mib=32",
+        *sys.argv[1:],
+    ]
+    full = [*common, f"server.port={free_port()}"]
+    with server(full, configs.load(None, full).own_url):
+        transports = {"disk": (), "collective": ("sync.backend=nccl",), "delta": ("sync.delta=true",)}
+        bench = Bench(full, transports)
+        sizes = [transfer.num_bytes(bucket) for bucket in bench.trainer.layout(32 << 20)]
+        floors = Floors(configs.load(None, full).own_url, folder, model, sizes)
+        rows = asyncio.run(bench.rounds(floors))
+        bench.close()
+    print(f"{sum(sizes) / 2**20:.1f} MiB of weights, {len(sizes)} buckets, {ROUNDS} rounds, medians in seconds")
+    for what in ("broadcast", "write", "read", "load"):
+        print(f"floor: {what:9s} {statistics.median(row[what] for row in rows['disk']):.3f}")
+    report(
+        "collective",
+        rows["collective"],
+        {"/ (broadcast + load)": lambda row: row["seconds"] / (row["broadcast"] + row["load"])},
+    )
+    report(
+        "disk",
+        rows["disk"],
+        {
+            "/ (write + read + load)": lambda row: row["seconds"] / (row["write"] + row["read"] + row["load"]),
+            "/ (write + read)": lambda row: row["seconds"] / (row["write"] + row["read"]),
+        },
+    )
+    report("delta", rows["delta"], {"of the full bytes": lambda row: row["MiB"] * 2**20 / sum(sizes)})
+    adapter = [*common, f"server.port={free_port()}", "model.lora.rank=16"]
+    with server(adapter, configs.load(None, adapter).own_url):
+        bench = Bench(adapter, {"adapter": (), "adapter nccl": ("sync.backend=nccl",)})
+        rows = asyncio.run(bench.rounds(None))
+        bench.close()
+    for name, measured in rows.items():
+        report(name, measured, {"of the full bytes": lambda row: row["MiB"] * 2**20 / sum(sizes)})
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="hocket-sync-", dir=os.environ.get("FOLDER")) as temporary:
+        run(Path(temporary))
