@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from hocket import config as configs
 from hocket import transfer
@@ -34,6 +33,7 @@ from hocket.errors import HocketError
 from hocket.sync.delivery import Delivery
 from hocket.types import TrainSample
 
+ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 LAYERS = int(os.environ.get("LAYERS", "12"))
 START_S = 600.0
