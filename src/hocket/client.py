@@ -7,12 +7,14 @@ back as NDJSON, each as soon as it is finished.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import httpx
 import pydantic
 
 from hocket.errors import ServerError
+from hocket.manifest import COMPLETE_FILE, MANIFEST_FILE
 from hocket.protocol import (
     ErrorBody,
     ErrorResponse,
@@ -28,6 +30,7 @@ from hocket.protocol import (
     SleepResponse,
     StreamEnd,
     StreamLine,
+    UploadResponse,
     WakeRequest,
 )
 from hocket.types import Completion, SamplingParams
@@ -36,6 +39,7 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 
 _STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(StreamLine | StreamEnd)
 HEALTH_TIMEOUT_S = 10.0
+CHUNK_BYTES = 1 << 20
 
 
 class ServerClient:
@@ -168,6 +172,15 @@ class ServerClient:
         """Has parts of the server's engine come back to the GPU; returns once they are there."""
         return await self._post("/wake_up", request, SleepResponse, timeout_s)
 
+    async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
+        """Sends the files of a published version, which is called `name` there; returns what its DiskSource is."""
+        weights = sorted(path.name for path in folder.glob("*.safetensors"))
+        async with self._deadline(timeout_s, "/upload"):
+            for file in (*weights, MANIFEST_FILE, COMPLETE_FILE):  # the last one says that it was all
+                response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
+                uploaded = self._parse(UploadResponse, response)
+        return uploaded.name
+
     async def _post(self, route: str, request: pydantic.BaseModel, answer: type[M], timeout_s: float) -> M:
         async with self._deadline(timeout_s, route):
             return self._parse(answer, await self._http.post(route, json=request.model_dump(mode="json")))
@@ -211,6 +224,12 @@ class ServerClient:
             code=said.code,
             status=response.status_code,
         )
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
+            yield chunk
 
 
 def _message(sampling: SamplingParams) -> Sampling:

@@ -190,7 +190,18 @@ class SyncConfig(Section):
     in_flight: InFlight = Field(
         "keep", description="Requests running when weights change: keep (go on with them), drain (end first), or abort."
     )
-    bucket_mib: int = Field(256, ge=1, description="Tensors travel in buckets of about this size (backend nccl).")
+    delta: bool = Field(
+        False,
+        description="Publish only the weights whose bits changed: a few per cent of them at the learning rates of "
+        "reinforcement learning in bfloat16. Needs backend disk, and memory for another copy of the model.",
+    )
+    full_every: int = Field(50, ge=1, description="With delta, every so many versions are published in full.")
+    upload: bool = Field(
+        False, description="Send published files to the servers over HTTP: they need not see the trainer's disk."
+    )
+    bucket_mib: int = Field(
+        256, ge=1, description="Tensors travel in buckets of about this size (backend nccl, or delta)."
+    )
     canary_every: int = Field(
         20, ge=0, description="Compare log-probs of both sides every so many versions, besides the first; 0: don't."
     )
@@ -307,6 +318,8 @@ class Config(Section):
             raise ValueError(f"run.dir={run_dir} must lie under sync.root={root}, where the server looks")
         if any(part.startswith(".") for part in run_dir.relative_to(root).parts):
             raise ValueError(f"run.dir={self.run.dir}: no folder name below sync.root may begin with a dot")
+        if self.sync.delta and self.sync.backend != "disk":
+            raise ValueError("sync.delta=true needs sync.backend=disk: from memory, all weights are sent")
         waits = {
             "server.start_timeout_s": self.server.start_timeout_s,
             "rollout.timeout_s": self.rollout.timeout_s,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket.protocol import Manifest, TensorSpec
+from hocket.protocol import BaseVersion, Manifest, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -62,10 +62,10 @@ def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
     return digest.hexdigest()[:32]
 
 
-def build(version: int, tensors: Iterable[tuple[str, "torch.Tensor"]]) -> Manifest:
+def build(version: int, tensors: Iterable[tuple[str, "torch.Tensor"]], base: BaseVersion | None = None) -> Manifest:
     """Returns the manifest of the tensors, each read once."""
     specs = {name: spec(tensor) for name, tensor in tensors}
-    return Manifest(version=version, tensors=specs, checksum=total_checksum(specs))
+    return Manifest(version=version, tensors=specs, checksum=total_checksum(specs), base=base)
 
 
 def read(folder: Path) -> Manifest:

@@ -218,12 +218,29 @@ class ErrorResponse(Strict):
     error: ErrorBody
 
 
+class UploadResponse(Strict):
+    """Answer to PUT /upload: the file is there. `name` is what a DiskSource calls the version once all of it is."""
+
+    name: str
+
+
+class BaseVersion(Strict):
+    """The version that a delta changes; the checksum is that of its manifest."""
+
+    version: int
+    checksum: str
+
+
 class Manifest(Strict):
-    """manifest.json of a published version: what each tensor must be; `checksum` sums up the whole version."""
+    """manifest.json of a published version: what each tensor must be; `checksum` sums up the whole version.
+
+    With `base` the folder holds only what changed since that version (hocket.delta); `tensors` are still all of them.
+    """
 
     version: int
     tensors: dict[str, "TensorSpec"]
     checksum: str
+    base: BaseVersion | None = None
 
 
 class TensorSpec(Strict):

@@ -11,6 +11,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from hocket.config import Config
@@ -27,6 +28,7 @@ from hocket.protocol import (
     SleepRequest,
     SleepResponse,
     StreamEnd,
+    UploadResponse,
     WakeRequest,
 )
 from hocket.server.errors import ApiError, from_validation
@@ -54,6 +56,7 @@ class Generator(Protocol):
     async def reload(self, request: ReloadRequest) -> ReloadResponse: ...
     async def sleep(self, request: SleepRequest) -> SleepResponse: ...
     async def wake_up(self, request: WakeRequest) -> SleepResponse: ...
+    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> UploadResponse: ...
 
 
 def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
@@ -74,7 +77,7 @@ def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
 def _router(engine: Generator) -> APIRouter:
     router = APIRouter(tags=["hocket"])
     refusals: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorResponse} for status in (400, 401, 404, 409, 413, 422, 500, 503)
+        status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)
     }
 
     @router.get("/health", responses=refusals)
@@ -117,6 +120,14 @@ def _router(engine: Generator) -> APIRouter:
     async def wake_up(request: Request) -> SleepResponse:
         """Brings weights, KV cache or both back to the GPU."""
         return await engine.wake_up(_parse(WakeRequest, await request.body()))
+
+    @router.put("/upload/{name}/{file}", responses=refusals)
+    async def upload(name: str, file: str, request: Request) -> UploadResponse:
+        """Takes one file of a weight version, for servers that do not see the trainer's disk; COMPLETE comes last."""
+        try:
+            return await engine.upload(name, file, request.stream())
+        except ClientDisconnect as error:
+            raise HTTPException(CLIENT_CLOSED_REQUEST) from error
 
     return router
 

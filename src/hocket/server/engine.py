@@ -7,7 +7,7 @@ import copy
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from hocket.protocol import (
     SleepRequest,
     SleepResponse,
     Status,
+    UploadResponse,
     WakeRequest,
 )
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError
 from hocket.server.requests import Job, RequestReader
+from hocket.server.uploads import Uploads
 from hocket.types import InFlight
 
 ABORT_TIMEOUT_S = 2.0
@@ -79,6 +81,8 @@ class Engine:
         self._group: str | None = None
         self._in_flight = 0
         self._shapes: versions.ModelShapes | None = None
+        self._copy = versions.PatchedCopy(config.server.port)
+        self._uploads = Uploads(self._root)
         self._reload_lock = asyncio.Lock()
         self._client_errors = vllm_api.client_errors()
         self._engine_errors = vllm_api.engine_errors()
@@ -225,21 +229,22 @@ class Engine:
                 hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
                 raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
             start = time.perf_counter()
-            if self._shapes is None:
-                self._shapes = await asyncio.to_thread(versions.model_shapes, self._model)
+            shapes = await self._model_shapes()
+            uploaded = self._uploads.present()
             source = request.source
             if isinstance(source, DiskSource):
                 key = source.name
                 folder = await asyncio.to_thread(versions.find, self._root, source.name)
                 if (held := self._holds(key, request.version)) and _published(folder, held.checksum):
                     return held
-                wanted = await asyncio.to_thread(versions.verify, folder, request.version, self._shapes)
+                before = None if self._held is None else self._root / self._held[0]
+                folder, wanted = await asyncio.to_thread(self._copy.whole, folder, request.version, shapes, before)
                 call, argument, checksum = "hocket_load_disk", str(folder), wanted.checksum
             else:
                 key = source.session
                 if held := self._holds(key, request.version):
                     return held
-                self._check_transfer(source, self._shapes)
+                self._check_transfer(source, shapes)
                 # Each bucket is verified on its arrival, by the checksums that came with it.
                 call, argument, checksum = "hocket_load_group", source.model_dump_json(), None
             self._status = "updating"
@@ -254,6 +259,7 @@ class Engine:
                 session=self._session,
             )
             self._held = (key, response)
+            await asyncio.to_thread(self._uploads.remove, uploaded, key)
             return response
 
     async def sleep(self, request: SleepRequest) -> SleepResponse:
@@ -326,6 +332,19 @@ class Engine:
             await self._abort_all()
             raise ApiError(500, reason.code, reason.message, reason.hint) from error
 
+    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> UploadResponse:
+        """Takes one file of a version that the trainer sends.
+
+        Raises:
+            ApiError: 4xx, it is not what a version consists of; 507, the disk is full.
+        """
+        return await self._uploads.receive(name, file, chunks, versions.max_bytes(await self._model_shapes()))
+
+    async def _model_shapes(self) -> versions.ModelShapes:
+        if self._shapes is None:
+            self._shapes = await asyncio.to_thread(versions.model_shapes, self._model)
+        return self._shapes
+
     def _refuse_dead(self) -> None:
         failure = self.failure()
         if failure is not None and failure.code in ("engine_dead", "shutting_down", "sleep_failed"):
@@ -390,6 +409,7 @@ class Engine:
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await self._abort_all()
         self._reading.shutdown(wait=False, cancel_futures=True)
+        self._copy.discard()
 
 
 def _published(folder: Path, checksum: str) -> bool:

@@ -16,6 +16,8 @@ ALWAYS_ANSWERED = frozenset(
     {"/health", "/init_weight_group", "/reload_weights", "/sleep", "/wake_up", "/metrics", "/docs", "/openapi.json"}
 )
 """Paths that an engine that failed or sleeps leaves open: to look at it, to wake it, and to load weights that work."""
+UPLOAD = "/upload/"
+"""Beginning of the paths whose bodies are files: the route reads them piece by piece, and bounds them itself."""
 BODY_TIMEOUT_S = 60.0
 
 
@@ -52,7 +54,7 @@ class RequireToken:
 
 
 class LimitBody:
-    """Reads each body up to a limit before the route sees it; the Content-Length header is not believed."""
+    """Reads each body, but for uploads, up to a limit before the route sees it; Content-Length is not believed."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
         self.app = app
@@ -60,7 +62,7 @@ class LimitBody:
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"].startswith(UPLOAD):
             await self.app(scope, receive, send)
             return
         try:
@@ -127,7 +129,8 @@ class RefuseWhenFailed:
         self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reason = self._failure() if scope["type"] == "http" and scope["path"] not in ALWAYS_ANSWERED else None
+        passes = scope["type"] != "http" or scope["path"] in ALWAYS_ANSWERED or scope["path"].startswith(UPLOAD)
+        reason = None if passes else self._failure()
         if reason is None:
             await self.app(scope, receive, send)
         else:

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import math
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket import manifest
-from hocket.protocol import Manifest, TensorLayout
+from hocket import delta, manifest
+from hocket.protocol import BaseVersion, Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that old checkpoints of any architecture may hold, and nobody reads or writes any more."""
+OVERHEAD_BYTES = 64 << 20
+"""What a version has besides its tensors, at most: a manifest, and the headers of its files."""
 REPUBLISH = "publish the version again, under a new name; the old weights keep serving"
 
 
@@ -62,6 +67,11 @@ def model_shapes(path: str) -> ModelShapes:
         if source in shapes:
             shapes.setdefault(name, shapes[source])
     return ModelShapes(shapes=shapes, tied=tied)
+
+
+def max_bytes(expected: ModelShapes) -> int:
+    """Returns the most bytes that the files of a version of this model can have."""
+    return 4 * sum(math.prod(shape) for shape in expected.shapes.values()) + OVERHEAD_BYTES
 
 
 def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -144,6 +154,70 @@ def verify(folder: Path, version: int, expected: ModelShapes) -> Manifest:
     if missing:
         raise _refused(f"tensor {missing[0]!r} is missing in the files ({len(missing)} in all)")
     return described
+
+
+class PatchedCopy:
+    """The server's own copy of the version it holds, in a temporary folder: what deltas are applied to.
+
+    Args:
+        port: the server's; what a killed server left behind under it is removed.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._prefix = f"hocket-{port}-"
+        self._folder: Path | None = None
+        self._checksum = ""
+
+    def whole(self, folder: Path, version: int, expected: ModelShapes, held: Path | None) -> tuple[Path, Manifest]:
+        """Returns a folder with all of a version, verified as by `verify`, and its manifest.
+
+        Args:
+            folder: the version: complete, or a delta, which is applied to the copy.
+            held: the folder of what the model holds, which the first delta makes the copy of.
+
+        Raises:
+            ApiError: 409 with the reason. After a delta the trainer may publish the version in full.
+        """
+        described = read_manifest(folder)
+        if described.base is None:
+            verify(folder, version, expected)
+            self.discard()
+            return folder, described
+        try:
+            if self._folder is None or self._checksum not in (described.base.checksum, described.checksum):
+                self.discard()
+                self._folder = self._copy(described.base, held)
+            self._checksum = ""  # until all of it has been verified, it is no version
+            delta.patch(self._folder, folder)  # which may be done twice
+            shutil.copyfile(folder / manifest.MANIFEST_FILE, self._folder / manifest.MANIFEST_FILE)
+            verify(self._folder, version, expected)
+        except Exception as error:
+            self.discard()
+            if isinstance(error, ApiError):
+                raise
+            # Whatever it was, a full disk or a delta of nonsense: the version in full needs no copy.
+            raise _refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
+        self._checksum = described.checksum
+        return self._folder, described
+
+    def _copy(self, base: BaseVersion, held: Path | None) -> Path:
+        """Returns a new copy of the base, if that is what the model holds."""
+        known = read_manifest(held) if held is not None and held.is_dir() else None
+        if held is None or known is None or known.base is not None or known.checksum != base.checksum:
+            reason = f"this is what changed since version {base.version}, of which this server has no files"
+            raise ApiError(409, "no_base", reason, "publish the version in full")
+        for stale in Path(tempfile.gettempdir()).glob(f"{self._prefix}*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=self._prefix))
+        for path in held.glob("*.safetensors"):
+            shutil.copyfile(path, self._folder / path.name)
+        return self._folder
+
+    def discard(self) -> None:
+        """Removes the copy, if there is one."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder, self._checksum = None, ""
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -141,6 +141,10 @@ class WeightSync:
             "sync/prepare_s": before_s + delivery.prepare_s,
             "sync/transfer_s": delivery.transfer_s,
         }
+        if delivery.changed is not None:
+            metrics["sync/changed"] = delivery.changed
+        for note in delivery.notes:
+            self._say(note)
         failed = [member for member in members if isinstance(answers[member], HocketError)]
         if self._collective is not None:
             metrics["sync/fallbacks"] = float(len(failed))

@@ -1,24 +1,33 @@
-"""Weights through a folder that trainer and servers see.
+"""Weights through files: in a folder that trainer and servers see, or sent over HTTP.
 
-The receiving half is `/reload_weights` in server/engine.py and server/worker.py. A version is a complete Hugging Face
-model in a folder of its own: written under a temporary name, flushed to disk, read back for its manifest, marked
-COMPLETE and renamed.
+The receiving half is `/reload_weights` in server/engine.py and server/worker.py, and `/upload` in server/uploads.py. A
+version is a folder of its own: written under a temporary name, flushed to disk, marked COMPLETE and renamed. v000012 is
+a complete Hugging Face model, and read back for its manifest; v000012-delta has the manifest of the same weights, but
+only what changed in them since version 11 (hocket.delta). A server that can't use a delta is sent the model.
 """
 
 import asyncio
+import dataclasses
+import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hocket import manifest
+import torch
+from safetensors import SafetensorError
+
+from hocket import delta, manifest
 from hocket.client import ServerClient
 from hocket.config import Config
-from hocket.errors import HocketError, SyncError
-from hocket.protocol import DiskSource, ReloadRequest, ReloadResponse
+from hocket.errors import HocketError, ServerError, SyncError
+from hocket.protocol import BaseVersion, DiskSource, Manifest, ReloadRequest, ReloadResponse
 from hocket.sync.delivery import Delivery
 from hocket.system import flush
+
+DELTA = "-delta"
+"""How the name of a folder ends that holds only changes."""
 
 
 class Exporter(Protocol):
@@ -26,6 +35,9 @@ class Exporter(Protocol):
 
     def export(self, folder: Path) -> None:
         """Writes the current weights as a Hugging Face model."""
+
+    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
+        """Gives the current weights to `sink`, under the names of the exported ones."""
 
 
 class DiskTransport:
@@ -40,7 +52,11 @@ class DiskTransport:
         self._folder = config.run_dir.resolve() / "weights"
         self._config = config.sync
         self._trainer = trainer
-        self._written: tuple[int, str, int] | None = None
+        self._upload_name = secrets.token_hex(4)  # another trainer's versions have the same numbers
+        self._full: _Written | None = None
+        self._delta: _Written | None = None
+        self._base: BaseVersion | None = None  # what the next delta changes,
+        self._last: dict[str, torch.Tensor] = {}  # and its tensors, on the CPU
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
         """Writes the version, unless it was the last to be written, and has all servers load it at the same time.
@@ -49,53 +65,113 @@ class DiskTransport:
             SyncError: it could not be written.
         """
         start = time.perf_counter()
-        folder = self.write(version)
-        assert self._written is not None
-        _, checksum, num_bytes = self._written
+        first = self._write_delta(version) or self._write_full(version)
         written = time.perf_counter()
-        source = DiskSource(name=folder.relative_to(self._root).as_posix())
-        request = ReloadRequest(version=version, source=source, in_flight=self._config.in_flight)
-        answers = await asyncio.gather(*(self._load(server, request) for server in servers))
+        answers = dict(zip(servers, await self._send(first, servers), strict=True))
+        num_bytes = first.num_bytes * len(servers)
+        notes = []
+        refused = [server for server in servers if first is self._delta and _refused(answers[server])]
+        if refused:
+            notes = [f"version {version} goes to {server.url} in full: {answers[server]}" for server in refused]
+            full = self._write_full(version)
+            answers |= zip(refused, await self._send(full, refused), strict=True)
+            num_bytes += full.num_bytes * len(refused)
         self._prune()
         return Delivery(
-            checksum=checksum,
-            num_bytes=num_bytes,
+            checksum=first.checksum,
+            num_bytes=num_bytes // len(servers) if servers else first.num_bytes,
             prepare_s=written - start,
             transfer_s=time.perf_counter() - written,
-            answers=tuple(answers),
+            answers=tuple(answers.values()),
+            changed=first.changed,
+            notes=tuple(notes),
         )
 
     def write(self, version: int) -> Path:
-        """Writes the version, unless it was the last to be written, and returns its folder.
+        """Writes the version as a complete model, unless it was the last to be written, and returns its folder.
 
         Raises:
             SyncError: it could not be written.
         """
-        folder = self._folder / f"v{version:06d}"
-        if self._written is None or self._written[0] != version:
-            try:
-                self._written = (version, *self._write(version, folder))
-            except OSError as error:
-                raise SyncError(
-                    f"can't write weight version {version} to {folder}: {error}. Free space there, or set run.dir"
-                ) from error
-        return folder
+        return self._write_full(version).folder
 
-    async def _load(self, server: ServerClient, request: ReloadRequest) -> ReloadResponse | HocketError:
+    async def _send(self, written: "_Written", servers: Sequence[ServerClient]) -> list[ReloadResponse | HocketError]:
+        return await asyncio.gather(*(self._load(server, written) for server in servers))
+
+    async def _load(self, server: ServerClient, written: "_Written") -> ReloadResponse | HocketError:
+        timeout_s = self._config.timeout_s
         try:
-            return await server.reload_weights(request, timeout_s=self._config.timeout_s)
+            name = written.folder.relative_to(self._root).as_posix()
+            if self._config.upload:
+                name = f"{self._upload_name}-{written.folder.name}"
+                name = await server.upload(written.folder, name, timeout_s=timeout_s)
+            source = DiskSource(name=name)
+            request = ReloadRequest(version=written.version, source=source, in_flight=self._config.in_flight)
+            return await server.reload_weights(request, timeout_s=timeout_s)
         except HocketError as error:
             return error
 
-    def _write(self, version: int, folder: Path) -> tuple[str, int]:
+    def _write_full(self, version: int) -> "_Written":
+        if self._full is None or self._full.version != version:
+            keep = self._config.delta and (self._base is None or self._base.version != version)
+            if keep:
+                self._last, self._base = {}, None
+
+            def content(folder: Path) -> tuple[Manifest, None]:
+                self._trainer.export(folder)
+                return manifest.build(version, self._kept(folder) if keep else manifest.tensors(folder)), None
+
+            self._full = self._write(version, f"v{version:06d}", content)
+            if keep:
+                self._base = BaseVersion(version=version, checksum=self._full.checksum)
+        return self._full
+
+    def _kept(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in manifest.tensors(folder):
+            self._last[name] = tensor.clone()  # what was read may still be the file
+            yield name, tensor
+
+    def _write_delta(self, version: int) -> "_Written | None":
+        """Writes what changed since the version before, or returns None where this one is to be sent in full."""
+        if self._delta is not None and self._delta.version == version:
+            return self._delta
+        base = self._base
+        if base is None or base.version == version or version % self._config.full_every == 0:
+            return None
+        self._base = None  # a failure leaves tensors of both versions
+
+        def content(folder: Path) -> tuple[Manifest, float]:
+            changes: dict[str, delta.Change] = {}
+
+            def sink(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+                for name, tensor in named:
+                    new = tensor.to("cpu", copy=True).contiguous()  # the bucket holds only until the next one
+                    changes[name] = delta.encode(self._last[name], new)
+                    self._last[name] = new
+
+            self._trainer.stream(self._config.bucket_mib << 20, sink)
+            delta.save(changes, folder)
+            count = sum(change.count for change in changes.values())
+            return manifest.build(version, self._last.items(), base), count / sum(map(torch.numel, self._last.values()))
+
+        self._delta = self._write(version, f"v{version:06d}{DELTA}", content)
+        self._base = BaseVersion(version=version, checksum=self._delta.checksum)
+        return self._delta
+
+    def _write(self, version: int, name: str, content: Callable[[Path], tuple[Manifest, float | None]]) -> "_Written":
+        """Has `content` fill a folder and return its manifest, and publishes that.
+
+        Raises:
+            SyncError: it could not be written.
+        """
+        folder = self._folder / name
         if folder.exists():
             raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
         partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         try:
-            self._trainer.export(partial)
-            made = manifest.build(version, manifest.tensors(partial))
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            made, changed = content(partial)
             (partial / manifest.MANIFEST_FILE).write_text(made.model_dump_json(indent=1), encoding="utf-8")
             (partial / manifest.COMPLETE_FILE).touch()
             files = sorted(partial.iterdir())
@@ -104,15 +180,40 @@ class DiskTransport:
             num_bytes = sum(path.stat().st_size for path in files)
             partial.rename(folder)
             flush(folder.parent)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError | SafetensorError):
+                raise SyncError(
+                    f"can't write weight version {version} to {folder}: {error}. Free space there, or set run.dir"
+                ) from error
             raise
-        return made.checksum, num_bytes
+        return _Written(version, folder, made.checksum, num_bytes, changed)
 
     def _prune(self) -> None:
-        versions = sorted(path for path in self._folder.iterdir() if path.name.startswith("v"))
-        for old in versions[: -self._config.keep]:
+        """Removes all but the newest versions.
+
+        What a delta changes is the version before it, which is there until all servers have answered; by then they
+        have copies of their own.
+        """
+        folders = [path for path in self._folder.iterdir() if path.name.startswith("v")]
+        kept = sorted({path.name.removesuffix(DELTA) for path in folders})[-self._config.keep :]
+        for old in [path for path in folders if path.name.removesuffix(DELTA) not in kept]:
             # Renamed first: no server may take half a folder for a version.
             gone = old.with_name(f".{old.name}.partial")
             old.rename(gone)
             shutil.rmtree(gone)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Written:
+    """A version in a folder, which is num_bytes large; `changed` as in Delivery."""
+
+    version: int
+    folder: Path
+    checksum: str
+    num_bytes: int
+    changed: float | None
+
+
+def _refused(answer: ReloadResponse | HocketError) -> bool:
+    return isinstance(answer, ServerError) and answer.status is not None and answer.status < 500

@@ -1,0 +1,96 @@
+"""Versions that the trainer sends file by file, where it and the server see no common disk."""
+
+import asyncio
+import errno
+import re
+import shutil
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+from hocket import manifest
+from hocket.protocol import UploadResponse
+from hocket.server.errors import ApiError, invalid
+
+FOLDER = "uploaded-weights"
+"""Where they are kept, under the server's root. What has other names there than ours is left alone."""
+SILENCE_S = 60.0
+_NAME = re.compile(r"[0-9a-f]{8}-v\d{6,12}(-delta)?")
+_FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors")
+
+
+class Uploads:
+    """Sent versions under the server's root: hidden until the COMPLETE marker comes, removed when they have served.
+
+    Args:
+        root: the server's.
+        silence_s: a sender that sends nothing for so long is given up.
+    """
+
+    def __init__(self, root: Path, silence_s: float = SILENCE_S) -> None:
+        self._folder = root / FOLDER
+        self._silence_s = silence_s
+
+    async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> UploadResponse:
+        """Takes one file of the version called `name`; the marker makes it a version.
+
+        Args:
+            max_bytes: of all files of a version.
+
+        Raises:
+            ApiError: a name that no version or file has, 408, 413, or 507 where the disk is full.
+        """
+        if not _NAME.fullmatch(name) or not (
+            _FILE.fullmatch(file) or file in (manifest.MANIFEST_FILE, manifest.COMPLETE_FILE)
+        ):
+            hint = "the files are *.safetensors, manifest.json and, last, COMPLETE, of 0123abcd-v000001 or the like"
+            raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
+        partial, folder = self._folder / f".{name}.partial", self._folder / name
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            await self._write(partial / file, chunks, max_bytes - _size(partial, without=file))
+            if file == manifest.COMPLETE_FILE:
+                shutil.rmtree(folder, ignore_errors=True)  # the same, sent before
+                partial.rename(folder)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            status, code = (507, "disk_full") if full else (500, "upload_failed")
+            hint = "make room under the server's sync.root, or set another one"
+            raise ApiError(status, code, f"can't write {file} to {self._folder}: {error.strerror}", hint) from error
+        return UploadResponse(name=f"{FOLDER}/{name}")
+
+    async def _write(self, path: Path, chunks: AsyncIterator[bytes], max_bytes: int) -> None:
+        with path.open("wb") as file:
+            try:
+                while True:
+                    async with asyncio.timeout(self._silence_s):
+                        chunk = await anext(chunks, None)
+                    if chunk is None:
+                        return
+                    max_bytes -= len(chunk)
+                    if max_bytes < 0:
+                        raise ApiError(
+                            413, "upload_too_large", "this is more than a version can have", "is it of the same model?"
+                        )
+                    await asyncio.to_thread(file.write, chunk)
+            except TimeoutError as error:
+                raise ApiError(
+                    408, "body_timeout", f"nothing came for {self._silence_s:g} s", "send the version again"
+                ) from error
+
+    def present(self) -> set[Path]:
+        """Returns the folders of all versions, whole or not."""
+        if not self._folder.is_dir():
+            return set()
+        names = {path: path.name.removeprefix(".").removesuffix(".partial") for path in self._folder.iterdir()}
+        return {path for path, name in names.items() if _NAME.fullmatch(name)}
+
+    def remove(self, folders: Iterable[Path], held: str) -> None:
+        """Removes versions, but for the one that the server holds, by its name under the root."""
+        for folder in folders:
+            if folder != self._folder.parent / held:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _size(folder: Path, without: str) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.name != without)

@@ -1,0 +1,165 @@
+"""Changes of tensors: lossless to the last bit, and small."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hocket import delta
+
+
+def changed(old: torch.Tensor, at: list[int]) -> torch.Tensor:
+    new = old.clone()
+    new.view(-1)[at] += 1
+    return new
+
+
+def raw(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def test_two_changed_elements_are_two_gaps_and_two_values() -> None:
+    old = torch.zeros(2, 10, dtype=torch.bfloat16)
+    change = delta.encode(old, changed(old, [3, 12]))
+    assert change.count == 2
+    assert change.parts["gaps"].dtype == torch.uint8
+    assert change.parts["gaps"].tolist() == [3, 8]  # 3 in front of the first, 8 between: positions 4 to 11
+    assert change.parts["values"].tolist() == [1.0, 1.0]
+    assert change.parts["values"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("at", "digits"),
+    [
+        ([0], [0]),
+        ([254], [254]),
+        ([255], [255, 0]),  # 255 and go on, then none
+        ([256, 257], [255, 1, 0]),
+        ([600], [255, 255, 90]),  # 510 + 90
+    ],
+)
+def test_a_gap_of_255_or_more_takes_several_digits(at: list[int], digits: list[int]) -> None:
+    old = torch.zeros(5000, dtype=torch.bfloat16)
+    padding = list(range(at[-1] + 1, at[-1] + 11))  # a row of neighbours, so that narrow digits are the shorter ones
+    new = changed(old, at + padding)
+    parts = delta.encode(old, new).parts
+    assert parts["gaps"].tolist() == digits + [0] * 10
+    assert torch.equal(delta.apply(old, parts), new)
+
+
+def test_far_apart_changes_have_wide_digits() -> None:
+    old = torch.zeros(200_000)
+    new = changed(old, [1000, 3000, 100_000])
+    parts = delta.encode(old, new).parts
+    assert parts["gaps"].dtype == torch.uint16
+    assert parts["gaps"].tolist() == [1000, 1999, 65535, 96_999 - 65535]
+    assert torch.equal(delta.apply(old, parts), new)
+
+
+def test_a_tensor_that_did_not_change_takes_nothing() -> None:
+    old = torch.randn(7, 3)
+    assert delta.encode(old, old.clone()) == delta.Change(0, {})
+    assert delta.apply(old, {}) is old
+
+
+def test_a_tensor_goes_whole_where_that_is_smaller() -> None:
+    # 2 bytes of value and 1 of gap against 2 bytes for each of 300 elements: even at 200 changes.
+    old = torch.zeros(300, dtype=torch.bfloat16)
+    sparse, whole = (delta.encode(old, changed(old, list(range(count)))) for count in (199, 200))
+    assert (sparse.count, sorted(sparse.parts)) == (199, ["gaps", "values"])
+    assert (whole.count, sorted(whole.parts)) == (200, ["whole"])
+    assert torch.equal(delta.apply(old, whole.parts), changed(old, list(range(200))))
+
+
+def test_bits_are_compared_not_numbers() -> None:
+    nan, other_nan = 0x7FC0, 0x7FC1
+    old = torch.tensor([0, nan, nan, 5, 6, 7, 8, 9], dtype=torch.int16).view(torch.bfloat16)
+    new = torch.tensor([-0x8000, nan, other_nan, 5, 6, 7, 8, 9], dtype=torch.int16).view(torch.bfloat16)
+    change = delta.encode(old, new)
+    assert change.count == 2  # 0.0 became -0.0, and one NaN another
+    assert raw(delta.apply(old, change.parts)) == raw(new)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8])
+@pytest.mark.parametrize("density", [0.0, 1e-5, 1e-3, 0.03, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("shape", [(), (1,), (70_001,), (300, 1000)])
+def test_any_change_of_any_tensor_comes_back_bit_by_bit(
+    dtype: torch.dtype, density: float, shape: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    size = torch.empty(shape, dtype=dtype).nbytes
+    old_bytes, noise = (torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for _ in range(2))
+    old = old_bytes.view(dtype).view(shape)
+    hit = torch.rand(old.numel(), generator=generator) < density
+    new_bytes = old_bytes.view(-1, dtype.itemsize).clone()
+    new_bytes[hit] ^= noise.view(-1, dtype.itemsize)[hit]
+    new = new_bytes.view(-1).view(dtype).view(shape)
+    change = delta.encode(old, new)
+    assert change.count == int((new_bytes != old_bytes.view(-1, dtype.itemsize)).any(dim=1).sum())
+    assert sum(part.nbytes for part in change.parts.values()) <= new.nbytes
+    back = delta.apply(old, change.parts)
+    assert (back.dtype, back.shape, raw(back)) == (new.dtype, new.shape, raw(new))
+    assert raw(old) == old_bytes.tolist()  # which was left as it was
+
+
+def test_one_in_a_hundred_of_a_bfloat16_tensor_takes_a_fiftieth_of_it() -> None:
+    old = torch.zeros(1000, 1000, dtype=torch.bfloat16)
+    hit = torch.rand(1000, 1000, generator=torch.Generator().manual_seed(0)) < 0.01
+    size = sum(part.nbytes for part in delta.encode(old, old + hit).parts.values())
+    assert size / old.nbytes < 0.02  # 1 % of 2 bytes, and about 1.08 digits of 1 byte for each
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"gaps": torch.tensor([9], dtype=torch.uint8), "values": torch.ones(1)},  # beyond the end
+        {"gaps": torch.tensor([1, 1], dtype=torch.uint8), "values": torch.ones(3)},
+        {"gaps": torch.tensor([1], dtype=torch.uint8), "values": torch.ones(1, dtype=torch.bfloat16)},
+        {"gaps": torch.tensor([1], dtype=torch.uint8)},
+        {"whole": torch.ones(5)},
+        {"whole": torch.ones(4, dtype=torch.bfloat16)},
+    ],
+)
+def test_a_change_made_for_another_tensor_is_an_error(parts: dict[str, torch.Tensor]) -> None:
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        delta.apply(torch.zeros(4), parts)
+
+
+def test_tensors_that_are_not_alike_have_no_difference() -> None:
+    with pytest.raises(ValueError, match=r"a torch.float32 tensor \[4\] can't become torch.float32 \[2, 2\]"):
+        delta.encode(torch.zeros(4), torch.zeros(2, 2))
+
+
+def test_files_are_patched_in_place_whichever_holds_the_tensor(tmp_path: Path) -> None:
+    old = {"a.weight": torch.randn(40, 50), "b": torch.randn(9).bfloat16(), "c": torch.randn(30).half()}
+    new = {"a.weight": changed(old["a.weight"], [0, 7, 1999]), "b": old["b"] * 2, "c": old["c"]}
+    files, folder = tmp_path / "files", tmp_path / "delta"
+    files.mkdir()
+    folder.mkdir()
+    save_file({"a.weight": old["a.weight"]}, files / "model-1.safetensors", metadata={"format": "pt"})
+    save_file({"b": old["b"], "c": old["c"]}, files / "model-2.safetensors")
+    delta.save({name: delta.encode(old[name], new[name]) for name in old}, folder)
+    assert sorted(load_file(folder / "delta.safetensors")) == ["a.weight:gaps", "a.weight:values", "b:whole"]
+    delta.patch(files, folder)
+    found = load_file(files / "model-1.safetensors") | load_file(files / "model-2.safetensors")
+    assert {name: raw(tensor) for name, tensor in found.items()} == {name: raw(tensor) for name, tensor in new.items()}
+
+
+def test_a_change_of_a_tensor_that_no_file_holds_is_an_error(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
+    folder = tmp_path / "delta"
+    folder.mkdir()
+    delta.save({"b": delta.encode(torch.zeros(4), torch.ones(4))}, folder)
+    with pytest.raises(KeyError, match="no tensor 'b' to change"):
+        delta.patch(tmp_path, folder)
+
+
+def test_nothing_changed_is_a_delta_too(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    folder = tmp_path / "delta"
+    folder.mkdir()
+    delta.save({"a": delta.encode(torch.zeros(4), torch.zeros(4))}, folder)
+    delta.patch(tmp_path, folder)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
