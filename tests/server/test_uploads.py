@@ -1,0 +1,187 @@
+"""Versions that come file by file: what is taken, what is refused, and what is left on the disk."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from hocket.config import Config
+from hocket.protocol import UploadResponse
+from hocket.server import versions
+from hocket.server.app import assemble
+from hocket.server.errors import ApiError
+from hocket.server.uploads import FOLDER, Uploads
+
+NAME = "0123abcd-v000007-delta"
+TOKEN = "correct-horse"
+
+
+async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def send(uploads: Uploads, name: str, file: str, *parts: bytes, max_bytes: int = 100) -> UploadResponse:
+    return await uploads.receive(name, file, chunks(*parts), max_bytes)
+
+
+async def test_a_version_appears_when_its_marker_has_come(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path / "root")
+    for file in ("model-00001-of-00002.safetensors", "manifest.json"):
+        assert (await send(uploads, NAME, file, b"ab", b"", b"c")).name == f"{FOLDER}/{NAME}"
+        with pytest.raises(ApiError, match="there is no"):
+            versions.find(tmp_path / "root", f"{FOLDER}/{NAME}")
+    answer = await send(uploads, NAME, "COMPLETE", b"")
+    folder = versions.find(tmp_path / "root", answer.name)
+    assert (folder / "manifest.json").read_bytes() == b"abc"
+    assert os.listdir(folder.parent) == [NAME]
+
+
+async def test_a_version_sent_twice_is_there_once(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path)
+    for content in (b"a", b"b"):
+        await send(uploads, NAME, "model.safetensors", content)
+        await send(uploads, NAME, "COMPLETE")
+    assert (tmp_path / FOLDER / NAME / "model.safetensors").read_bytes() == b"b"
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("..", "model.safetensors"),
+        ("v000001", "model.safetensors"),
+        (".0123abcd-v000001.partial", "model.safetensors"),
+        (NAME + "/..", "model.safetensors"),
+        (NAME + "\n", "model.safetensors"),
+        (NAME, "../model.safetensors"),
+        (NAME, ".safetensors"),
+        (NAME, ".model.safetensors"),
+        (NAME, "a/model.safetensors"),
+        (NAME, "a\\model.safetensors"),
+        (NAME, "model.safetensors\0"),
+        (NAME, "model.bin"),
+        (NAME, "config.json"),
+        (NAME, ""),
+        (NAME, "x" * 200 + ".safetensors"),
+    ],
+)
+async def test_names_that_no_version_or_file_has_are_refused(tmp_path: Path, name: str, file: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        await send(Uploads(tmp_path / "root"), name, file, b"x")
+    assert (caught.value.status, caught.value.body.code) == (422, "bad_name")
+    assert not (tmp_path / "root").exists()
+
+
+async def test_all_files_of_a_version_together_are_bounded(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path)
+    await send(uploads, NAME, "a.safetensors", b"x" * 60)
+    await send(uploads, NAME, "a.safetensors", b"x" * 60)  # again: it is not counted twice
+    await send(uploads, NAME, "b.safetensors", b"x" * 40)
+    with pytest.raises(ApiError) as caught:
+        await send(uploads, NAME, "manifest.json", b"x")
+    assert (caught.value.status, caught.value.body.code) == (413, "upload_too_large")
+    await send(uploads, "0123abcd-v000008", "a.safetensors", b"x" * 100)
+
+
+async def test_too_much_is_noticed_while_it_comes(tmp_path: Path) -> None:
+    read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal read
+        while True:
+            read += 10
+            yield b"x" * 10
+
+    with pytest.raises(ApiError, match="more than a version can have"):
+        await Uploads(tmp_path).receive(NAME, "model.safetensors", endless(), 100)
+    assert read == 110
+
+
+async def test_a_sender_that_falls_silent_is_given_up(tmp_path: Path) -> None:
+    async def silent() -> AsyncIterator[bytes]:
+        yield b"x"
+        await asyncio.Event().wait()
+
+    with pytest.raises(ApiError, match=r"nothing came for 0\.05 s") as caught:
+        await Uploads(tmp_path, silence_s=0.05).receive(NAME, "model.safetensors", silent(), 100)
+    assert caught.value.status == 408
+
+
+async def test_a_full_disk_is_said_and_what_was_written_is_removed(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path)
+    folder = tmp_path / FOLDER / f".{NAME}.partial"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").symlink_to("/dev/full")  # a real file on which every write fails
+    with pytest.raises(ApiError, match="No space left on device") as caught:
+        await send(uploads, NAME, "model.safetensors", b"x" * 50)
+    assert (caught.value.status, caught.value.body.code) == (507, "disk_full")
+    assert "sync.root" in caught.value.body.hint
+    assert not folder.exists()
+
+
+async def test_versions_that_have_served_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path)
+    assert uploads.present() == set()
+    names = ["0123abcd-v000001", "0123abcd-v000002-delta"]
+    for name in names:
+        await send(uploads, name, "COMPLETE")
+    await send(uploads, "ffffffff-v000009", "model.safetensors", b"half")
+    (tmp_path / FOLDER / "run-of-somebody").mkdir()
+    before = uploads.present()
+    await send(uploads, "0123abcd-v000003-delta", "model.safetensors", b"on its way")
+    uploads.remove(before, f"{FOLDER}/{names[1]}")
+    left = {path.name for path in (tmp_path / FOLDER).iterdir()}
+    assert left == {names[1], ".0123abcd-v000003-delta.partial", "run-of-somebody"}
+
+
+class FakeEngine:
+    """An engine that has failed, which must be sent weights that work all the same."""
+
+    def __init__(self, root: Path) -> None:
+        self.uploads = Uploads(root)
+
+    def failure(self) -> Any:
+        return ApiError(503, "reload_failed", "half loaded", "reload").body
+
+    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> UploadResponse:
+        return await self.uploads.receive(name, file, chunks, 3 << 20)
+
+
+@pytest.fixture
+async def http(tmp_path: Path) -> AsyncGenerator[httpx.AsyncClient, None]:
+    config = Config.model_validate({"server": {"token": TOKEN, "max_body_mib": 1}})
+    door = assemble(FastAPI(), FakeEngine(tmp_path), config)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
+        yield client
+
+
+async def test_the_route_takes_more_than_other_bodies_may_have_but_only_with_the_token(
+    http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    path, body = f"/upload/{NAME}/model.safetensors", b"x" * (2 << 20)
+    assert (await http.put(path, content=body)).status_code == 401
+    assert not (tmp_path / FOLDER).exists()
+    http.headers["Authorization"] = f"Bearer {TOKEN}"
+    answer = await http.put(path, content=body)
+    assert (answer.status_code, answer.json()) == (200, {"name": f"{FOLDER}/{NAME}"})
+    assert (await http.put(path, content=body * 2)).status_code == 413
+    assert (await http.put("/generate", content=body)).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "path", ["/upload/../model.safetensors", "/upload/%2e%2e/a.safetensors", f"/upload/{NAME}/..%2fa.safetensors"]
+)
+async def test_no_path_leads_out_of_the_folder(http: httpx.AsyncClient, tmp_path: Path, path: str) -> None:
+    http.headers["Authorization"] = f"Bearer {TOKEN}"
+    assert (await http.put(path, content=b"x")).status_code in (404, 422, 503)
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_a_version_may_have_as_many_bytes_as_its_model_in_float32_and_a_manifest() -> None:
+    shapes = versions.ModelShapes(shapes={"a": (1000, 1000), "b": (7,)}, tied={})
+    assert versions.max_bytes(shapes) == 4 * 1_000_007 + (64 << 20)
