@@ -55,7 +55,7 @@ class FakeServer:
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         name: str = request.source.name
-        self.names.append(name.rpartition("/")[2])
+        self.names.append("/".join(name.split("/")[-2:]))
         shapes = ModelShapes(shapes=SHAPES, tied={})
         try:
             folder, described = self.copy.whole(self.root / name, request.version, shapes, self.held)
@@ -92,16 +92,17 @@ def assert_same(server: FakeServer, trainer: FakeTrainer) -> None:
 
 
 def folders(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "runs" / "a" / "weights").iterdir())
+    run = tmp_path / "runs" / "a"
+    return sorted(str(path.relative_to(run)) for path in run.glob("*/*"))
 
 
 async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Path, server: FakeServer) -> None:
     trainer, disk = make(tmp_path)
     first = await disk.deliver(1, [server])
-    assert (first.changed, folders(tmp_path)) == (None, ["v000001"])
+    assert (first.changed, folders(tmp_path)) == (None, ["weights/v000001"])
     trainer.step(3, 700)
     second = await disk.deliver(2, [server])
-    folder = tmp_path / "runs" / "a" / "weights" / "v000002-delta"
+    folder = tmp_path / "runs" / "a" / "deltas" / "v000002"
     assert sorted(path.name for path in folder.iterdir()) == ["COMPLETE", "delta.safetensors", "manifest.json"]
     made = manifest.read(folder)
     assert made.base is not None
@@ -123,8 +124,8 @@ async def test_a_chain_of_deltas_ends_bit_by_bit_where_a_full_version_would(tmp_
         delivery = await disk.deliver(version, [server])
         assert delivery.answers[0].checksum == delivery.checksum
         assert_same(server, trainer)
-    assert server.names == ["v000001", *(f"v00000{version}-delta" for version in range(2, 8))]
-    assert (trainer.exports, folders(tmp_path)) == (1, ["v000007-delta"])
+    assert server.names == ["weights/v000001", *(f"deltas/v00000{version}" for version in range(2, 8))]
+    assert (trainer.exports, folders(tmp_path)) == (1, ["deltas/v000007", "weights/v000001"])
 
 
 async def test_every_so_many_versions_one_is_full(tmp_path: Path, server: FakeServer) -> None:
@@ -132,7 +133,7 @@ async def test_every_so_many_versions_one_is_full(tmp_path: Path, server: FakeSe
     for version in range(1, 8):
         trainer.step(version)
         await disk.deliver(version, [server])
-    assert [name.endswith("-delta") for name in server.names] == [False, True, False, True, True, False, True]
+    assert [name.startswith("deltas") for name in server.names] == [False, True, False, True, True, False, True]
     assert_same(server, trainer)
 
 
@@ -144,18 +145,18 @@ async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(
     trainer.step(5)
     late = FakeServer("http://late", tmp_path / "runs", 2)
     delivery = await disk.deliver(2, [server, late])
-    assert (server.names, late.names) == (["v000001", "v000002-delta"], ["v000002-delta", "v000002"])
+    assert (server.names, late.names) == (["weights/v000001", "deltas/v000002"], ["deltas/v000002", "weights/v000002"])
     assert [answer.checksum for answer in delivery.answers] == [delivery.checksum] * 2
     full, small = (
-        sum(path.stat().st_size for path in (tmp_path / "runs/a/weights" / name).iterdir())
-        for name in ("v000002", "v000002-delta")
+        sum(path.stat().st_size for path in (tmp_path / "runs/a" / name).iterdir())
+        for name in ("weights/v000002", "deltas/v000002")
     )
     assert delivery.num_bytes == (2 * small + full) // 2
     assert len(delivery.notes) == 1
     assert "version 2 goes to http://late in full: this is what changed since version 1" in delivery.notes[0]
     trainer.step(6)
     delivery = await disk.deliver(3, [server, late])
-    assert (server.names[-1], late.names[-1], delivery.notes) == ("v000003-delta", "v000003-delta", ())
+    assert (server.names[-1], late.names[-1], delivery.notes) == ("deltas/v000003", "deltas/v000003", ())
     assert_same(server, trainer)
     assert_same(late, trainer)
     late.copy.discard()
@@ -182,12 +183,12 @@ async def test_a_delta_that_was_tampered_with_is_refused_and_the_full_version_la
     trainer.step(5)
     delivery = await disk.deliver(2, [server])
     monkeypatch.undo()
-    assert server.names[1:] == ["v000002-delta", "v000002"]
+    assert server.names[1:] == ["deltas/v000002", "weights/v000002"]
     assert "the bytes of tensor 'a' are not the ones that were published" in delivery.notes[0]
     assert_same(server, trainer)
     trainer.step(6)
     await disk.deliver(3, [server])
-    assert server.names[3:] == ["v000003-delta"]
+    assert server.names[3:] == ["deltas/v000003"]
     assert_same(server, trainer)
 
 
@@ -195,7 +196,7 @@ async def test_a_step_that_changed_nothing_is_a_version_too(tmp_path: Path, serv
     _, disk = make(tmp_path)
     await disk.deliver(1, [server])
     delivery = await disk.deliver(2, [server])
-    assert (server.names, delivery.changed) == (["v000001", "v000002-delta"], 0.0)
+    assert (server.names, delivery.changed) == (["weights/v000001", "deltas/v000002"], 0.0)
     assert delivery.answers[0].version == 2
 
 
@@ -205,11 +206,11 @@ async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path
         trainer.step(version)
         await disk.deliver(version, [server])
     folder = disk.write(2)
-    assert folder.name == "v000002"
+    assert folder == tmp_path / "runs/a/weights/v000002"
     assert torch.equal(load_file(folder / "model.safetensors")["a"], trainer.weights["a"])
     trainer.step(9)
     await disk.deliver(3, [server])
-    assert server.names[-1] == "v000003-delta"  # of version 2, whichever of its folders the server has
+    assert server.names[-1] == "deltas/v000003"  # of version 2, whichever of its folders the server has
     assert_same(server, trainer)
 
 
@@ -218,11 +219,11 @@ async def test_after_a_failed_write_the_next_version_is_full(tmp_path: Path, ser
     await disk.deliver(1, [server])
     trainer.fails = True
     trainer.step(2)
-    with pytest.raises(SyncError, match=r"v000002-delta: .*No space left on device.*Free space"):
+    with pytest.raises(SyncError, match=r"deltas/v000002: .*No space left on device.*Free space"):
         await disk.deliver(2, [server])
     trainer.fails = False
     await disk.deliver(2, [server])
-    assert (server.names[-1], folders(tmp_path)) == ("v000002", ["v000001", "v000002"])
+    assert (server.names[-1], folders(tmp_path)) == ("weights/v000002", ["weights/v000001", "weights/v000002"])
     assert_same(server, trainer)
 
 
@@ -249,4 +250,4 @@ async def test_any_other_failure_of_a_delta_is_no_reason_to_send_more(tmp_path: 
     trainer.step(1)
     delivery = await disk.deliver(2, [server])
     assert isinstance(delivery.answers[0], HocketError)
-    assert (trainer.exports, folders(tmp_path)) == (1, ["v000001", "v000002-delta"])
+    assert (trainer.exports, folders(tmp_path)) == (1, ["deltas/v000002", "weights/v000001"])

@@ -1,9 +1,9 @@
 """Weights through files: in a folder that trainer and servers see, or sent over HTTP.
 
 The receiving half is `/reload_weights` in server/engine.py and server/worker.py, and `/upload` in server/uploads.py. A
-version is a folder of its own: written under a temporary name, flushed to disk, marked COMPLETE and renamed. v000012 is
-a complete Hugging Face model, and read back for its manifest; v000012-delta has the manifest of the same weights, but
-only what changed in them since version 11 (hocket.delta). A server that can't use a delta is sent the model.
+version is a folder of its own: written under a temporary name, flushed to disk, marked COMPLETE and renamed.
+weights/v000012 is a complete Hugging Face model, and read back for its manifest; deltas/v000012 has the manifest of the
+same weights, but only what changed in them since version 11 (hocket.delta). A server that can't use it gets the model.
 """
 
 import asyncio
@@ -26,10 +26,6 @@ from hocket.protocol import BaseVersion, DiskSource, Manifest, ReloadRequest, Re
 from hocket.sync.delivery import Delivery
 from hocket.system import flush
 
-DELTA = "-delta"
-"""How the name of a folder ends that holds only changes."""
-
-
 class Exporter(Protocol):
     """What publishing needs of the trainer."""
 
@@ -49,7 +45,8 @@ class DiskTransport:
 
     def __init__(self, config: Config, trainer: Exporter) -> None:
         self._root = config.sync_root.resolve()
-        self._folder = config.run_dir.resolve() / "weights"
+        self._weights = config.run_dir.resolve() / "weights"
+        self._deltas = config.run_dir.resolve() / "deltas"
         self._config = config.sync
         self._trainer = trainer
         self._upload_name = secrets.token_hex(4)  # another trainer's versions have the same numbers
@@ -103,7 +100,7 @@ class DiskTransport:
         try:
             name = written.folder.relative_to(self._root).as_posix()
             if self._config.upload:
-                name = f"{self._upload_name}-{written.folder.name}"
+                name = "-".join((self._upload_name, *written.folder.parts[-2:]))
                 name = await server.upload(written.folder, name, timeout_s=timeout_s)
             source = DiskSource(name=name)
             request = ReloadRequest(version=written.version, source=source, in_flight=self._config.in_flight)
@@ -121,7 +118,7 @@ class DiskTransport:
                 self._trainer.export(folder)
                 return manifest.build(version, self._kept(folder) if keep else manifest.tensors(folder)), None
 
-            self._full = self._write(version, f"v{version:06d}", content)
+            self._full = self._write(version, self._weights, content)
             if keep:
                 self._base = BaseVersion(version=version, checksum=self._full.checksum)
         return self._full
@@ -154,17 +151,17 @@ class DiskTransport:
             count = sum(change.count for change in changes.values())
             return manifest.build(version, self._last.items(), base), count / sum(map(torch.numel, self._last.values()))
 
-        self._delta = self._write(version, f"v{version:06d}{DELTA}", content)
+        self._delta = self._write(version, self._deltas, content)
         self._base = BaseVersion(version=version, checksum=self._delta.checksum)
         return self._delta
 
-    def _write(self, version: int, name: str, content: Callable[[Path], tuple[Manifest, float | None]]) -> "_Written":
+    def _write(self, version: int, parent: Path, content: Callable[[Path], tuple[Manifest, float | None]]) -> "_Written":
         """Has `content` fill a folder and return its manifest, and publishes that.
 
         Raises:
             SyncError: it could not be written.
         """
-        folder = self._folder / name
+        folder = parent / f"v{version:06d}"
         if folder.exists():
             raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
         partial = folder.with_name(f".{folder.name}.partial")
@@ -190,18 +187,17 @@ class DiskTransport:
         return _Written(version, folder, made.checksum, num_bytes, changed)
 
     def _prune(self) -> None:
-        """Removes all but the newest versions.
+        """Removes all but the newest folders of both kinds.
 
-        What a delta changes is the version before it, which is there until all servers have answered; by then they
-        have copies of their own.
+        What a delta changes is there until all servers have answered; by then they have copies of their own.
         """
-        folders = [path for path in self._folder.iterdir() if path.name.startswith("v")]
-        kept = sorted({path.name.removesuffix(DELTA) for path in folders})[-self._config.keep :]
-        for old in [path for path in folders if path.name.removesuffix(DELTA) not in kept]:
-            # Renamed first: no server may take half a folder for a version.
-            gone = old.with_name(f".{old.name}.partial")
-            old.rename(gone)
-            shutil.rmtree(gone)
+        for parent in filter(Path.is_dir, (self._weights, self._deltas)):
+            versions = sorted(path for path in parent.iterdir() if path.name.startswith("v"))
+            for old in versions[: -self._config.keep]:
+                # Renamed first: no server may take half a folder for a version.
+                gone = old.with_name(f".{old.name}.partial")
+                old.rename(gone)
+                shutil.rmtree(gone)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,177 @@
+"""Deltas and uploads in running servers: the model is the same, bit by bit, as after a full version."""
+
+import copy
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hocket import config as config_module
+from hocket import manifest
+from hocket.client import ServerClient
+from hocket.errors import ServerError
+from hocket.protocol import ReloadResponse
+from hocket.server.uploads import FOLDER
+from hocket.sync.delivery import Delivery
+from hocket.sync.disk import DiskTransport
+
+pytestmark = pytest.mark.engine
+
+
+class FakeTrainer:
+    """A model whose weights move a little with each step, published in `dtype` and, where tied, without a head."""
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        self.model = copy.deepcopy(model)
+        self.dtype = getattr(torch, dtype)
+        self.generator = torch.Generator().manual_seed(1)
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        for name, parameter in self.model.named_parameters():
+            moved = torch.rand(parameter.shape, generator=self.generator) < share
+            fresh = 0.15 * torch.randn(parameter.shape, generator=self.generator) + (1.0 if "norm" in name else 0.0)
+            parameter.copy_(torch.where(moved, fresh, parameter).to(self.dtype))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in self.model.named_parameters()}
+
+    def export(self, folder: Path) -> None:
+        save_file(self.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+
+    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
+        for item in self.tensors().items():
+            sink([item])
+
+
+def client(server: Any, token: str | None = None) -> ServerClient:
+    return ServerClient(str(server.client.base_url).rstrip("/"), token=token)
+
+
+def make(server: Any, name: str, run_dir: Path, *settings: str, dtype: str = "float32") -> tuple[Any, DiskTransport]:
+    trainer = FakeTrainer(server.model, dtype)
+    trainer.step(1.0)
+    config = config_module.load(None, [f"run.dir={run_dir / name}", "sync.delta=true", *settings])
+    return trainer, DiskTransport(config, trainer)
+
+
+def assert_serves(server: Any, trainer: FakeTrainer, delivery: Delivery, version: int) -> None:
+    """The server acknowledged the very bytes of the trainer, and samples with them."""
+    (answer,) = delivery.answers
+    assert isinstance(answer, ReloadResponse), answer
+    assert answer.checksum == manifest.build(version, trainer.tensors().items()).checksum
+    assert server.health()["version"] == answer.version == version
+    gaps = server.gaps(model=trainer.model)
+    if trainer.dtype == torch.float32:
+        assert max(gaps) < 1e-4
+    else:
+        assert statistics.mean(gaps) < 0.04
+    server.model = trainer.model
+
+
+def copies(server: Any) -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"hocket-{server.client.base_url.port}-*"))
+
+
+@pytest.mark.parametrize("variant", ["tied float32", "tied bfloat16", "untied bfloat16"])
+async def test_several_deltas_end_where_a_full_version_would(servers: Any, variant: str) -> None:
+    server = servers(variant)
+    trainer, disk = make(server, "chain", server.root, dtype=variant.split()[1])
+    first = server.next_version
+    server.next_version += 4
+    async with client(server) as http:
+        full = await disk.deliver(first, [http])
+        for version in range(first + 1, first + 4):
+            old = copy.deepcopy(trainer.model)
+            trainer.step(0.02)
+            delivery = await disk.deliver(version, [http])
+            assert_serves(server, trainer, delivery, version)
+            assert statistics.mean(server.gaps(model=old)) > 0.05, "the step changed nothing that shows"
+            assert delivery.notes == ()
+            assert delivery.changed == pytest.approx(0.02, rel=0.2)
+            assert delivery.num_bytes < 0.15 * full.num_bytes  # of a tiny model, whose manifest is a part of that
+    assert len(copies(server)) == 1
+
+
+async def test_a_tampered_delta_is_refused_and_the_full_version_lands(
+    servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = servers("tied float32")
+    trainer, disk = make(server, "tampered", server.root)
+    first = server.next_version
+    server.next_version += 3
+    load = ServerClient.reload_weights
+    refused: list[ServerError] = []
+
+    async def tamper(http: ServerClient, request: Any, **rest: Any) -> ReloadResponse:
+        path = server.root / request.source.name / "delta.safetensors"
+        if path.exists() and not refused:
+            content = bytearray(path.read_bytes())
+            content[-3] ^= 1
+            path.write_bytes(content)
+        before = server.health()
+        try:
+            return await load(http, request, **rest)
+        except ServerError as error:
+            assert server.health() == before, "a refusal changed something"
+            refused.append(error)
+            raise
+
+    monkeypatch.setattr(ServerClient, "reload_weights", tamper)
+    async with client(server) as http:
+        await disk.deliver(first, [http])
+        trainer.step(0.02)
+        delivery = await disk.deliver(first + 1, [http])
+        assert "are not the ones that were published" in str(refused[0])
+        assert_serves(server, trainer, delivery, first + 1)
+        trainer.step(0.02)
+        delivery = await disk.deliver(first + 2, [http])
+    assert len(refused) == 1
+    assert_serves(server, trainer, delivery, first + 2)
+
+
+async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restart(kit: Any, tmp_path: Path) -> None:
+    token = "another-correct-horse"
+    settings = ["model.dtype=float32"]
+    server = kit.start_server(tmp_path / "far", kit.make_model(tied=True, seed=5), overrides=settings, token=token)
+    names: list[str] = []
+    try:
+        trainer, disk = make(server, "near", tmp_path / "trainer", "sync.upload=true")
+        async with client(server, token) as http:
+            for version in (1, 2, 3):
+                trainer.step(0.02)
+                delivery = await disk.deliver(version, [http])
+                assert_serves(server, trainer, delivery, version)
+                names += [path.name[9:] for path in (server.root / FOLDER).iterdir()]
+        assert names == ["v000001", "v000002-delta", "v000003-delta"]  # each time, only the one that it holds
+        assert len(copies(server)) == 1
+    finally:
+        assert server.stop() == 0
+    assert copies(server) == []
+
+    again = kit.start_server(tmp_path / "again", server.model, overrides=settings, token=token)
+    try:
+        trainer.step(0.02)
+        async with client(again, token) as http:
+            delivery = await disk.deliver(4, [http])
+            assert_serves(again, trainer, delivery, 4)
+            assert "in full: " in delivery.notes[0]
+            assert [path.name[9:] for path in (again.root / FOLDER).iterdir()] == ["v000004"]
+            # Several mebibytes, which the server refuses to take: its words must arrive all the same.
+            folder = tmp_path / "large"
+            folder.mkdir()
+            (folder / "model.safetensors").write_bytes(bytes(80 << 20))
+            with pytest.raises(ServerError, match="more than a version can have") as caught:
+                await http.upload(folder, "0123abcd-v000009", timeout_s=60)
+            assert caught.value.status == 413
+        async with client(again, "not-the-token") as http:
+            with pytest.raises(ServerError) as caught:
+                await http.upload(folder, "0123abcd-v000009", timeout_s=60)
+            assert caught.value.status == 401
+    finally:
+        again.stop()
