@@ -148,7 +148,7 @@ async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restar
                 delivery = await disk.deliver(version, [http])
                 assert_serves(server, trainer, delivery, version)
                 names += [path.name[9:] for path in (server.root / FOLDER).iterdir()]
-        assert names == ["v000001", "v000002-delta", "v000003-delta"]  # each time, only the one that it holds
+        assert names == ["weights-v000001", "deltas-v000002", "deltas-v000003"]  # each time, only the one that it holds
         assert len(copies(server)) == 1
     finally:
         assert server.stop() == 0
@@ -161,17 +161,17 @@ async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restar
             delivery = await disk.deliver(4, [http])
             assert_serves(again, trainer, delivery, 4)
             assert "in full: " in delivery.notes[0]
-            assert [path.name[9:] for path in (again.root / FOLDER).iterdir()] == ["v000004"]
+            assert [path.name[9:] for path in (again.root / FOLDER).iterdir()] == ["weights-v000004"]
             # Several mebibytes, which the server refuses to take: its words must arrive all the same.
             folder = tmp_path / "large"
             folder.mkdir()
             (folder / "model.safetensors").write_bytes(bytes(80 << 20))
             with pytest.raises(ServerError, match="more than a version can have") as caught:
-                await http.upload(folder, "0123abcd-v000009", timeout_s=60)
+                await http.upload(folder, "0123abcd-weights-v000009", timeout_s=60)
             assert caught.value.status == 413
         async with client(again, "not-the-token") as http:
             with pytest.raises(ServerError) as caught:
-                await http.upload(folder, "0123abcd-v000009", timeout_s=60)
+                await http.upload(folder, "0123abcd-weights-v000009", timeout_s=60)
             assert caught.value.status == 401
     finally:
         again.stop()

@@ -17,7 +17,7 @@ from hocket.server.app import assemble
 from hocket.server.errors import ApiError
 from hocket.server.uploads import FOLDER, Uploads
 
-NAME = "0123abcd-v000007-delta"
+NAME = "0123abcd-deltas-v000007"
 TOKEN = "correct-horse"
 
 
@@ -55,7 +55,8 @@ async def test_a_version_sent_twice_is_there_once(tmp_path: Path) -> None:
     [
         ("..", "model.safetensors"),
         ("v000001", "model.safetensors"),
-        (".0123abcd-v000001.partial", "model.safetensors"),
+        ("0123abcd-v000001", "model.safetensors"),
+        (".0123abcd-weights-v000001.partial", "model.safetensors"),
         (NAME + "/..", "model.safetensors"),
         (NAME + "\n", "model.safetensors"),
         (NAME, "../model.safetensors"),
@@ -85,7 +86,7 @@ async def test_all_files_of_a_version_together_are_bounded(tmp_path: Path) -> No
     with pytest.raises(ApiError) as caught:
         await send(uploads, NAME, "manifest.json", b"x")
     assert (caught.value.status, caught.value.body.code) == (413, "upload_too_large")
-    await send(uploads, "0123abcd-v000008", "a.safetensors", b"x" * 100)
+    await send(uploads, "0123abcd-weights-v000008", "a.safetensors", b"x" * 100)
 
 
 async def test_too_much_is_noticed_while_it_comes(tmp_path: Path) -> None:
@@ -127,16 +128,16 @@ async def test_a_full_disk_is_said_and_what_was_written_is_removed(tmp_path: Pat
 async def test_versions_that_have_served_are_removed_and_nothing_else(tmp_path: Path) -> None:
     uploads = Uploads(tmp_path)
     assert uploads.present() == set()
-    names = ["0123abcd-v000001", "0123abcd-v000002-delta"]
+    names = ["0123abcd-weights-v000001", "0123abcd-deltas-v000002"]
     for name in names:
         await send(uploads, name, "COMPLETE")
-    await send(uploads, "ffffffff-v000009", "model.safetensors", b"half")
+    await send(uploads, "ffffffff-weights-v000009", "model.safetensors", b"half")
     (tmp_path / FOLDER / "run-of-somebody").mkdir()
     before = uploads.present()
-    await send(uploads, "0123abcd-v000003-delta", "model.safetensors", b"on its way")
+    await send(uploads, "0123abcd-deltas-v000003", "model.safetensors", b"on its way")
     uploads.remove(before, f"{FOLDER}/{names[1]}")
     left = {path.name for path in (tmp_path / FOLDER).iterdir()}
-    assert left == {names[1], ".0123abcd-v000003-delta.partial", "run-of-somebody"}
+    assert left == {names[1], ".0123abcd-deltas-v000003.partial", "run-of-somebody"}
 
 
 class FakeEngine:

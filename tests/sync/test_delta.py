@@ -233,7 +233,7 @@ async def test_with_upload_a_server_loads_what_it_was_sent(tmp_path: Path) -> No
     for version in (1, 2, 3):
         trainer.step(version)
         await disk.deliver(version, [far])
-    assert [name[8:] for name in far.names] == ["-v000001", "-v000002-delta", "-v000003-delta"]
+    assert [name[11:] for name in far.names] == ["-weights-v000001", "-deltas-v000002", "-deltas-v000003"]
     assert_same(far, trainer)
     assert disk.write(3).name == "v000003"
     far.copy.discard()

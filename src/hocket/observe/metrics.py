@@ -123,6 +123,10 @@ METRICS = (
         high=0.05,
         advice="the run stops at sync.max_logprob_gap; see train/logprob_gap",
     ),
+    Metric(
+        name="sync/changed",
+        meaning="sync.delta: share of the weights whose bits changed since the version before; none in full ones",
+    ),
     Metric(name="time/generate", meaning="seconds until the last group was generated and scored"),
     Metric(name="time/turn", meaning="launch.share_gpu: seconds until the server is off the GPU and the trainer on it"),
     Metric(name="time/train", meaning="seconds of forward, backward and update"),

@@ -14,7 +14,7 @@ from hocket.server.errors import ApiError, invalid
 FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root. What has other names there than ours is left alone."""
 SILENCE_S = 60.0
-_NAME = re.compile(r"[0-9a-f]{8}-v\d{6,12}(-delta)?")
+_NAME = re.compile(r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}")
 _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors")
 
 
@@ -42,7 +42,7 @@ class Uploads:
         if not _NAME.fullmatch(name) or not (
             _FILE.fullmatch(file) or file in (manifest.MANIFEST_FILE, manifest.COMPLETE_FILE)
         ):
-            hint = "the files are *.safetensors, manifest.json and, last, COMPLETE, of 0123abcd-v000001 or the like"
+            hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
         partial, folder = self._folder / f".{name}.partial", self._folder / name
         try:

@@ -26,6 +26,7 @@ from hocket.protocol import BaseVersion, DiskSource, Manifest, ReloadRequest, Re
 from hocket.sync.delivery import Delivery
 from hocket.system import flush
 
+
 class Exporter(Protocol):
     """What publishing needs of the trainer."""
 
@@ -155,7 +156,9 @@ class DiskTransport:
         self._base = BaseVersion(version=version, checksum=self._delta.checksum)
         return self._delta
 
-    def _write(self, version: int, parent: Path, content: Callable[[Path], tuple[Manifest, float | None]]) -> "_Written":
+    def _write(
+        self, version: int, parent: Path, content: Callable[[Path], tuple[Manifest, float | None]]
+    ) -> "_Written":
         """Has `content` fill a folder and return its manifest, and publishes that.
 
         Raises:
