@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -206,3 +207,41 @@ async def test_joining_a_weight_group_returns_how_many_workers_are_in_it() -> No
     async with client(handler) as server:
         assert (await server.init_weight_group(asked, timeout_s=5)).workers == 2
     assert seen == [("/init_weight_group", asked.model_dump())]
+
+
+async def test_a_version_is_sent_file_by_file_and_its_marker_last(tmp_path: Path) -> None:
+    for name in ("COMPLETE", "config.json", "manifest.json", "model-2.safetensors", "model-1.safetensors"):
+        (tmp_path / name).write_text(name)
+    large = b"x" * (3 << 20)
+    (tmp_path / "model-2.safetensors").write_bytes(large)
+    seen: list[tuple[str, str, bytes]] = []
+
+    async def handler(request: httpx.Request) -> httpx.Response:
+        seen.append((request.method, request.url.path, await request.aread()))
+        assert request.headers["authorization"] == "Bearer secret-token"
+        return httpx.Response(200, json={"name": "there/v1"})
+
+    async with client(handler) as server:  # type: ignore[arg-type]
+        assert await server.upload(tmp_path, "v1", timeout_s=5) == "there/v1"
+    assert seen == [
+        ("PUT", "/upload/v1/model-1.safetensors", b"model-1.safetensors"),
+        ("PUT", "/upload/v1/model-2.safetensors", large),
+        ("PUT", "/upload/v1/manifest.json", b"manifest.json"),
+        ("PUT", "/upload/v1/COMPLETE", b"COMPLETE"),
+    ]
+
+
+async def test_after_a_refused_file_no_more_are_sent(tmp_path: Path) -> None:
+    for name in ("COMPLETE", "manifest.json", "model.safetensors"):
+        (tmp_path / name).write_text(name)
+    full = {"error": {"code": "disk_full", "message": "can't write model.safetensors", "hint": "make room"}}
+    seen: list[str] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.path)
+        return httpx.Response(507, json=full)
+
+    async with client(handler) as server:
+        with pytest.raises(ServerError, match=r"507: can't write model.safetensors \(make room\)") as caught:
+            await server.upload(tmp_path, "v1", timeout_s=5)
+    assert (caught.value.status, seen) == (507, ["/upload/v1/model.safetensors"])

@@ -231,3 +231,9 @@ def test_a_weak_token_is_refused_wherever_it_comes_from(weak: str, monkeypatch: 
     monkeypatch.setenv("HOCKET_TOKEN", weak)
     with pytest.raises(ConfigError, match="at least 8 plain ASCII characters"):
         _ = config.load().token
+
+
+def test_deltas_need_the_disk_backend() -> None:
+    assert config.load(None, ["sync.delta=true"]).sync.full_every == 50
+    with pytest.raises(ConfigError, match=r"sync\.delta=true needs sync\.backend=disk"):
+        config.load(None, ["sync.delta=true", "sync.backend=nccl"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hocket import manifest
+from hocket import delta, manifest
+from hocket.protocol import BaseVersion
 from hocket.server import versions
 from hocket.server.errors import ApiError
 
@@ -286,3 +287,83 @@ def test_a_bad_version_is_refused_with_the_reason(kit: Any, root: Path, shapes: 
     with pytest.raises(ApiError, match=said) as caught:
         versions.verify(root / "v1", 1, shapes[False])
     assert (caught.value.status, caught.value.body.code) == (409, "bad_version")
+
+
+def publish_delta(kit: Any, root: Path) -> None:
+    """Publishes v1 in full, and v2 as what changed in one tensor."""
+    model = kit.make_model(tied=False, seed=1)
+    checksum = kit.publish(model, root / "v1", 1)
+    old = load_file(root / "v1" / "model.safetensors")
+    new = old | {NAME: old[NAME] + torch.eye(*old[NAME].shape)}
+    folder = root / "v2"
+    folder.mkdir()
+    delta.save({NAME: delta.encode(old[NAME], new[NAME])}, folder)
+    described = manifest.build(2, new.items(), BaseVersion(version=1, checksum=checksum))
+    (folder / manifest.MANIFEST_FILE).write_text(described.model_dump_json())
+
+
+@pytest.fixture
+def copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> versions.PatchedCopy:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    return versions.PatchedCopy(8000)
+
+
+def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(
+    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy
+) -> None:
+    publish_delta(kit, root)
+    before = (root / "v1" / "model.safetensors").read_bytes()
+    for _ in range(2):  # once more, as after a load that failed
+        folder, described = copy.whole(root / "v2", 2, shapes[False], root / "v1")
+        assert versions.verify(folder, 2, shapes[False]) == described
+    assert (root / "v1" / "model.safetensors").read_bytes() == before
+    copy.discard()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("held", [None, "nowhere", "v2", "other"])
+def test_a_server_that_does_not_hold_the_base_says_so(
+    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, held: str | None
+) -> None:
+    publish_delta(kit, root)
+    kit.publish(kit.make_model(tied=False, seed=2), root / "other", 1)
+    with pytest.raises(ApiError, match="since version 1, of which this server has no files") as caught:
+        copy.whole(root / "v2", 2, shapes[False], held and root / held)
+    assert (caught.value.status, caught.value.body.code) == (409, "no_base")
+
+
+def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(
+    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_delta(kit, root)
+
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.copyfile", full)
+        with pytest.raises(ApiError, match=r"can't be applied: OSError: .*No space left") as caught:
+            copy.whole(root / "v2", 2, shapes[False], root / "v1")
+    assert caught.value.status == 409
+    assert list((tmp_path / "temporary").iterdir()) == []
+    copy.whole(root / "v2", 2, shapes[False], root / "v1")
+
+
+def test_a_copy_that_a_killed_server_left_behind_is_removed_by_the_next_on_its_port(
+    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, tmp_path: Path
+) -> None:
+    publish_delta(kit, root)
+    for name in ("hocket-8000-left", "hocket-8001-used"):
+        (tmp_path / "temporary" / name).mkdir()
+    folder, _ = copy.whole(root / "v2", 2, shapes[False], root / "v1")
+    assert set((tmp_path / "temporary").iterdir()) == {folder, tmp_path / "temporary" / "hocket-8001-used"}
+
+
+def test_a_delta_of_another_version_number_is_refused(
+    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy
+) -> None:
+    publish_delta(kit, root)
+    with pytest.raises(ApiError, match="is of version 2, not 3"):
+        copy.whole(root / "v2", 3, shapes[False], root / "v1")
