@@ -37,10 +37,12 @@ def encode(old: "torch.Tensor", new: "torch.Tensor") -> Change:
     Raises:
         ValueError: they are not alike.
     """
+    import torch
+
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         raise ValueError(f"a {old.dtype} tensor {list(old.shape)} can't become {new.dtype} {list(new.shape)}")
     differs = _bits(old) != _bits(new)
-    count = int(differs.sum())
+    count = int(torch.count_nonzero(differs))
     if count == 0:
         return Change(0, {})
     if count * (1 + new.itemsize) < new.nbytes:  # a digit has a byte at least
