@@ -62,7 +62,7 @@ def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
     return digest.hexdigest()[:32]
 
 
-def build(version: int, tensors: Iterable[tuple[str, "torch.Tensor"]], base: BaseVersion | None = None) -> Manifest:
+def build(version: int, tensors: Iterable[tuple[str, "torch.Tensor"]], *, base: BaseVersion | None = None) -> Manifest:
     """Returns the manifest of the tensors, each read once."""
     specs = {name: spec(tensor) for name, tensor in tensors}
     return Manifest(version=version, tensors=specs, checksum=total_checksum(specs), base=base)

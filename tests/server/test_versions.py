@@ -298,7 +298,7 @@ def publish_delta(kit: Any, root: Path) -> None:
     folder = root / "v2"
     folder.mkdir()
     delta.save({NAME: delta.encode(old[NAME], new[NAME])}, folder)
-    described = manifest.build(2, new.items(), BaseVersion(version=1, checksum=checksum))
+    described = manifest.build(2, new.items(), base=BaseVersion(version=1, checksum=checksum))
     (folder / manifest.MANIFEST_FILE).write_text(described.model_dump_json())
 
 

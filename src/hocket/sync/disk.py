@@ -150,7 +150,9 @@ class DiskTransport:
             self._trainer.stream(self._config.bucket_mib << 20, sink)
             delta.save(changes, folder)
             count = sum(change.count for change in changes.values())
-            return manifest.build(version, self._last.items(), base), count / sum(map(torch.numel, self._last.values()))
+            return manifest.build(version, self._last.items(), base=base), count / sum(
+                map(torch.numel, self._last.values())
+            )
 
         self._delta = self._write(version, self._deltas, content)
         self._base = BaseVersion(version=version, checksum=self._delta.checksum)
