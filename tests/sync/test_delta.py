@@ -104,6 +104,7 @@ async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Pa
     second = await disk.deliver(2, [server])
     folder = tmp_path / "runs" / "a" / "deltas" / "v000002"
     assert sorted(path.name for path in folder.iterdir()) == ["COMPLETE", "delta.safetensors", "manifest.json"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # whoever may read one may read all
     made = manifest.read(folder)
     assert made.base is not None
     assert (made.version, made.base.version, made.base.checksum) == (2, 1, first.checksum)

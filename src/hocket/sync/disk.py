@@ -177,6 +177,8 @@ class DiskTransport:
             (partial / manifest.MANIFEST_FILE).write_text(made.model_dump_json(indent=1), encoding="utf-8")
             (partial / manifest.COMPLETE_FILE).touch()
             files = sorted(partial.iterdir())
+            for path in partial.glob("*.safetensors"):  # written for the owner only; the server may be another user
+                shutil.copymode(partial / manifest.COMPLETE_FILE, path)
             for path in (*files, partial):
                 flush(path)
             num_bytes = sum(path.stat().st_size for path in files)
