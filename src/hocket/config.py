@@ -193,7 +193,8 @@ class SyncConfig(Section):
     delta: bool = Field(
         False,
         description="Publish only the weights whose bits changed: a few per cent of them at the learning rates of "
-        "reinforcement learning in bfloat16. Needs backend disk, and memory for another copy of the model.",
+        "reinforcement learning in bfloat16. Needs backend disk, and room for another copy of the model: in the "
+        "trainer's memory, and in each server's folder for temporary files ($TMPDIR).",
     )
     full_every: int = Field(50, ge=1, description="With delta, every so many versions are published in full.")
     upload: bool = Field(
