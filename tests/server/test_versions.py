@@ -313,23 +313,29 @@ def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(
     kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy
 ) -> None:
     publish_delta(kit, root)
+    copy.whole(root / "v1", 1, shapes[False])
     before = (root / "v1" / "model.safetensors").read_bytes()
     for _ in range(2):  # once more, as after a load that failed
-        folder, described = copy.whole(root / "v2", 2, shapes[False], root / "v1")
+        folder, described = copy.whole(root / "v2", 2, shapes[False])
         assert versions.verify(folder, 2, shapes[False]) == described
     assert (root / "v1" / "model.safetensors").read_bytes() == before
     copy.discard()
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("held", [None, "nowhere", "v2", "other"])
-def test_a_server_that_does_not_hold_the_base_says_so(
-    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, held: str | None
+@pytest.mark.parametrize("before", ["nothing", "other", "removed"])
+def test_a_server_that_does_not_have_the_base_says_so(
+    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, before: str
 ) -> None:
     publish_delta(kit, root)
     kit.publish(kit.make_model(tied=False, seed=2), root / "other", 1)
+    if before == "other":
+        copy.whole(root / "other", 1, shapes[False])
+    if before == "removed":
+        copy.whole(root / "v1", 1, shapes[False])
+        (root / "v1").rename(root / ".v1.partial")
     with pytest.raises(ApiError, match="since version 1, of which this server has no files") as caught:
-        copy.whole(root / "v2", 2, shapes[False], held and root / held)
+        copy.whole(root / "v2", 2, shapes[False])
     assert (caught.value.status, caught.value.body.code) == (409, "no_base")
 
 
@@ -337,6 +343,7 @@ def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(
     kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_delta(kit, root)
+    copy.whole(root / "v1", 1, shapes[False])
 
     def full(source: Path, target: Path) -> None:
         target.write_bytes(b"half")
@@ -345,19 +352,20 @@ def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(
     with monkeypatch.context() as patched:
         patched.setattr("shutil.copyfile", full)
         with pytest.raises(ApiError, match=r"can't be applied: OSError: .*No space left") as caught:
-            copy.whole(root / "v2", 2, shapes[False], root / "v1")
+            copy.whole(root / "v2", 2, shapes[False])
     assert caught.value.status == 409
     assert list((tmp_path / "temporary").iterdir()) == []
-    copy.whole(root / "v2", 2, shapes[False], root / "v1")
+    copy.whole(root / "v2", 2, shapes[False])
 
 
 def test_a_copy_that_a_killed_server_left_behind_is_removed_by_the_next_on_its_port(
     kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, tmp_path: Path
 ) -> None:
     publish_delta(kit, root)
+    copy.whole(root / "v1", 1, shapes[False])
     for name in ("hocket-8000-left", "hocket-8001-used"):
         (tmp_path / "temporary" / name).mkdir()
-    folder, _ = copy.whole(root / "v2", 2, shapes[False], root / "v1")
+    folder, _ = copy.whole(root / "v2", 2, shapes[False])
     assert set((tmp_path / "temporary").iterdir()) == {folder, tmp_path / "temporary" / "hocket-8001-used"}
 
 
@@ -365,5 +373,6 @@ def test_a_delta_of_another_version_number_is_refused(
     kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy
 ) -> None:
     publish_delta(kit, root)
+    copy.whole(root / "v1", 1, shapes[False])
     with pytest.raises(ApiError, match="is of version 2, not 3"):
-        copy.whole(root / "v2", 3, shapes[False], root / "v1")
+        copy.whole(root / "v2", 3, shapes[False])

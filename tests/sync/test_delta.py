@@ -49,7 +49,6 @@ class FakeServer:
     def __init__(self, url: str, root: Path, port: int) -> None:
         self.url, self.root = url, root
         self.copy = PatchedCopy(port)
-        self.held: Path | None = None
         self.holds: dict[str, torch.Tensor] = {}
         self.names: list[str] = []
 
@@ -58,10 +57,10 @@ class FakeServer:
         self.names.append("/".join(name.split("/")[-2:]))
         shapes = ModelShapes(shapes=SHAPES, tied={})
         try:
-            folder, described = self.copy.whole(self.root / name, request.version, shapes, self.held)
+            folder, described = self.copy.whole(self.root / name, request.version, shapes)
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
-        self.held, self.holds = self.root / name, load_file(folder / "model.safetensors")
+        self.holds = load_file(folder / "model.safetensors")
         return ReloadResponse(
             version=request.version, seconds=0.1, num_tensors=2, checksum=described.checksum, session="s"
         )

@@ -237,8 +237,7 @@ class Engine:
                 folder = await asyncio.to_thread(versions.find, self._root, source.name)
                 if (held := self._holds(key, request.version)) and _published(folder, held.checksum):
                     return held
-                before = None if self._held is None else self._root / self._held[0]
-                folder, wanted = await asyncio.to_thread(self._copy.whole, folder, request.version, shapes, before)
+                folder, wanted = await asyncio.to_thread(self._copy.whole, folder, request.version, shapes)
                 call, argument, checksum = "hocket_load_disk", str(folder), wanted.checksum
             else:
                 key = source.session

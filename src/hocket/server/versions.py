@@ -157,7 +157,9 @@ def verify(folder: Path, version: int, expected: ModelShapes) -> Manifest:
 
 
 class PatchedCopy:
-    """The server's own copy of the version it holds, in a temporary folder: what deltas are applied to.
+    """The server's own copy of the newest version, in a temporary folder: what deltas are applied to.
+
+    The first delta after a full version makes the copy, of that version's files.
 
     Args:
         port: the server's; what a killed server left behind under it is removed.
@@ -165,15 +167,15 @@ class PatchedCopy:
 
     def __init__(self, port: int) -> None:
         self._prefix = f"hocket-{port}-"
+        self._full: tuple[Path, str] | None = None  # the newest full version and its checksum
         self._folder: Path | None = None
         self._checksum = ""
 
-    def whole(self, folder: Path, version: int, expected: ModelShapes, held: Path | None) -> tuple[Path, Manifest]:
+    def whole(self, folder: Path, version: int, expected: ModelShapes) -> tuple[Path, Manifest]:
         """Returns a folder with all of a version, verified as by `verify`, and its manifest.
 
         Args:
             folder: the version: complete, or a delta, which is applied to the copy.
-            held: the folder of what the model holds, which the first delta makes the copy of.
 
         Raises:
             ApiError: 409 with the reason. After a delta the trainer may publish the version in full.
@@ -182,11 +184,12 @@ class PatchedCopy:
         if described.base is None:
             verify(folder, version, expected)
             self.discard()
+            self._full = (folder, described.checksum)
             return folder, described
         try:
             if self._folder is None or self._checksum not in (described.base.checksum, described.checksum):
                 self.discard()
-                self._folder = self._copy(described.base, held)
+                self._folder = self._copy(described.base)
             self._checksum = ""  # until all of it has been verified, it is no version
             delta.patch(self._folder, folder)  # which may be done twice
             shutil.copyfile(folder / manifest.MANIFEST_FILE, self._folder / manifest.MANIFEST_FILE)
@@ -200,16 +203,16 @@ class PatchedCopy:
         self._checksum = described.checksum
         return self._folder, described
 
-    def _copy(self, base: BaseVersion, held: Path | None) -> Path:
-        """Returns a new copy of the base, if that is what the model holds."""
-        known = read_manifest(held) if held is not None and held.is_dir() else None
-        if held is None or known is None or known.base is not None or known.checksum != base.checksum:
+    def _copy(self, base: BaseVersion) -> Path:
+        """Returns a new copy of the base, if that is the newest full version."""
+        folder, checksum = self._full or (None, "")
+        if folder is None or checksum != base.checksum or not folder.is_dir():
             reason = f"this is what changed since version {base.version}, of which this server has no files"
             raise ApiError(409, "no_base", reason, "publish the version in full")
         for stale in Path(tempfile.gettempdir()).glob(f"{self._prefix}*"):
             shutil.rmtree(stale, ignore_errors=True)
         self._folder = Path(tempfile.mkdtemp(prefix=self._prefix))
-        for path in held.glob("*.safetensors"):
+        for path in folder.glob("*.safetensors"):
             shutil.copyfile(path, self._folder / path.name)
         return self._folder
 
