@@ -28,12 +28,18 @@ NAMES = {
         "VllmConfig.parallel_config",
         "set_current_vllm_config",
     ],
+    "vllm.config.lora": ["MaxLoRARanks"],
     "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args", "AsyncEngineArgs.create_engine_config"],
     "vllm.entrypoints.launchers.api_server.app_state": ["init_app_state"],
     "vllm.entrypoints.launchers.app": ["build_app"],
     "vllm.entrypoints.launchers.cli_args": ["make_arg_parser"],
     "vllm.exceptions": ["VLLMClientError"],
     "vllm.inputs.engine": ["tokens_input"],
+    "vllm.lora.request": ["LoRARequest"],
+    "vllm.lora.worker_manager": [
+        "LRUCacheWorkerLoRAManager.add_dummy_lora",
+        "LRUCacheWorkerLoRAManager.get_dummy_lora_warmup_rank",
+    ],
     "vllm.model_executor.layers.fused_moe.fused_moe_method_base": ["FusedMoEMethodBase"],
     "vllm.model_executor.layers.vocab_parallel_embedding": ["ParallelLMHead"],
     "vllm.model_executor.model_loader.reload.layerwise": ["finalize_layerwise_reload", "get_layerwise_info"],
@@ -56,7 +62,7 @@ NAMES = {
     "vllm.v1.engine.core": ["EngineCoreProc.run_engine_core"],
     "vllm.v1.engine.utils": ["get_mp_context"],
     "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
-    "vllm.v1.worker.gpu_worker": ["Worker.reload_weights"],
+    "vllm.v1.worker.gpu_worker": ["Worker.add_lora", "Worker.reload_weights", "Worker.remove_lora"],
 }
 
 
@@ -118,6 +124,7 @@ def test_calls_take_the_arguments_we_give() -> None:
     assert {"mode", "clear_cache"} <= inspect.signature(AsyncLLM.pause_generation).parameters.keys()
     assert {"method", "args"} <= inspect.signature(AsyncLLM.collective_rpc).parameters.keys()
     assert {"prompt", "sampling_params", "request_id"} <= inspect.signature(AsyncLLM.generate).parameters.keys()
+    assert "lora_request" in inspect.signature(AsyncLLM.generate).parameters
     assert "new_version" in inspect.signature(AsyncLLM.update_weight_version).parameters
 
 
@@ -146,6 +153,9 @@ def test_the_arguments_say_what_the_config_says(args: Any, model: str) -> None:
         load(None, [f"model.path={model}", "server.max_lora_rank=8", "model.dtype=bfloat16"])
     )
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
+    # The trainer's section is enough; vLLM takes 8, 16, 32, ... and not 12.
+    with_lora = vllm_api.engine_arguments(load(None, [f"model.path={model}", "model.lora.rank=12"]))
+    assert (with_lora.enable_lora, with_lora.max_lora_rank) == (True, 16)
 
 
 def test_the_engine_tells_its_kind_of_device_and_how_many_processes_hold_weights() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket import manifest
-from hocket.protocol import Manifest, TensorLayout
+from hocket.protocol import AdapterConfig, Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid
 
 if TYPE_CHECKING:
@@ -62,6 +62,18 @@ def model_shapes(path: str) -> ModelShapes:
         if source in shapes:
             shapes.setdefault(name, shapes[source])
     return ModelShapes(shapes=shapes, tied=tied)
+
+
+def adapter_shapes(adapter: AdapterConfig, model: ModelShapes) -> ModelShapes:
+    """Returns what an adapter of the model consists of: A [r, in] and B [out, r] of every layer that it names."""
+    shapes = {}
+    for name, shape in model.shapes.items():
+        layer = name.removesuffix(".weight")
+        adapted = any(f".{layer}".endswith(f".{target}") for target in adapter.target_modules)
+        if adapted and len(shape) == 2 and layer != name:
+            shapes[f"base_model.model.{layer}.lora_A.weight"] = (adapter.r, shape[1])
+            shapes[f"base_model.model.{layer}.lora_B.weight"] = (shape[0], adapter.r)
+    return ModelShapes(shapes=shapes, tied={})
 
 
 def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -152,6 +164,15 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest.read(folder)
     except (OSError, ValueError) as error:
         raise _refused(f"can't read {manifest.MANIFEST_FILE}: {error}") from error
+
+
+def read_adapter(folder: Path) -> AdapterConfig | None:
+    """Reads what the adapter is, None for a version that is none. Raises ApiError where it can't be read."""
+    read_manifest(folder)
+    try:
+        return manifest.read_adapter(folder)
+    except (OSError, ValueError) as error:
+        raise _refused(f"can't read {manifest.ADAPTER_FILE}, or it is not of plain LoRA: {error}") from error
 
 
 def check_layout(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:

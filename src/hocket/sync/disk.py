@@ -1,8 +1,8 @@
 """Weights through a folder that trainer and servers see.
 
 The receiving half is `/reload_weights` in server/engine.py and server/worker.py. A version is a complete Hugging Face
-model in a folder of its own: written under a temporary name, flushed to disk, read back for its manifest, marked
-COMPLETE and renamed.
+model, or a PEFT adapter, in a folder of its own: written under a temporary name, flushed to disk, read back for its
+manifest, marked COMPLETE and renamed.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from hocket import manifest
 from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.errors import HocketError, SyncError
-from hocket.protocol import DiskSource, ReloadRequest, ReloadResponse
+from hocket.protocol import AdapterConfig, Content, DiskSource, ReloadRequest, ReloadResponse
 from hocket.sync.delivery import Delivery
 from hocket.system import flush
 
@@ -24,8 +24,11 @@ from hocket.system import flush
 class Exporter(Protocol):
     """What publishing needs of the trainer."""
 
+    @property
+    def adapter(self) -> AdapterConfig | None: ...
+
     def export(self, folder: Path) -> None:
-        """Writes the current weights as a Hugging Face model."""
+        """Writes the current weights as a Hugging Face model, or those of the adapter, where there is one, as PEFT."""
 
 
 class DiskTransport:
@@ -95,7 +98,8 @@ class DiskTransport:
         partial.mkdir(parents=True)
         try:
             self._trainer.export(partial)
-            made = manifest.build(version, manifest.tensors(partial))
+            content: Content = "weights" if self._trainer.adapter is None else "adapter"
+            made = manifest.build(version, manifest.tensors(partial), content)
             (partial / manifest.MANIFEST_FILE).write_text(made.model_dump_json(indent=1), encoding="utf-8")
             (partial / manifest.COMPLETE_FILE).touch()
             files = sorted(partial.iterdir())
