@@ -9,11 +9,13 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hocket import config as config_module
+from hocket import tokenizer as tokenizers
 from hocket import transfer
 from hocket.errors import ConfigError
+from hocket.trainer import lora
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
@@ -94,6 +96,53 @@ def test_only_the_adapter_moves_and_peft_computes_the_same_with_what_is_publishe
     merged = with_peft(path, tmp_path / "end").merge_and_unload()
     torch.testing.assert_close(logits(merged), trained, atol=1e-5, rtol=0)
     assert (trained - logits(base)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["tied_model", "untied_model"])
+def test_the_merged_model_is_what_was_trained_and_complete(
+    ranks: Ranks, model: str, dtype: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "base")
+    with make_trainer(ranks, str(tmp_path / "base"), f"model.dtype={dtype}") as trainer:
+        for _ in range(3):
+            trainer.step(make_samples())
+        trainer.export(tmp_path / "adapter")
+        trained = logits(trainer._policy.model)
+        fingerprint = tokenizers.fingerprint(trainer.tokenizer)
+    lora.merge(tmp_path / "adapter", tmp_path / "model")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert merged.dtype == getattr(torch, dtype)
+    moved = (trained - logits(base)).abs().mean()
+    assert (logits(merged) - trained).abs().mean() < (1e-6 if dtype == "float32" else 0.1 * moved)
+    names = load_file(tmp_path / "model" / "model.safetensors").keys()
+    assert names == load_file(tmp_path / "base" / "model.safetensors").keys()
+    assert ("lm_head.weight" in names) == (model == "untied_model")
+    assert tokenizers.fingerprint(tokenizers.load(str(tmp_path / "model"))) == fingerprint
+    assert not list(tmp_path.glob(".*")), "something half written is left"
+    assert len({file.stat().st_mode for name in ("model", "adapter") for file in (tmp_path / name).iterdir()}) == 1
+    with pytest.raises(ConfigError, match="exists already"):
+        lora.merge(tmp_path / "adapter", tmp_path / "model")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        lora.merge(tmp_path / "adapter", tmp_path / "again")
+    lora.merge(tmp_path / "adapter", tmp_path / "again", base=str(tmp_path / "moved"))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")), logits(merged))
+
+
+def test_what_is_no_adapter_or_one_of_another_model_is_not_merged(
+    ranks: Ranks, tied_model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="not an adapter"):
+        lora.merge(Path(tied_model), tmp_path / "out")
+    with make_trainer(ranks, tied_model) as trainer:
+        trainer.export(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"another model than checkpoints/tiny-sort.*does not fit"):
+        lora.merge(tmp_path / "adapter", tmp_path / "out", base="checkpoints/tiny-sort")
+    assert not (tmp_path / "out").exists()
 
 
 def test_zero_stages_train_the_same_adapter(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:

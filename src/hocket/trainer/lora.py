@@ -4,15 +4,18 @@ An adapted layer computes W x + alpha / rank · B A x (Hu et al. 2021, https://a
 random and B [out, rank] zero at first, so that training starts from the model as it is.
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hocket import manifest
+from hocket import tokenizer as tokenizers
 from hocket.config import LoraConfig
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig
@@ -77,3 +80,49 @@ def save(folder: Path, adapter: AdapterConfig, tensors: Mapping[str, Tensor]) ->
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")
+    # safetensors writes for the owner only; the server may be another user
+    shutil.copymode(folder / manifest.ADAPTER_FILE, folder / WEIGHTS_FILE)
+
+
+def merge(folder: Path, output: Path, *, base: str | None = None) -> None:
+    """Writes the base model with an adapter merged into it, W + alpha / rank · B A, and its tokenizer.
+
+    Args:
+        folder: an adapter, as `save` writes it.
+        output: appears as a whole, or not at all.
+        base: where the base model is, if it is no longer where the adapter says.
+
+    Raises:
+        ConfigError: there is no adapter, its base model can't be loaded or is another one, or `output` exists.
+    """
+    import peft
+
+    try:
+        adapter = AdapterConfig.model_validate_json((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{folder} is not an adapter that a run with model.lora has published: {error}") from error
+    if output.exists():
+        raise ConfigError(f"{output} exists already; remove it, or name another folder")
+    path = base or adapter.base_model_name_or_path
+    tokenizer = tokenizers.load(path)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't load the adapter's base model {path}: {error}; where is it? model.path=") from error
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        layer = name.removesuffix(".weight")
+        shapes[f"base_model.model.{layer}.lora_A.weight"] = (adapter.r, parameter.shape[-1])
+        shapes[f"base_model.model.{layer}.lora_B.weight"] = (parameter.shape[0], adapter.r)
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes.get(name):
+            raise ConfigError(f"the adapter was trained on another model than {path}: {name!r} does not fit")
+    model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for file in partial.glob("*.safetensors"):
+        shutil.copymode(partial / "config.json", file)
+    partial.rename(output)
