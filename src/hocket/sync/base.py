@@ -15,7 +15,7 @@ from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.pool import Member, ServerPool
-from hocket.protocol import AdapterConfig, Health, ReloadResponse, TensorLayout
+from hocket.protocol import Health, ReloadResponse, TensorLayout
 from hocket.sync.canary import logprob_gap
 from hocket.sync.delivery import Delivery
 from hocket.sync.disk import DiskTransport
@@ -26,8 +26,6 @@ from hocket.types import Prompt, TrainSample
 class Source(Protocol):
     """What publishing needs of the trainer; hocket.trainer.trainer.Trainer is one."""
 
-    @property
-    def adapter(self) -> AdapterConfig | None: ...
     def check_same_model(self, health: Health) -> None: ...
     def export(self, folder: Path) -> None: ...
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]: ...

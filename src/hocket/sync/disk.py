@@ -16,16 +16,13 @@ from hocket import manifest
 from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.errors import HocketError, SyncError
-from hocket.protocol import AdapterConfig, Content, DiskSource, ReloadRequest, ReloadResponse
+from hocket.protocol import Content, DiskSource, ReloadRequest, ReloadResponse
 from hocket.sync.delivery import Delivery
 from hocket.system import flush
 
 
 class Exporter(Protocol):
     """What publishing needs of the trainer."""
-
-    @property
-    def adapter(self) -> AdapterConfig | None: ...
 
     def export(self, folder: Path) -> None:
         """Writes the current weights as a Hugging Face model, or those of the adapter, where there is one, as PEFT."""
@@ -98,7 +95,7 @@ class DiskTransport:
         partial.mkdir(parents=True)
         try:
             self._trainer.export(partial)
-            content: Content = "weights" if self._trainer.adapter is None else "adapter"
+            content: Content = "adapter" if (partial / manifest.ADAPTER_FILE).is_file() else "weights"
             made = manifest.build(version, manifest.tensors(partial), content)
             (partial / manifest.MANIFEST_FILE).write_text(made.model_dump_json(indent=1), encoding="utf-8")
             (partial / manifest.COMPLETE_FILE).touch()
