@@ -1,6 +1,7 @@
 """Adapters in a running server: every request uses the one that is held, or it was refused and nothing changed."""
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import json
@@ -93,7 +94,9 @@ def load_by_collective(server: Any, adapter: Adapter) -> ReloadResponse:
     async def deliver() -> Any:
         async with ServerClient(str(server.client.base_url), token=None) as client:
             client._http.headers.update(server.client.headers)
-            return await CollectiveTransport(config.load(None, []), adapter).deliver(version, [client])
+            transport = CollectiveTransport(config.load(None, []), adapter)
+            with contextlib.closing(transport):
+                return await transport.deliver(version, [client])
 
     delivery = asyncio.run(deliver())
     answer = delivery.answers[0]
@@ -119,7 +122,7 @@ def openai_gaps(server: Any, kit: Any, model: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("how", LOADS)
-@pytest.mark.parametrize("variant", ["tied float32 lora", "untied float32 lora"])
+@pytest.mark.parametrize("variant", ["tied float32 lora", "untied float32 lora", "parallel float32 lora"])
 def test_every_request_uses_the_adapter_that_came_last(servers: Any, kit: Any, variant: str, how: str) -> None:
     server = servers(variant)
     others = [server.model]
