@@ -207,6 +207,8 @@ def test_only_a_server_that_shares_its_gpu_has_an_allocator_that_can_sleep(
     monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)
     assert sleeps("launch.share_gpu=true")
     assert not sleeps()
+
+
 def test_an_adapter_lies_in_files_only_while_vllm_reads_them() -> None:
     seen: list[Any] = []
 

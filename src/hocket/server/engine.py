@@ -281,7 +281,7 @@ class Engine:
                 self._asleep = PARTS
                 await self._move(vllm_api.sleep(self.llm, request.level))
                 if request.level == 2:
-                    self._has_weights, self._held = False, None
+                    self._has_weights, self._held, self._base_replaced = False, None, True
             return self._sleep_response()
 
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
