@@ -9,7 +9,7 @@ from hocket import config as config_module
 from hocket.cli import main, read_settings
 from hocket.errors import ConfigError
 
-COMMANDS = ["quickstart", "serve", "train", "sft", "generate", "eval", "config", "doctor"]
+COMMANDS = ["quickstart", "serve", "train", "sft", "generate", "eval", "config", "export", "doctor"]
 
 
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "fastapi", "datasets", "httpx"}
@@ -32,6 +32,16 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert f"run.py {command}" in out
     assert "section.key=value" in out
+
+
+def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hocket.trainer import lora
+
+    asked: list[object] = []
+    monkeypatch.setattr(lora, "merge", lambda *args, base: asked.append((*map(str, args), base)))
+    assert main(["export", "runs/a/weights/v000002", "out"]) == 0
+    assert main(["export", "runs/a/weights/v000002", "out", "model.path=elsewhere"]) == 0
+    assert asked == [("runs/a/weights/v000002", "out", None), ("runs/a/weights/v000002", "out", "elsewhere")]
 
 
 @pytest.mark.parametrize("args", [["train", "--help"], ["config", "trainer.steps=3"]])

@@ -172,6 +172,44 @@ def test_the_reference_has_one_row_for_every_key() -> None:
     assert next(row for row in rows if "`trainer.learning_rate`" in row).split("`")[3] == "1.0e-06"
 
 
+def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> None:
+    assert config.Config().model.lora is None
+    everything = config.LoraConfig(rank=16, alpha=32.0, targets="all-linear")
+    assert load(tmp_path, "model: {lora: {}}").model.lora == everything
+    assert config.load(None, ["model.lora={}"]).model.lora == everything
+    for text in ("", "model: {lora: null}"):
+        assert load(tmp_path, text, "model.lora.rank=8").model.lora == everything.model_copy(update={"rank": 8})
+    named = config.load(None, ["model.lora.targets=[q_proj, v_proj]"])
+    assert named.model.lora is not None
+    assert named.model.lora.targets == ("q_proj", "v_proj")
+    assert config.load(None, ["model.lora.targets=q_proj"]).model.lora == everything.model_copy(
+        update={"targets": ("q_proj",)}
+    )
+    assert load(tmp_path, config.dump(named)) == named
+    keys = [row.split("`")[1] for row in config.reference().splitlines() if row.startswith("| `")]
+    assert [key for key in keys if "lora" in key] == [
+        "model.lora",
+        "model.lora.rank",
+        "model.lora.alpha",
+        "model.lora.targets",
+        "server.max_lora_rank",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.lora={}", "model.random_init=true"], "with random_init there are none"),
+        (["model.lora.rnk=8"], "did you mean 'model.lora.rank'"),
+        (["model.lora.rank=0"], "model.lora.rank"),
+        (["model.lora.targets=[]"], "model.lora.targets"),
+    ],
+)
+def test_an_adapter_that_makes_no_sense_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.load(None, settings)
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("run.dir=runs/exp #3", "runs/exp #3"), ("run.dir=2024_10", "2024_10"), ("run.dir=010/a", "010/a")],

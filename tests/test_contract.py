@@ -30,6 +30,7 @@ HOMES = {  # the only places that may import a package
     "starlette": {"server"},
     "uvicorn": {"server"},
     "deepspeed": {"trainer"},
+    "peft": {"trainer"},
     "httpx": {"client"},
     "rich": {"observe"},
     "psutil": {"doctor", "server"},

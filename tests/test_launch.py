@@ -131,6 +131,18 @@ def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
     wait_for(lambda: all(words and gone(int(words[0])) for words in ranks_in(tmp_path)))
 
 
+def test_what_comes_next_is_a_model_that_can_be_served(tmp_path: Path) -> None:
+    for version in ("v000001", "v000002", ".v000003.partial"):
+        (tmp_path / "weights" / version).mkdir(parents=True)
+    newest = f"{tmp_path}/weights/v000002"
+    whole = launch._what_next(tmp_path, adapter=False)
+    assert f"run.py serve model.path={newest}\n" in whole
+    assert "export" not in whole
+    adapter = launch._what_next(tmp_path, adapter=True)
+    assert f"run.py export {newest} {tmp_path}/model\n" in adapter
+    assert f"run.py serve model.path={tmp_path}/model\n" in adapter
+
+
 def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

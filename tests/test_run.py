@@ -37,7 +37,7 @@ def test_help_lists_every_command_without_any_package(args: list[str], tmp_path:
     answer = run(*args, cwd=tmp_path)
     assert answer.returncode == 0
     listed = {line.split()[0] for line in answer.stdout.splitlines() if line.startswith("  ") and line.strip()}
-    assert listed == {"quickstart", "test", "serve", "train", "sft", "generate", "eval", "config", "doctor"}
+    assert listed == {"quickstart", "test", "serve", "train", "sft", "generate", "eval", "config", "export", "doctor"}
 
 
 def test_an_unknown_command_names_the_nearest_and_installs_nothing(tmp_path: Path) -> None:

@@ -39,8 +39,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="run.py", description="hocket: a minimal, decoupled GRPO trainer.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], help: str, **kwargs: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG, **kwargs)  # type: ignore[arg-type]
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], help: str, positional: Sequence[str] = ()
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG)
+        for argument in positional:
+            command.add_argument(argument, type=Path)
         command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
         command.set_defaults(run=run)
         return command
@@ -60,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--reference", action="store_true", help="print every key with default and meaning instead")
     show.add_argument(
         "--metrics", action="store_true", help="print every metric with meaning and healthy range instead"
+    )
+    add(
+        "export",
+        _export,
+        "merge the published adapter in FOLDER (model.lora) into a model of its own; model.path= says where its base "
+        "model is, if it has moved",
+        positional=("FOLDER", "OUTPUT"),
     )
     add("doctor", _doctor, "check this machine: versions, devices, ports, leftovers")
     return parser
@@ -152,6 +163,15 @@ def _eval(args: argparse.Namespace) -> int:
         return 0
     for name, value in metrics.items():
         print(f"{name:20} {value:.4f}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    base = read_settings(args.settings)[0].model.path if args.settings else None
+    from hocket.trainer import lora
+
+    lora.merge(args.FOLDER, args.OUTPUT, base=base)
+    print(f"wrote {args.OUTPUT}; serve it with: python3 run.py serve model.path={args.OUTPUT}")
     return 0
 
 

@@ -14,7 +14,7 @@ import httpx
 import pydantic
 
 from hocket.errors import ServerError
-from hocket.manifest import COMPLETE_FILE, MANIFEST_FILE
+from hocket.manifest import ADAPTER_FILE, COMPLETE_FILE, MANIFEST_FILE
 from hocket.protocol import (
     ErrorBody,
     ErrorResponse,
@@ -174,9 +174,10 @@ class ServerClient:
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
         """Sends the files of a published version, which is called `name` there; returns what its DiskSource is."""
-        weights = sorted(path.name for path in folder.glob("*.safetensors"))
+        parts = sorted(path.name for path in folder.glob("*.safetensors"))
+        parts += [ADAPTER_FILE] if (folder / ADAPTER_FILE).exists() else []
         async with self._deadline(timeout_s, "/upload"):
-            for file in (*weights, MANIFEST_FILE, COMPLETE_FILE):  # the last one says that it was all
+            for file in (*parts, MANIFEST_FILE, COMPLETE_FILE):  # the last one says that it was all
                 response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
                 uploaded = self._parse(UploadResponse, response)
         return uploaded.name

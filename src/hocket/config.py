@@ -20,6 +20,7 @@ from hocket.types import InFlight
 
 UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
 MIN_TOKEN_LENGTH = 8
+MAX_LORA_RANK = 512
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -39,6 +40,19 @@ class RunConfig(Section):
     dir: UserPath = Field("runs/default", description="Folder for everything this run makes.")
 
 
+class LoraConfig(Section):
+    rank: int = Field(16, ge=1, le=MAX_LORA_RANK, description="Rank of each adapted layer's update.")
+    alpha: float = Field(32.0, gt=0, description="The update is scaled by alpha / rank.")
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        "all-linear", description="Adapted layers: all-linear (all but the output head), or names such as [q_proj]."
+    )
+
+    @pydantic.field_validator("targets", mode="before")
+    @classmethod
+    def _one_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) and value != "all-linear" else value
+
+
 class ModelConfig(Section):
     path: UserPath = Field(
         "checkpoints/tiny-sort", description="Folder or hub name of a Hugging Face causal language model."
@@ -52,6 +66,17 @@ class ModelConfig(Section):
     random_init: bool = Field(
         False, description="Start from random weights; path then needs only a config and a tokenizer."
     )
+    lora: LoraConfig | None = Field(
+        None,
+        description="Train and publish an adapter alone, beside frozen weights; {}: as below. Its learning rate is "
+        "about ten times that of all weights.",
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _adapted_weights_are_on_both_sides(self) -> "ModelConfig":
+        if self.lora is not None and self.random_init:
+            raise ValueError("lora adapts weights that the server has too; with random_init there are none")
+        return self
 
 
 class DataConfig(Section):
@@ -236,7 +261,9 @@ class ServerConfig(Section):
         None, ge=16, description="KV cache size; default: from the share on a GPU, 256 on a CPU."
     )
     max_concurrent: int = Field(256, ge=1, description="Sequences the engine decodes at the same time.")
-    max_lora_rank: int = Field(0, ge=0, description="Highest rank of LoRA adapters to serve; 0: none.")
+    max_lora_rank: int = Field(
+        0, ge=0, le=MAX_LORA_RANK, description="Highest rank of adapters to serve, if it is above model.lora.rank."
+    )
     max_prompts: int = Field(1024, ge=1, description="Most prompts in one request.")
     max_n: int = Field(128, ge=1, description="Most completions per prompt.")
     max_stop: int = Field(16, ge=0, description="Most stop strings, and most stop token ids, in one request.")
@@ -321,6 +348,8 @@ class Config(Section):
             raise ValueError(f"run.dir={self.run.dir}: no folder name below sync.root may begin with a dot")
         if self.sync.delta and self.sync.backend != "disk":
             raise ValueError("sync.delta=true needs sync.backend=disk: from memory, all weights are sent")
+        if self.sync.delta and self.model.lora is not None:
+            raise ValueError("sync.delta=true has nothing to save with model.lora: an adapter is small already")
         waits = {
             "server.start_timeout_s": self.server.start_timeout_s,
             "rollout.timeout_s": self.rollout.timeout_s,
@@ -424,7 +453,15 @@ def reference() -> str:
             continue
         for key, item in model.model_fields.items():
             rows.append(f"| `{section}.{key}` | `{_default(item)}` | {item.description} |")
+            for name, inner in _optional_section(item).items():
+                rows.append(f"| `{section}.{key}.{name}` | `{_default(inner)}` | {inner.description} |")
     return "\n".join(rows)
+
+
+def _optional_section(field: pydantic.fields.FieldInfo) -> dict[str, pydantic.fields.FieldInfo]:
+    """Returns the keys of a section that may be null."""
+    sections = (kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Section))
+    return next((section.model_fields for section in sections), {})
 
 
 def _default(field: pydantic.fields.FieldInfo) -> str:
@@ -448,7 +485,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"the value in {override!r} is not valid YAML: {error}") from error
     *parents, leaf = key.split(".")
     for parent in parents:
-        child = values.setdefault(parent, {})
+        child = values[parent] = {} if values.get(parent) is None else values[parent]  # a file may say null
         if not isinstance(child, dict):
             raise ConfigError(f"can't set {key!r}: {parent!r} is not a section")
         values = child
@@ -494,6 +531,7 @@ def _known_keys() -> list[str]:
         keys.append(section)
         model = field.annotation
         if isinstance(model, type) and issubclass(model, Section):
-            keys += [f"{section}.{key}" for key in model.model_fields]
+            for key, item in model.model_fields.items():
+                keys += [f"{section}.{key}", *(f"{section}.{key}.{name}" for name in _optional_section(item))]
     keys += [f"eval.data.{key}" for key in DataConfig.model_fields]
     return keys

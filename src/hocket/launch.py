@@ -103,7 +103,7 @@ def quickstart(config: Config, arguments: Sequence[str]) -> int:
             check=lambda: refuse_dead(server),
         )
     if status == 0:
-        print(_what_next(run_dir))
+        print(_what_next(run_dir, adapter=config.model.lora is not None))
     return status
 
 
@@ -198,13 +198,18 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _what_next(run_dir: Path) -> str:
+def _what_next(run_dir: Path, *, adapter: bool) -> str:
+    model = f"{run_dir}/weights/{_newest(run_dir / 'weights')}"
+    merge = ""
+    if adapter:
+        merge = f"Merge adapter and base model:  python3 run.py export {model} {run_dir}/model\n"
+        model = f"{run_dir}/model"
     return f"""
 The same in two terminals:     python3 run.py serve config/quickstart.yaml
                                python3 run.py train config/quickstart.yaml run.dir=runs/mine
 Your own model and data:       edit config/gsm8k_1gpu.yaml (Qwen2.5-0.5B-Instruct on GSM8K, one GPU), then
                                python3 run.py quickstart config/gsm8k_1gpu.yaml
-Use the trained policy:        python3 run.py serve model.path={run_dir}/weights/{_newest(run_dir / "weights")}
+{merge}Use the trained policy:        python3 run.py serve model.path={model}
                                python3 run.py generate -p "Sort: fmkt"
 """
 

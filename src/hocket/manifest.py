@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket.protocol import BaseVersion, Manifest, TensorSpec
+from hocket.protocol import AdapterConfig, BaseVersion, Content, Manifest, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
 MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
+ADAPTER_FILE = "adapter_config.json"
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit integer
 _BLOCK_WORDS = 1 << 16  # a block of 64-bit words and its factors fit into a core's cache
@@ -62,15 +63,28 @@ def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
     return digest.hexdigest()[:32]
 
 
-def build(version: int, tensors: Iterable[tuple[str, "torch.Tensor"]], *, base: BaseVersion | None = None) -> Manifest:
+def build(
+    version: int,
+    tensors: Iterable[tuple[str, "torch.Tensor"]],
+    *,
+    content: Content = "weights",
+    base: BaseVersion | None = None,
+) -> Manifest:
     """Returns the manifest of the tensors, each read once."""
     specs = {name: spec(tensor) for name, tensor in tensors}
-    return Manifest(version=version, tensors=specs, checksum=total_checksum(specs), base=base)
+    return Manifest(version=version, content=content, tensors=specs, checksum=total_checksum(specs), base=base)
 
 
 def read(folder: Path) -> Manifest:
     """Reads manifest.json. Raises OSError or ValueError where it is missing or malformed."""
     return Manifest.model_validate(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")))
+
+
+def read_adapter(folder: Path) -> AdapterConfig | None:
+    """Reads the config of a version that is an adapter, None for one of another kind. Raises as `read`."""
+    if read(folder).content != "adapter":
+        return None
+    return AdapterConfig.model_validate_json((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:

@@ -16,6 +16,9 @@ PromptInput = str | list[TokenId] | list[dict[str, Any]]
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
+Content = Literal["weights", "adapter"]
+"""What the tensors of a published version are."""
+
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
 
@@ -95,6 +98,20 @@ class DiskSource(Strict):
     name: str = Field(min_length=1, max_length=512)
 
 
+class AdapterConfig(Strict):
+    """adapter_config.json of PEFT. What it leaves out is PEFT's default; a key of any other kind of adapter is refused.
+
+    `target_modules` are the last parts of the names of adapted layers.
+    """
+
+    peft_type: Literal["LORA"] = "LORA"
+    task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
+    base_model_name_or_path: str
+    r: int = Field(ge=1)
+    lora_alpha: float = Field(gt=0)
+    target_modules: list[str] = Field(min_length=1)
+
+
 class TensorLayout(Strict):
     """What a tensor must be before anything of it has been read."""
 
@@ -106,12 +123,14 @@ class TensorLayout(Strict):
 class CollectiveSource(Strict):
     """A version that comes through the weight group `session`, bucket after bucket (hocket.transfer).
 
-    `turn` counts the transfers of the group, so that both ends know which one they are waiting for.
+    `turn` counts the transfers of the group, so that both ends know which one they are waiting for. With `adapter` the
+    tensors are those of an adapter.
     """
 
     kind: Literal["nccl"] = "nccl"
     session: str
     turn: int = Field(ge=1)
+    adapter: AdapterConfig | None = None
     buckets: list[list[TensorLayout]] = Field(min_length=1)
 
 
@@ -238,6 +257,7 @@ class Manifest(Strict):
     """
 
     version: int
+    content: Content = "weights"
     tensors: dict[str, "TensorSpec"]
     checksum: str
     base: BaseVersion | None = None

@@ -118,5 +118,6 @@ def export(trainer: Trainer, folder: Path) -> None:
 
 
 def _check_replaceable(folder: Path) -> None:
-    if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
+    model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if folder.exists() and not model and any(folder.iterdir()):
         raise ConfigError(f"{folder} exists and is not a model; choose another sft.output, or remove it")

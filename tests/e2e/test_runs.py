@@ -128,6 +128,33 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
     assert out.count("→") >= 4  # before → after, and three samples
 
 
+@pytest.mark.parametrize("backend", ["disk", "nccl"])
+def test_quickstart_learns_with_an_adapter_alone_which_merges_into_a_model(tmp_path: Path, backend: str) -> None:
+    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+    settings = ["model.lora={}", f"sync.backend={backend}", "trainer.learning_rate=2e-3", "eval.every_steps=0"]
+    with running("quickstart", log, f"run.dir={run_dir}", "trainer.steps=15", *settings) as process:
+        assert process.wait(START_S + 300) == 0, log.read_text()
+    out = log.read_text()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["before"] <= 0.35, out
+    assert summary["after"] >= summary["before"] + 0.3, out
+    steps = metrics_of(run_dir)[1:]
+    assert max(step["train/logprob_gap"] for step in steps) < 1e-3
+    # A and B of rank 16 for 7 layers (128 wide, 64 for keys and values, 256 in the MLP) in each of 2 blocks.
+    widths = [(128, 128), (128, 64), (128, 64), (128, 128), (128, 256), (128, 256), (256, 128)]
+    mebibytes = 2 * sum(16 * (i + o) for i, o in widths) * 4 / 2**20
+    assert all(mebibytes <= step["sync/mebibytes"] <= mebibytes + 0.02 for step in steps)
+    assert all(step.get("sync/fallbacks", 0) == 0 for step in steps)
+    # What is printed at the end works, word by word.
+    words = next(line for line in out.splitlines() if "run.py export" in line).split("python3 ")[1].split()
+    assert subprocess.run([sys.executable, *words], cwd=ROOT, timeout=START_S, check=False).returncode == 0
+    merged = [f"model.path={run_dir}/model", f"run.dir={tmp_path}/runs/b", f"server.port={free_port()}"]
+    with running("eval", tmp_path / "eval.log", *merged) as process:
+        assert process.wait(START_S) == 0, (tmp_path / "eval.log").read_text()
+    line = next(row for row in (tmp_path / "eval.log").read_text().splitlines() if row.startswith("eval/accuracy"))
+    assert abs(float(line.split()[1]) - summary["after"]) < 0.1
+
+
 def test_quickstart_trains_with_two_ranks_and_leaves_no_process(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     settings = ["launch.trainers=2", "trainer.steps=2", "eval.num_prompts=8"]

@@ -248,7 +248,8 @@ def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), tok
 class Servers:
     """Servers by name, "tied float32", each started at its first use and shared by all tests; one wants a token.
 
-    "experts" has a mixture-of-experts model, "parallel" splits a tied model between two workers.
+    "experts" has a mixture-of-experts model, "parallel" splits a tied model between two workers. With a third word,
+    "tied float32 lora", the server takes adapters.
     """
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
@@ -257,10 +258,10 @@ class Servers:
 
     def __call__(self, name: str) -> Server:
         if name not in self.running:
-            head, dtype = name.split()
+            head, dtype, *lora = name.split()
             folder = self._factory.mktemp(name.replace(" ", "-"))
             token = TOKEN if name == "untied float32" else ""
-            overrides = [f"model.dtype={dtype}"]
+            overrides = [f"model.dtype={dtype}", *(["model.lora.rank=8"] if lora else [])]
             if head == "parallel":
                 overrides.append("server.tensor_parallel_size=2")
             model = make_experts(seed=0) if head == "experts" else make_model(tied=head != "untied", seed=0)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.engine
 class Source:
     """A model as the trainer streams it: names of its checkpoint, one bucket per `per_bucket` tensors."""
 
+    adapter = None
     device = torch.device("cpu")
 
     def __init__(self, model: Any, *, dtype: str = "float32", per_bucket: int = 4) -> None:

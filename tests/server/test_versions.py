@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hocket import delta, manifest
-from hocket.protocol import BaseVersion
+from hocket.protocol import AdapterConfig, BaseVersion
 from hocket.server import versions
 from hocket.server.errors import ApiError
 
@@ -36,6 +36,25 @@ def test_shapes_are_those_of_the_model_and_the_tied_head_may_be_left_out(shapes:
     assert shapes[True].shapes["model.layers.1.self_attn.k_proj.weight"] == (32, 64)
     assert shapes[True].tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert shapes[False].tied == {}
+
+
+def test_an_adapter_has_two_matrices_for_each_layer_that_it_names(shapes: Any) -> None:
+    adapter = AdapterConfig(base_model_name_or_path="b", r=4, lora_alpha=8, target_modules=["k_proj", "mlp.down_proj"])
+    assert versions.adapter_shapes(adapter, shapes[True]) == versions.ModelShapes(
+        shapes={
+            f"base_model.model.model.layers.{layer}.{name}.weight": shape
+            for layer in (0, 1)
+            for name, shape in {
+                "self_attn.k_proj.lora_A": (4, 64),  # in: hidden size
+                "self_attn.k_proj.lora_B": (32, 4),  # out: one head of 32 for keys; its bias has no part in it
+                "mlp.down_proj.lora_A": (4, 128),
+                "mlp.down_proj.lora_B": (64, 4),
+            }.items()
+        },
+        tied={},
+    )
+    nothing = adapter.model_copy(update={"target_modules": ["proj", "mlp"]})
+    assert not versions.adapter_shapes(nothing, shapes[True]).shapes
 
 
 def make(config: Any, seed: int = 0) -> Any:

@@ -10,9 +10,11 @@ from typing import Any, get_args
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hocket.config import load
-from hocket.protocol import Sampling
+from hocket.protocol import AdapterConfig, Sampling
 from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.requests import Job
@@ -28,12 +30,18 @@ NAMES = {
         "VllmConfig.parallel_config",
         "set_current_vllm_config",
     ],
+    "vllm.config.lora": ["MaxLoRARanks"],
     "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args", "AsyncEngineArgs.create_engine_config"],
     "vllm.entrypoints.launchers.api_server.app_state": ["init_app_state"],
     "vllm.entrypoints.launchers.app": ["build_app"],
     "vllm.entrypoints.launchers.cli_args": ["make_arg_parser"],
     "vllm.exceptions": ["VLLMClientError"],
     "vllm.inputs.engine": ["tokens_input"],
+    "vllm.lora.request": ["LoRARequest"],
+    "vllm.lora.worker_manager": [
+        "LRUCacheWorkerLoRAManager.add_dummy_lora",
+        "LRUCacheWorkerLoRAManager.get_dummy_lora_warmup_rank",
+    ],
     "vllm.model_executor.layers.fused_moe.fused_moe_method_base": ["FusedMoEMethodBase"],
     "vllm.model_executor.layers.vocab_parallel_embedding": ["ParallelLMHead"],
     "vllm.model_executor.model_loader.reload.layerwise": ["finalize_layerwise_reload", "get_layerwise_info"],
@@ -56,7 +64,7 @@ NAMES = {
     "vllm.v1.engine.core": ["EngineCoreProc.run_engine_core"],
     "vllm.v1.engine.utils": ["get_mp_context"],
     "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
-    "vllm.v1.worker.gpu_worker": ["Worker.reload_weights"],
+    "vllm.v1.worker.gpu_worker": ["Worker.add_lora", "Worker.reload_weights", "Worker.remove_lora"],
 }
 
 
@@ -118,6 +126,7 @@ def test_calls_take_the_arguments_we_give() -> None:
     assert {"mode", "clear_cache"} <= inspect.signature(AsyncLLM.pause_generation).parameters.keys()
     assert {"method", "args"} <= inspect.signature(AsyncLLM.collective_rpc).parameters.keys()
     assert {"prompt", "sampling_params", "request_id"} <= inspect.signature(AsyncLLM.generate).parameters.keys()
+    assert "lora_request" in inspect.signature(AsyncLLM.generate).parameters
     assert "new_version" in inspect.signature(AsyncLLM.update_weight_version).parameters
 
 
@@ -126,6 +135,8 @@ def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
 
     ours = {name for name in dir(WorkerExtension) if not name.startswith("__")}
     assert ours == {
+        "_hocket_load",
+        "hocket_drop_adapter",
         "hocket_group",
         "hocket_join_group",
         "hocket_leave_group",
@@ -146,6 +157,9 @@ def test_the_arguments_say_what_the_config_says(args: Any, model: str) -> None:
         load(None, [f"model.path={model}", "server.max_lora_rank=8", "model.dtype=bfloat16"])
     )
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
+    # The trainer's section is enough; vLLM takes 8, 16, 32, ... and not 12.
+    with_lora = vllm_api.engine_arguments(load(None, [f"model.path={model}", "model.lora.rank=12"]))
+    assert (with_lora.enable_lora, with_lora.max_lora_rank) == (True, 16)
 
 
 def test_the_engine_tells_its_kind_of_device_and_how_many_processes_hold_weights() -> None:
@@ -193,6 +207,28 @@ def test_only_a_server_that_shares_its_gpu_has_an_allocator_that_can_sleep(
     monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)
     assert sleeps("launch.share_gpu=true")
     assert not sleeps()
+
+
+def test_an_adapter_lies_in_files_only_while_vllm_reads_them() -> None:
+    seen: list[Any] = []
+
+    class Worker:
+        def add_lora(self, request: Any) -> None:
+            folder = Path(request.lora_path)
+            tensors = load_file(folder / "adapter_model.safetensors")
+            described = AdapterConfig.model_validate_json((folder / "adapter_config.json").read_text())
+            mode = folder.stat().st_mode & 0o777
+            seen.append((request.lora_int_id, request.load_inplace, tensors, described, mode, folder))
+            raise RuntimeError("vLLM refuses it")
+
+    adapter = AdapterConfig(base_model_name_or_path="b", r=2, lora_alpha=4, target_modules=["q_proj"])
+    with pytest.raises(RuntimeError, match="vLLM refuses it"):
+        vllm_api.load_adapter(Worker(), iter([("a", torch.arange(4.0)[::2])]), adapter)
+    ((number, load_inplace, tensors, described, mode, folder),) = seen
+    # The same id for ever, as requests in flight must find the new adapter, which vLLM reads only when told to.
+    assert (number, load_inplace, described, mode) == (1, True, adapter, 0o700)
+    assert torch.equal(tensors["a"], torch.tensor([0.0, 2.0]))
+    assert not folder.exists()
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:

@@ -38,6 +38,8 @@ CHECKSUM = manifest.build(1, TENSORS.items()).checksum
 class FakeTrainer:
     device = torch.device("cpu")
 
+    adapter = None
+
     def __init__(self) -> None:
         self.fails = False
 

@@ -216,3 +216,20 @@ async def test_a_dead_server_does_not_keep_the_trainer_from_its_turn(tmp_path: P
     world.failing = {"sleep 2": ServerError("its engine's process ended", code="engine_dead", status=503)}
     await put_to_sleep(parts.pool, parts.config)
     assert parts.pool.up == []
+
+
+@pytest.mark.parametrize(("settings", "level"), [((), 2), (("model.lora={}",), 1)])
+async def test_weights_that_no_version_brings_again_are_kept(
+    tmp_path: Path, settings: tuple[str, ...], level: int
+) -> None:
+    slept: list[int] = []
+
+    async def sleep(request: Any, *, timeout_s: float) -> None:
+        slept.append(request.level)
+
+    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *settings])
+    pool = ServerPool(["http://server"])
+    pool.members[0].server.sleep = sleep  # type: ignore[method-assign,assignment]
+    await put_to_sleep(pool, config)
+    await put_to_sleep(pool, config, keep=True)
+    assert slept == [level, 1]

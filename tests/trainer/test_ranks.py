@@ -154,6 +154,25 @@ def test_a_restored_checkpoint_continues_bit_for_bit(runs: dict[int, Path], size
     assert_same_weights(weights_of(runs, size, stage, "again"), weights_of(runs, size, stage, "after"), 0)
 
 
+def test_two_ranks_train_the_adapter_of_one(tied_model: str, tmp_path: Path) -> None:
+    folders = [tmp_path / "1", tmp_path / "2"]
+    alone = [sys.executable, WORKER, "adapter", tied_model, str(folders[0])]
+    subprocess.run(alone, env=environment(), check=True, timeout=DEADLINE_S)
+    processes = start_two("adapter", tied_model, folders[1])
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    expected = load_file(folders[0] / "1" / "adapter_model.safetensors")
+    for stage in ("1", "2", "3"):
+        found = load_file(folders[1] / stage / "adapter_model.safetensors")
+        assert_same_weights(found, expected, 1e-5)
+        assert_same_weights(load_file(folders[1] / stage / "streamed"), found, 0)
+        norms = [
+            [step["grad_norm"] for step in json.loads((folder / stage / "stats.json").read_text())]
+            for folder in folders
+        ]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
 def test_followers_are_released_when_rank_0_raises_between_steps(tied_model: str, tmp_path: Path) -> None:
     processes = start_two("main_fails", tied_model, tmp_path)
     outputs = outputs_of(processes)

@@ -132,6 +132,25 @@ def streams(model: str, output: Path) -> None:
     ranks.close()
 
 
+def adapter(model: str, output: Path) -> None:
+    """Three steps on an adapter, which is published both ways."""
+    shard_everything()
+    ranks = Ranks(timeout_s=60)
+    for stage in (1, 2, 3):
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}", "model.lora.rank=4"), ranks=ranks)
+        if not trainer.is_main:
+            trainer.follow()
+            continue
+        with trainer:
+            stats = [dataclasses.asdict(trainer.step(make_samples(step))) for step in range(3)]
+            trainer.export(output / str(stage))
+            streamed: dict[str, torch.Tensor] = {}
+            trainer.stream(4096, lambda named: streamed.update((name, t.clone()) for name, t in named))  # noqa: B023
+            save_file(streamed, output / str(stage) / "streamed")
+            (output / str(stage) / "stats.json").write_text(json.dumps(stats))
+    ranks.close()
+
+
 def main_fails(model: str, output: Path) -> None:
     """Rank 0 raises between two steps."""
     trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
@@ -179,6 +198,7 @@ def main(arguments: Sequence[str]) -> None:
     scenarios = {
         "stages": stages,
         "streams": streams,
+        "adapter": adapter,
         "main_fails": main_fails,
         "rank_dies": rank_dies,
         "rank_hangs": rank_hangs,

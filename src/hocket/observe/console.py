@@ -117,9 +117,10 @@ class Console:
                 row = json.loads(line)
                 reward = row["error"] or f"{row['reward']:g}"
                 self.say(f"  {row['prompt']!r} → {row['completion']!r}  answer {row['answer']!r}  reward {reward}")
-        newest = max(path.name for path in (run_dir / "weights").iterdir())
+        newest = max((run_dir / "weights").iterdir())
+        kind = "adapter" if (newest / "adapter_config.json").is_file() else "model"
         self.say(
-            f"report {run_dir / 'report.html'}\nmodel  {run_dir / 'weights' / newest}\n"
+            f"report {run_dir / 'report.html'}\n{kind:6} {newest}\n"
             f"files  {run_dir}: config.yaml, metrics.jsonl, rollouts/, summary.json"
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.protocol import (
+    AdapterConfig,
     CollectiveSource,
     DiskSource,
     ErrorBody,
@@ -83,12 +84,14 @@ class Engine:
         self._shapes: versions.ModelShapes | None = None
         self._copy = versions.PatchedCopy(config.server.port)
         self._uploads = Uploads(self._root)
+        self._base_replaced = False
         self._reload_lock = asyncio.Lock()
         self._client_errors = vllm_api.client_errors()
         self._engine_errors = vllm_api.engine_errors()
 
     async def start(self) -> None:
         """Labels the first weights and generates once, so that no request pays for the first time."""
+        await self.llm.collective_rpc("hocket_drop_adapter")
         await self.llm.update_weight_version(str(self._version))
         sampling = Sampling(max_tokens=2)
         await self._complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling, seed=None))
@@ -237,16 +240,20 @@ class Engine:
                 folder = await asyncio.to_thread(versions.find, self._root, source.name)
                 if (held := self._holds(key, request.version)) and _published(folder, held.checksum):
                     return held
-                folder, wanted = await asyncio.to_thread(self._copy.whole, folder, request.version, shapes)
+                adapter = await asyncio.to_thread(versions.read_adapter, folder)
+                expected = self._expected(adapter, shapes)
+                folder, wanted = await asyncio.to_thread(self._copy.whole, folder, request.version, expected)
                 call, argument, checksum = "hocket_load_disk", str(folder), wanted.checksum
             else:
                 key = source.session
                 if held := self._holds(key, request.version):
                     return held
-                self._check_transfer(source, shapes)
+                adapter = source.adapter
+                self._check_transfer(source, self._expected(adapter, shapes))
                 # Each bucket is verified on its arrival, by the checksums that came with it.
                 call, argument, checksum = "hocket_load_group", source.model_dump_json(), None
             self._status = "updating"
+            self._base_replaced |= adapter is None
             loaded = await self._load(request, call, argument, checksum)
             self._status, self._failure, self._version = "ready", None, request.version
             self._has_weights = True
@@ -279,7 +286,7 @@ class Engine:
                 self._asleep = PARTS
                 await self._move(vllm_api.sleep(self.llm, request.level))
                 if request.level == 2:
-                    self._has_weights, self._held = False, None
+                    self._has_weights, self._held, self._base_replaced = False, None, True
             return self._sleep_response()
 
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
@@ -355,6 +362,20 @@ class Engine:
             return None
         held, response = self._held
         return response if (held, response.version) == (key, version) else None
+
+    def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
+        """Returns what the tensors must be. Raises ApiError where this is an adapter that can't be used here."""
+        if adapter is None:
+            return model
+        if self._base_replaced:
+            message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
+            raise ApiError(409, "base_replaced", message, "restart the server")
+        highest = vllm_api.max_lora_rank(self.llm)
+        if adapter.r > highest:
+            message = f"the adapter has rank {adapter.r}, the engine takes adapters up to rank {highest}"
+            hint = f"start the server with the trainer's model.lora, or server.max_lora_rank={adapter.r}"
+            raise ApiError(409, "rank_too_high", message, hint)
+        return versions.adapter_shapes(adapter, model)
 
     def _check_transfer(self, source: CollectiveSource, shapes: versions.ModelShapes) -> None:
         if source.session != self._group:

@@ -40,7 +40,7 @@ class Uploads:
             ApiError: a name that no version or file has, 408, 413, or 507 where the disk is full.
         """
         if not _NAME.fullmatch(name) or not (
-            _FILE.fullmatch(file) or file in (manifest.MANIFEST_FILE, manifest.COMPLETE_FILE)
+            _FILE.fullmatch(file) or file in (manifest.ADAPTER_FILE, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE)
         ):
             hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket import delta, manifest
-from hocket.protocol import BaseVersion, Manifest, TensorLayout
+from hocket.protocol import AdapterConfig, BaseVersion, Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid
 
 if TYPE_CHECKING:
@@ -72,6 +72,18 @@ def model_shapes(path: str) -> ModelShapes:
 def max_bytes(expected: ModelShapes) -> int:
     """Returns the most bytes that the files of a version of this model can have."""
     return 4 * sum(math.prod(shape) for shape in expected.shapes.values()) + OVERHEAD_BYTES
+
+
+def adapter_shapes(adapter: AdapterConfig, model: ModelShapes) -> ModelShapes:
+    """Returns what an adapter of the model consists of: A [r, in] and B [out, r] of every layer that it names."""
+    shapes = {}
+    for name, shape in model.shapes.items():
+        layer = name.removesuffix(".weight")
+        adapted = any(f".{layer}".endswith(f".{target}") for target in adapter.target_modules)
+        if adapted and len(shape) == 2 and layer != name:
+            shapes[f"base_model.model.{layer}.lora_A.weight"] = (adapter.r, shape[1])
+            shapes[f"base_model.model.{layer}.lora_B.weight"] = (shape[0], adapter.r)
+    return ModelShapes(shapes=shapes, tied={})
 
 
 def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -229,6 +241,15 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest.read(folder)
     except (OSError, ValueError) as error:
         raise _refused(f"can't read {manifest.MANIFEST_FILE}: {error}") from error
+
+
+def read_adapter(folder: Path) -> AdapterConfig | None:
+    """Reads what the adapter is, None for a version that is none. Raises ApiError where it can't be read."""
+    read_manifest(folder)
+    try:
+        return manifest.read_adapter(folder)
+    except (OSError, ValueError) as error:
+        raise _refused(f"can't read {manifest.ADAPTER_FILE}, or it is not of plain LoRA: {error}") from error
 
 
 def check_layout(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:

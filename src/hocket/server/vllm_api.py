@@ -8,12 +8,16 @@ import importlib.metadata
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
+from hocket import manifest
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
+from hocket.protocol import AdapterConfig
 from hocket.server.requests import Job
 from hocket.server.worker import allow_amx, die_with_server
 from hocket.types import InFlight
@@ -56,12 +60,14 @@ def engine_arguments(config: Config) -> Namespace:
     Raises:
         ValueError: vLLM refuses one of them.
     """
+    from vllm.config.lora import MaxLoRARanks
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     cpu = is_cpu_build()
     server = config.server
+    lora_rank = max(server.max_lora_rank, config.model.lora.rank if config.model.lora is not None else 0)
     settings: dict[str, Any] = {
         "model": config.model.path,
         "served_model_name": [config.model.path],
@@ -74,15 +80,15 @@ def engine_arguments(config: Config) -> Namespace:
         "max_num_seqs": server.max_concurrent,
         "tensor_parallel_size": server.tensor_parallel_size,
         "gpu_memory_utilization": server.gpu_memory_utilization,
-        "enable_lora": server.max_lora_rank > 0,
+        "enable_lora": lora_rank > 0,
         "enable_sleep_mode": config.launch.share_gpu and not cpu,  # whose worker has nothing to take off a GPU
         "worker_extension_cls": "hocket.server.worker.WorkerExtension",
         "use_tqdm_on_load": False,
         "host": server.host,
         "port": server.port,
     }
-    if server.max_lora_rank > 0:
-        settings["max_lora_rank"] = server.max_lora_rank
+    if lora_rank > 0:
+        settings["max_lora_rank"] = min(allowed for allowed in get_args(MaxLoRARanks) if allowed >= lora_rank)
     kv_cache_mib = server.kv_cache_mib or (CPU_KV_CACHE_MIB if cpu else None)
     if kv_cache_mib is not None:
         settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
@@ -103,12 +109,19 @@ def engine_arguments(config: Config) -> Namespace:
 def start_engine(args: Namespace) -> Any:
     """Starts the engine's processes, waits until they have loaded the model and returns the AsyncLLM.
 
+    Where it can hold an adapter, every request uses that, those of vLLM's own routes too: `drop_adapter` must follow.
     To be called outside an event loop, where a signal can interrupt it.
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCoreProc
+
+    class AdaptedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            if max_lora_rank(self) > 0:
+                kwargs["lora_request"] = _adapter_request("in memory")
+            return super().generate(*args, **kwargs)
 
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     if is_cpu_build():
@@ -117,7 +130,7 @@ def start_engine(args: Namespace) -> Any:
     EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
     EngineCoreProc.run_engine_core = functools.partial(run_engine, dict(os.environ))
     try:
-        return AsyncLLM.from_vllm_config(vllm_config)
+        return AdaptedLLM.from_vllm_config(vllm_config)
     finally:
         EngineCoreProc.run_engine_core = original
 
@@ -175,6 +188,12 @@ def device(llm: Any) -> str:
 def num_workers(llm: Any) -> int:
     """Returns how many processes hold weights."""
     return int(llm.vllm_config.parallel_config.world_size)
+
+
+def max_lora_rank(llm: Any) -> int:
+    """Returns the highest rank of an adapter that the engine can hold, 0 where it can hold none."""
+    lora = llm.vllm_config.lora_config
+    return 0 if lora is None else int(lora.max_lora_rank)
 
 
 async def pause(llm: Any, in_flight: InFlight) -> None:
@@ -240,8 +259,37 @@ def engine_errors() -> tuple[type[Exception], ...]:
     return (EngineDeadError, EngineGenerateError)
 
 
+def load_adapter(worker: Any, weights: Iterator[tuple[str, Any]], adapter: AdapterConfig) -> None:
+    """Has a worker hold this adapter in place of the one before.
+
+    vLLM takes adapters from files only: these are private, and gone when it has read them.
+    """
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory(prefix="hocket-adapter-") as folder:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, f"{folder}/adapter_model.safetensors")
+        Path(folder, manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(), encoding="utf-8")
+        worker.add_lora(_adapter_request(folder, load_inplace=True))
+
+
+def drop_adapter(worker: Any) -> None:
+    """Has a worker hold an adapter that changes nothing, if it can hold one: requests in flight may not lose theirs."""
+    if worker.vllm_config.lora_config is not None:
+        nothing = _adapter_request("in memory")
+        worker.remove_lora(nothing.lora_int_id)
+        adapters = worker.model_runner.lora_manager
+        adapters.add_dummy_lora(nothing, adapters.get_dummy_lora_warmup_rank(1))  # all zeros, as vLLM warms up with
+
+
+def _adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    # One id for all versions: a request in flight goes on with the new one. Only load_inplace reads the folder.
+    return LoRARequest("hocket", 1, folder, load_inplace=load_inplace)
+
+
 def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
-    """Loads weights in checkpoint format into a worker's model, in place.
+    """Loads weights in checkpoint format into a worker's model, in place; an adapter is dropped.
 
     Where it raises, the layers are partly the old and partly the new ones, and ready for a complete load.
     """
@@ -263,6 +311,7 @@ def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
     for module in modules:
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+    drop_adapter(worker)
 
 
 def _end_reload(worker: Any) -> None:

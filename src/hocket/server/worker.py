@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-    from hocket.protocol import CollectiveSource
+    from hocket.protocol import AdapterConfig, CollectiveSource
     from hocket.transfer import WeightGroup
 
 SERVER_PID = "HOCKET_SERVER_PID"
@@ -35,7 +35,7 @@ class WorkerExtension:
     hocket_group: "tuple[str, WeightGroup] | None" = None
 
     def hocket_load_disk(self, folder: str) -> dict[str, Any]:
-        """Loads every tensor of the folder into the model, in place.
+        """Loads every tensor of the folder into the model, in place; those of an adapter beside it.
 
         The caller has paused the engine and verified the folder. When this raises, the model is unusable until a later
         call succeeds.
@@ -44,7 +44,6 @@ class WorkerExtension:
             `checksum` of the tensors as they went into the model and `num_tensors`.
         """
         from hocket import manifest
-        from hocket.server import vllm_api
 
         specs = {}
 
@@ -53,7 +52,7 @@ class WorkerExtension:
                 specs[name] = manifest.spec(tensor)
                 yield name, tensor
 
-        vllm_api.reload_worker(self, passing())
+        self._hocket_load(passing(), manifest.read_adapter(Path(folder)))
         return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
 
     def hocket_join_group(self, message: str, size: int) -> None:
@@ -100,7 +99,6 @@ class WorkerExtension:
         """
         from hocket import manifest
         from hocket.protocol import CollectiveSource
-        from hocket.server import vllm_api
 
         source = CollectiveSource.model_validate_json(message)
         session, group = self.hocket_group or ("", None)
@@ -109,11 +107,25 @@ class WorkerExtension:
         specs: dict[str, Any] = {}
         try:
             with _receiving(group, source) as buckets:
-                vllm_api.reload_worker(self, _tensors(buckets, source, specs))
+                self._hocket_load(_tensors(buckets, source, specs), source.adapter)
         except BaseException:
             self.hocket_group = None
             raise
         return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
+
+    def hocket_drop_adapter(self) -> None:
+        """Has every request use the model's weights as they are."""
+        from hocket.server import vllm_api
+
+        vllm_api.drop_adapter(self)
+
+    def _hocket_load(self, weights: "Iterator[tuple[str, torch.Tensor]]", adapter: "AdapterConfig | None") -> None:
+        from hocket.server import vllm_api
+
+        if adapter is None:
+            vllm_api.reload_worker(self, weights)
+        else:
+            vllm_api.load_adapter(self, weights, adapter)
 
 
 Received: TypeAlias = "queue.Queue[torch.Tensor | Exception]"

@@ -23,7 +23,15 @@ from hocket import manifest, transfer
 from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.errors import HocketError, SyncError, SyncTimeout
-from hocket.protocol import CollectiveSource, GroupRequest, ReloadRequest, ReloadResponse, TensorLayout, TensorSpec
+from hocket.protocol import (
+    AdapterConfig,
+    CollectiveSource,
+    GroupRequest,
+    ReloadRequest,
+    ReloadResponse,
+    TensorLayout,
+    TensorSpec,
+)
 from hocket.sync.delivery import Delivery
 from hocket.types import InFlight
 
@@ -41,6 +49,8 @@ class Streamer(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def adapter(self) -> AdapterConfig | None: ...
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]: ...
     def stream(self, max_bytes: int, sink: Callable[..., None]) -> None: ...
 
@@ -70,7 +80,7 @@ class CollectiveTransport:
                 sendings.append(_Sending(server, link, version, len(self._buckets), self._config.timeout_s))
             else:
                 answers[server] = link
-        requests = [sending.ask(self._buckets, self._config.in_flight) for sending in sendings]
+        requests = [sending.ask(self._buckets, self._trainer.adapter, self._config.in_flight) for sending in sendings]
         await asyncio.gather(*(sending.wait(request) for sending, request in zip(sendings, requests, strict=True)))
         begun = time.perf_counter()
         try:
@@ -191,10 +201,14 @@ class _Sending:
         self._ready = False
         self.failure: SyncError | None = None
 
-    def ask(self, buckets: list[list[TensorLayout]], in_flight: InFlight) -> "asyncio.Task[Answer]":
+    def ask(
+        self, buckets: list[list[TensorLayout]], adapter: AdapterConfig | None, in_flight: InFlight
+    ) -> "asyncio.Task[Answer]":
         """Tells the server what will come. Its answer, or what went wrong, comes when all of it is loaded."""
         self._link.turns += 1
-        source = CollectiveSource(session=self._link.group.name, turn=self._link.turns, buckets=buckets)
+        source = CollectiveSource(
+            session=self._link.group.name, turn=self._link.turns, adapter=adapter, buckets=buckets
+        )
         request = ReloadRequest(version=self._version, source=source, in_flight=in_flight)
 
         async def answer() -> Answer:

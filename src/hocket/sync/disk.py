@@ -2,8 +2,9 @@
 
 The receiving half is `/reload_weights` in server/engine.py and server/worker.py, and `/upload` in server/uploads.py. A
 version is a folder of its own: written under a temporary name, flushed to disk, marked COMPLETE and renamed.
-weights/v000012 is a complete Hugging Face model, and read back for its manifest; deltas/v000012 has the manifest of the
-same weights, but only what changed in them since version 11 (hocket.delta). A server that can't use it gets the model.
+weights/v000012 is a complete Hugging Face model, or a PEFT adapter, and read back for its manifest; deltas/v000012 has
+the manifest of the same weights, but only what changed in them since version 11 (hocket.delta). A server that can't use
+it gets the model.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from hocket import delta, manifest
 from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import BaseVersion, DiskSource, Manifest, ReloadRequest, ReloadResponse
+from hocket.protocol import BaseVersion, Content, DiskSource, Manifest, ReloadRequest, ReloadResponse
 from hocket.sync.delivery import Delivery
 from hocket.system import flush
 
@@ -31,7 +32,7 @@ class Exporter(Protocol):
     """What publishing needs of the trainer."""
 
     def export(self, folder: Path) -> None:
-        """Writes the current weights as a Hugging Face model."""
+        """Writes the current weights as a Hugging Face model, or those of the adapter, where there is one, as PEFT."""
 
     def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
         """Gives the current weights to `sink`, under the names of the exported ones."""
@@ -117,7 +118,9 @@ class DiskTransport:
 
             def content(folder: Path) -> tuple[Manifest, None]:
                 self._trainer.export(folder)
-                return manifest.build(version, self._kept(folder) if keep else manifest.tensors(folder)), None
+                kind: Content = "adapter" if (folder / manifest.ADAPTER_FILE).is_file() else "weights"
+                tensors = self._kept(folder) if keep else manifest.tensors(folder)
+                return manifest.build(version, tensors, content=kind), None
 
             self._full = self._write(version, self._weights, content)
             if keep:

@@ -82,6 +82,7 @@ async def put_to_sleep(pool: ServerPool, config: Config, *, keep: bool = False) 
     Raises:
         SyncError: one refuses.
     """
+    keep = keep or config.model.lora is not None  # only the adapter comes again
     request = SleepRequest(level=1 if keep else 2, in_flight=config.sync.in_flight)
     for member in pool.members:
         try:

@@ -93,7 +93,7 @@ class DeepSpeedEngine:
         self._ranks = ranks
         self._deepspeed = _import_deepspeed(ranks.device)
         optimizer = torch.optim.AdamW(
-            module.parameters(),
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -146,7 +146,7 @@ class DeepSpeedEngine:
         """
         norm: float | None = None
         if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
-            norm = float(nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None]))
+            norm = float(nn.utils.get_total_norm([p.grad for _, p in self._trained() if p.grad is not None]))
             if not math.isfinite(norm):
                 self._engine.zero_grad()
                 return None
@@ -159,7 +159,7 @@ class DeepSpeedEngine:
         """Returns the names of parameters whose accumulated gradient is not finite; all ranks must call it."""
         full_grad = importlib.import_module("deepspeed.utils").safe_get_full_grad
         names = []
-        for name, parameter in self._engine.module.named_parameters():
+        for name, parameter in self._trained():
             gradient = full_grad(parameter)
             if gradient is not None and not bool(gradient.isfinite().all()):
                 names.append(name)
@@ -173,7 +173,7 @@ class DeepSpeedEngine:
         ]
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yields the parameters as (name, whole tensor) in the compute dtype, each tied tensor once.
+        """Yields the trained parameters as (name, whole tensor) in the compute dtype, each tied tensor once.
 
         Each bucket has about `max_bytes` at most, and holds only until the next one. All ranks must exhaust the
         iterator; only on rank 0 it yields anything.
@@ -186,7 +186,7 @@ class DeepSpeedEngine:
     def _by_bytes(self, max_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
         groups: list[list[tuple[str, nn.Parameter]]] = []
         size = max_bytes
-        for name, parameter in self._engine.module.named_parameters():  # leaves out second names of a tied tensor
+        for name, parameter in self._trained():
             num_bytes = _shape(parameter).numel() * self._dtype.itemsize
             if size + num_bytes > max_bytes or not groups:
                 groups.append([])
@@ -205,7 +205,7 @@ class DeepSpeedEngine:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._ranks.barrier()
-        self._engine.save_checkpoint(str(partial), tag=_TAG)
+        self._engine.save_checkpoint(str(partial), tag=_TAG, exclude_frozen_parameters=True)
         for file in (partial / _TAG).iterdir():
             flush(file)
         self._ranks.barrier()
@@ -230,7 +230,8 @@ class DeepSpeedEngine:
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote with equally many ranks and the same ZeRO stage. All ranks must call it."""
-        self._engine.load_checkpoint(str(folder), tag=_TAG)
+        frozen = len(self._trained()) < len(list(self._engine.module.parameters()))
+        self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=not frozen)
 
     def offload(self) -> None:
         """Moves parameters, gradients and the optimizer's state to the CPU's memory; until `onload` nothing can run."""
@@ -250,8 +251,9 @@ class DeepSpeedEngine:
     def _layout(self) -> str:
         return f"{self._ranks.size} rank(s) with ZeRO stage {self.stage}"
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return list(self._engine.module.parameters())
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters that are not frozen, each tied one under its first name only."""
+        return [(name, p) for name, p in self._engine.module.named_parameters() if p.requires_grad]
 
     def _gathered(self, parameters: list[nn.Parameter]) -> Any:
         return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self.stage == 3)

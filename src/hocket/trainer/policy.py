@@ -11,6 +11,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
+from hocket.trainer import lora
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import token_logprobs
 
@@ -37,7 +38,10 @@ class Policy(nn.Module):
         device: where it will run, which decides the attention kernel.
         temperature: logits are divided by it.
         chunk_tokens: positions whose logits exist at the same time.
-        seed: of random weights.
+        seed: of random weights, and of a new adapter.
+
+    Attributes:
+        adapter: what is trained, alone, where it is not None.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Policy(nn.Module):
             model = transformers.AutoModelForCausalLM.from_config(architecture, **options)
         else:
             model = _load(transformers.AutoModelForCausalLM.from_pretrained, config.path, **options)
+        self.adapter = None if config.lora is None else lora.inject(model, config.lora, base=config.path, seed=seed)
         self.model = model
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
@@ -76,8 +81,13 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
     def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Returns parameters under the names, and in the shapes, that checkpoints of this architecture have."""
+        """Returns trained parameters under the names, and in the shapes, that checkpoints of this architecture have.
+
+        Those of an adapter have PEFT's names.
+        """
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
+        if self.adapter is not None:
+            return [(lora.published_name(name), tensor) for name, tensor in named.items()]
         return list(revert_weight_conversion(self.model, named).items())
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from hocket import transfer
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
 from hocket.config import AlgorithmConfig, Config
 from hocket.errors import TrainerError
-from hocket.protocol import Health, TensorLayout
+from hocket.protocol import AdapterConfig, Health, TensorLayout
+from hocket.trainer import lora
 from hocket.trainer.batching import TrainBatch, check_fits, pack
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.policy import PREFIX, Policy, compute_dtype
@@ -134,6 +135,11 @@ class Trainer:
         """Parameters of the model, tied ones counted once."""
         return sum(int(getattr(p, "ds_numel", p.numel())) for p in self._policy.parameters())
 
+    @property
+    def adapter(self) -> AdapterConfig | None:
+        """What the adapter is that is trained, None where all weights are."""
+        return self._policy.adapter
+
     def check_same_model(self, health: Health) -> None:
         """Raises TrainerError where the server's vocabulary or tokenizer is not the trainer's."""
         vocab_size = self._policy.vocab_size
@@ -167,7 +173,10 @@ class Trainer:
         return gap
 
     def export(self, folder: Path) -> None:
-        """Writes the weights in Hugging Face format: safetensors in the compute dtype, config.json, tokenizer."""
+        """Writes the weights in Hugging Face format: safetensors in the compute dtype, config.json, tokenizer.
+
+        Where an adapter is trained, only that, in PEFT's format.
+        """
         self._together("export", folder)
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
@@ -315,7 +324,9 @@ class Trainer:
             for bucket in self._engine.buckets(EXPORT_BYTES)
             for name, tensor in bucket
         }
-        if self.is_main:
+        if self.is_main and self.adapter is not None:
+            lora.save(folder, self.adapter, tensors)
+        elif self.is_main:
             model = self._policy.model
             model.save_pretrained(folder, state_dict=tensors)
             model.config.dtype = self._dtype  # of the tensors; the live parameters of ZeRO-0 are float32

@@ -1,0 +1,128 @@
+"""LoRA: low-rank updates beside frozen weights, in PEFT's format. Nothing else imports peft.
+
+An adapted layer computes W x + alpha / rank · B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685); A [rank, in] is
+random and B [out, rank] zero at first, so that training starts from the model as it is.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hocket import manifest
+from hocket import tokenizer as tokenizers
+from hocket.config import LoraConfig
+from hocket.errors import ConfigError
+from hocket.protocol import AdapterConfig
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_NAME = "default"
+"""PEFT's name of the only adapter, which is part of parameters' names in memory."""
+
+
+def inject(model: transformers.PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> AdapterConfig:
+    """Freezes the model and adds an adapter, in the model's precision. Its class and names stay; it computes the same.
+
+    Args:
+        base: where the model came from.
+        seed: of the random half of the adapter.
+
+    Raises:
+        ConfigError: model.lora.targets names what is no linear layer, or the output head.
+    """
+    import peft
+
+    head = model.get_output_embeddings()
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    targets = known if config.targets == "all-linear" else sorted(config.targets)
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in linear):
+            raise ConfigError(
+                f"model.lora.targets: {base} has no linear layer {target!r} besides its output head; "
+                f"it has {', '.join(known)}"
+            )
+    torch.manual_seed(seed)
+    made = peft.LoraConfig(task_type="CAUSAL_LM", r=config.rank, lora_alpha=config.alpha, target_modules=targets)  # type: ignore[arg-type]
+    peft.inject_adapter_in_model(made, model, adapter_name=_NAME)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)  # PEFT made them float32; DeepSpeed keeps master weights
+    return AdapterConfig(
+        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets,
+    )
+
+
+def published_name(name: str) -> str:
+    """Returns what PEFT calls a parameter of the adapter in a file.
+
+    >>> published_name("model.layers.0.mlp.up_proj.lora_A.default.weight")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
+
+
+def save(folder: Path, adapter: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Writes an adapter as PEFT does.
+
+    Args:
+        tensors: by their names in memory.
+    """
+    published = {published_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(published, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")
+    # safetensors writes for the owner only; the server may be another user
+    shutil.copymode(folder / manifest.ADAPTER_FILE, folder / WEIGHTS_FILE)
+
+
+def merge(folder: Path, output: Path, *, base: str | None = None) -> None:
+    """Writes the base model with an adapter merged into it, W + alpha / rank · B A, and its tokenizer.
+
+    Args:
+        folder: an adapter, as `save` writes it.
+        output: appears as a whole, or not at all.
+        base: where the base model is, if it is no longer where the adapter says.
+
+    Raises:
+        ConfigError: there is no adapter, its base model can't be loaded or is another one, or `output` exists.
+    """
+    import peft
+
+    try:
+        adapter = AdapterConfig.model_validate_json((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{folder} is not an adapter that a run with model.lora has published: {error}") from error
+    if output.exists():
+        raise ConfigError(f"{output} exists already; remove it, or name another folder")
+    path = base or adapter.base_model_name_or_path
+    tokenizer = tokenizers.load(path)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't load the adapter's base model {path}: {error}; where is it? model.path=") from error
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        layer = name.removesuffix(".weight")
+        shapes[f"base_model.model.{layer}.lora_A.weight"] = (adapter.r, parameter.shape[-1])
+        shapes[f"base_model.model.{layer}.lora_B.weight"] = (parameter.shape[0], adapter.r)
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes.get(name):
+            raise ConfigError(f"the adapter was trained on another model than {path}: {name!r} does not fit")
+    model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for file in partial.glob("*.safetensors"):
+        shutil.copymode(partial / "config.json", file)
+    partial.rename(output)

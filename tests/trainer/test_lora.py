@@ -1,0 +1,217 @@
+"""An adapter beside frozen weights: what moves, what is published, and that it is PEFT's."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hocket import config as config_module
+from hocket import tokenizer as tokenizers
+from hocket import transfer
+from hocket.errors import ConfigError
+from hocket.trainer import lora
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.trainer import Trainer
+from hocket.types import TrainSample
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+IDS = torch.arange(12)[None]
+LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(timeout_s=60)
+    yield ranks
+    ranks.close()
+
+
+def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
+    defaults = ("model.dtype=float32", "trainer.learning_rate=1e-2", "trainer.micro_batch_tokens=40", "model.lora={}")
+    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks)
+
+
+def make_samples() -> list[TrainSample]:
+    rng = random.Random(5)
+    return [
+        TrainSample(
+            token_ids=tuple(rng.randrange(62) for _ in range(9)),
+            mask=(False, False, *[True] * 7),
+            rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
+            advantage=rng.gauss(0, 1),
+        )
+        for _ in range(5)
+    ]
+
+
+def with_peft(base: str, folder: Path) -> Any:
+    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+
+
+def frozen_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    named = dict(trainer._policy.model.named_parameters())
+    with trainer._engine._gathered(list(named.values())):
+        return {name.replace(".base_layer", ""): p.detach().clone() for name, p in named.items() if "lora" not in name}
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", ["tied_model", "untied_model"])
+def test_only_the_adapter_moves_and_peft_computes_the_same_with_what_is_published(
+    ranks: Ranks, model: str, stage: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    with make_trainer(ranks, path, f"trainer.zero_stage={stage}") as trainer:
+        trainer.export(tmp_path / "start")
+        for _ in range(3):
+            assert trainer.step(make_samples()).grad_norm > 0
+        trainer.export(tmp_path / "end")
+        trained = logits(trainer._policy.model)
+        held = frozen_of(trainer)
+        sent = [[item.name for item in bucket] for bucket in trainer.layout(4096)]
+        streamed: dict[str, torch.Tensor] = {}
+        trainer.stream(4096, lambda named: streamed.update((name, tensor.clone()) for name, tensor in named))
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert all(torch.equal(held[name], p) for name, p in base.named_parameters()), "a frozen weight has moved"
+    start, end = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "end"))
+    assert len(end) == 2 * 2 * len(LAYERS)  # A and B of 7 layers in each of 2 blocks
+    assert all((start[name] == 0).all() for name in start if "lora_B" in name)
+    assert all((start[name] != end[name]).any() for name in end)
+    assert [name for bucket in sent for name in bucket] == list(streamed)
+    assert streamed.keys() == end.keys()
+    assert all(torch.equal(streamed[name], end[name]) for name in end)
+    # At first the model is the base model; then PEFT's reading of the files is what was trained, merged or beside.
+    torch.testing.assert_close(logits(with_peft(path, tmp_path / "start")), logits(base), atol=0, rtol=0)
+    torch.testing.assert_close(logits(with_peft(path, tmp_path / "end")), trained, atol=1e-5, rtol=0)
+    merged = with_peft(path, tmp_path / "end").merge_and_unload()
+    torch.testing.assert_close(logits(merged), trained, atol=1e-5, rtol=0)
+    assert (trained - logits(base)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["tied_model", "untied_model"])
+def test_the_merged_model_is_what_was_trained_and_complete(
+    ranks: Ranks, model: str, dtype: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "base")
+    with make_trainer(ranks, str(tmp_path / "base"), f"model.dtype={dtype}") as trainer:
+        for _ in range(3):
+            trainer.step(make_samples())
+        trainer.export(tmp_path / "adapter")
+        trained = logits(trainer._policy.model)
+        fingerprint = tokenizers.fingerprint(trainer.tokenizer)
+    lora.merge(tmp_path / "adapter", tmp_path / "model")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert merged.dtype == getattr(torch, dtype)
+    moved = (trained - logits(base)).abs().mean()
+    assert (logits(merged) - trained).abs().mean() < (1e-6 if dtype == "float32" else 0.1 * moved)
+    names = load_file(tmp_path / "model" / "model.safetensors").keys()
+    assert names == load_file(tmp_path / "base" / "model.safetensors").keys()
+    assert ("lm_head.weight" in names) == (model == "untied_model")
+    assert tokenizers.fingerprint(tokenizers.load(str(tmp_path / "model"))) == fingerprint
+    assert not list(tmp_path.glob(".*")), "something half written is left"
+    assert len({file.stat().st_mode for name in ("model", "adapter") for file in (tmp_path / name).iterdir()}) == 1
+    with pytest.raises(ConfigError, match="exists already"):
+        lora.merge(tmp_path / "adapter", tmp_path / "model")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        lora.merge(tmp_path / "adapter", tmp_path / "again")
+    lora.merge(tmp_path / "adapter", tmp_path / "again", base=str(tmp_path / "moved"))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")), logits(merged))
+
+
+def test_what_is_no_adapter_or_one_of_another_model_is_not_merged(
+    ranks: Ranks, tied_model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="not an adapter"):
+        lora.merge(Path(tied_model), tmp_path / "out")
+    with make_trainer(ranks, tied_model) as trainer:
+        trainer.export(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"another model than checkpoints/tiny-sort.*does not fit"):
+        lora.merge(tmp_path / "adapter", tmp_path / "out", base="checkpoints/tiny-sort")
+    assert not (tmp_path / "out").exists()
+
+
+def test_zero_stages_train_the_same_adapter(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
+    for stage in range(4):
+        with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}") as trainer:
+            for _ in range(3):
+                trainer.step(make_samples())
+            trainer.export(tmp_path / str(stage))
+    first, *others = (load_file(tmp_path / str(stage) / "adapter_model.safetensors") for stage in range(4))
+    for other in others:
+        assert all(torch.allclose(first[name], other[name], atol=1e-4) for name in first)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_recomputed_activations_give_the_same_gradients(ranks: Ranks, tied_model: str, stage: int) -> None:
+    norms = []
+    for recompute in ("false", "true"):
+        settings = (f"trainer.zero_stage={stage}", f"trainer.gradient_checkpointing={recompute}")
+        with make_trainer(ranks, tied_model, *settings) as trainer:
+            norms.append([trainer.step(make_samples()).grad_norm for _ in range(2)])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert norms[0][0] > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_bfloat16_adapter_has_float32_master_weights(
+    ranks: Ranks, tied_model: str, stage: int, tmp_path: Path
+) -> None:
+    # 40 steps of 1e-5 on numbers near 0.2, whose neighbours in bfloat16 are 1e-3 apart: without masters none moves.
+    settings = ("model.dtype=bfloat16", f"trainer.zero_stage={stage}", "trainer.learning_rate=2e-5")
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        trainer.export(tmp_path / "start")
+        for _ in range(40):
+            trainer.step(make_samples())
+        trainer.export(tmp_path / "end")
+    start, end = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "end"))
+    assert {tensor.dtype for tensor in end.values()} == {torch.bfloat16}
+    moved = [(start[name] != end[name]).float().mean() for name in end if "lora_A" in name]
+    assert min(moved) > 0.05
+
+
+def test_a_restored_adapter_continues_bit_for_bit(ranks: Ranks, untied_model: str, tmp_path: Path) -> None:
+    for stage in (1, 3):
+        with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}") as trainer:
+            trainer.step(make_samples())
+            trainer.save(tmp_path / f"saved {stage}")
+            first = trainer.step(make_samples())
+            trainer.load(tmp_path / f"saved {stage}")
+            again = trainer.step(make_samples())
+            assert (again.loss, again.grad_norm) == (first.loss, first.grad_norm)
+        saved = sum(file.stat().st_size for file in (tmp_path / f"saved {stage}").rglob("*") if "model" in file.name)
+        assert saved < 200_000, "frozen weights are no part of a checkpoint"
+
+
+def test_targets_and_rank_are_what_the_config_says(ranks: Ranks, tied_model: str) -> None:
+    settings = ("model.lora.rank=3", "model.lora.alpha=5", "model.lora.targets=[q_proj,mlp.up_proj]")
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        assert trainer.adapter is not None
+        assert (trainer.adapter.r, trainer.adapter.lora_alpha) == (3, 5.0)
+        assert trainer.adapter.target_modules == ["mlp.up_proj", "q_proj"]
+        buckets = trainer.layout(1 << 20)
+    shapes = {item.name: item.shape for item in buckets[0]}
+    assert len(shapes) == 2 * 2 * 2
+    assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"] == [3, 32]
+    assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] == [64, 3]
+    assert transfer.num_bytes(buckets[0]) < 4 * (3 * 32 * 4 + 3 * 64 * 2 + 3 * 32 * 2) * 2
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "proj", "nothing"])
+def test_a_target_that_is_no_inner_linear_layer_is_refused(ranks: Ranks, tied_model: str, target: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no linear layer '{target}'.*q_proj"):
+        make_trainer(ranks, tied_model, f"model.lora.targets=[{target}]")
