@@ -186,19 +186,19 @@ class Bench:
             kind = CollectiveTransport if chosen.sync.backend == "nccl" else DiskTransport
             self.transports[name] = kind(chosen, self.trainer)
         self._url = config.own_url
+        self.version = 0
 
-    async def rounds(self, floors: "Floors | None") -> dict[str, list[dict[str, float]]]:
-        """Steps the trainer, then measures everything, ROUNDS times after one that warms up."""
-        rows: dict[str, list[dict[str, float]]] = {name: [] for name in self.transports}
-        version = 0
+    async def rounds(self, names: Sequence[str], floors: "Floors | None" = None) -> dict[str, list[dict[str, float]]]:
+        """Steps the trainer, then measures the transports, ROUNDS times after one that warms up."""
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         async with ServerClient(self._url) as client:
             for number in range(ROUNDS + 1):
                 self.trainer.step([sample(number)])
                 floor = {} if floors is None else floors.measure()
-                for name, transport in self.transports.items():
-                    version += 1
+                for name in names:
+                    self.version += 1
                     start = time.perf_counter()
-                    delivery: Delivery = await transport.deliver(version, [client])
+                    delivery: Delivery = await self.transports[name].deliver(self.version, [client])
                     seconds = time.perf_counter() - start
                     if isinstance(delivery.answers[0], HocketError):
                         raise delivery.answers[0]
@@ -255,7 +255,8 @@ def run(folder: Path) -> None:
         bench = Bench(full, transports)
         sizes = [transfer.num_bytes(bucket) for bucket in bench.trainer.layout(32 << 20)]
         floors = Floors(configs.load(None, full).own_url, folder, model, sizes)
-        rows = asyncio.run(bench.rounds(floors))
+        rows = asyncio.run(bench.rounds(["collective", "disk"], floors))
+        rows |= asyncio.run(bench.rounds(["delta"]))  # alone: each one changes the version before
         bench.close()
     print(f"{sum(sizes) / 2**20:.1f} MiB of weights, {len(sizes)} buckets, {ROUNDS} rounds, medians in seconds")
     for what in ("broadcast", "write", "read", "load"):
@@ -277,7 +278,7 @@ def run(folder: Path) -> None:
     adapter = [*common, f"server.port={free_port()}", "model.lora.rank=16"]
     with server(adapter, configs.load(None, adapter).own_url):
         bench = Bench(adapter, {"adapter": (), "adapter nccl": ("sync.backend=nccl",)})
-        rows = asyncio.run(bench.rounds(None))
+        rows = asyncio.run(bench.rounds([*bench.transports]))
         bench.close()
     for name, measured in rows.items():
         report(name, measured, {"of the full bytes": lambda row: row["MiB"] * 2**20 / sum(sizes)})

@@ -5,8 +5,10 @@ modulo 2^64: a block is s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s ov
 change of any single word always changes the sum. It runs where the tensor lies, in plain torch, in bounded memory.
 """
 
+import concurrent.futures
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +56,12 @@ def spec(tensor: "torch.Tensor") -> TensorSpec:
     return TensorSpec(dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), checksum=tensor_checksum(tensor))
 
 
+def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
+    """Returns dtype, shape and checksum of many tensors, computed by several threads."""
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)), "checksum") as threads:
+        return dict(threads.map(lambda item: (item[0], spec(item[1])), named))
+
+
 def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
     """Returns one checksum for a whole version: names, dtypes, shapes and contents, in any order."""
     digest = hashlib.sha256()
@@ -71,8 +79,8 @@ def build(
     base: BaseVersion | None = None,
 ) -> Manifest:
     """Returns the manifest of the tensors, each read once."""
-    specs = {name: spec(tensor) for name, tensor in tensors}
-    return Manifest(version=version, content=content, tensors=specs, checksum=total_checksum(specs), base=base)
+    made = specs(tensors)
+    return Manifest(version=version, content=content, tensors=made, checksum=total_checksum(made), base=base)
 
 
 def read(folder: Path) -> Manifest:

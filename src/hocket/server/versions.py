@@ -6,12 +6,12 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket import delta, manifest
-from hocket.protocol import AdapterConfig, BaseVersion, Manifest, TensorLayout
+from hocket.protocol import AdapterConfig, BaseVersion, Manifest, TensorLayout, TensorSpec
 from hocket.server.errors import ApiError, invalid
 
 if TYPE_CHECKING:
@@ -151,18 +151,13 @@ def verify(folder: Path, version: int, expected: ModelShapes) -> Manifest:
     layout = [TensorLayout(name=name, dtype=t.dtype, shape=t.shape) for name, t in described.tensors.items()]
     check_layout(layout, expected)
     _check_ties(described, expected)
-    found = set()
     try:
-        for name, tensor in manifest.tensors(folder):
-            if name not in described.tensors:
-                raise _refused(f"the files hold tensor {name!r}, which the manifest does not have")
-            if name in found:
-                raise _refused(f"the files hold tensor {name!r} twice")
-            _check_tensor(name, tensor, described)
-            found.add(name)
+        found = manifest.specs(_each_once(folder, described))
     except _file_errors() as error:
         raise _refused(f"can't read the safetensors files: {error}") from error
-    missing = sorted(described.tensors.keys() - found)
+    for name, item in found.items():
+        _check_tensor(name, item, described.tensors[name])
+    missing = sorted(described.tensors.keys() - found.keys())
     if missing:
         raise _refused(f"tensor {missing[0]!r} is missing in the files ({len(missing)} in all)")
     return described
@@ -277,8 +272,18 @@ def _check_ties(described: Manifest, expected: ModelShapes) -> None:
             raise _refused(f"the model ties {name!r} to {source!r}, but they differ")
 
 
-def _check_tensor(name: str, tensor: "torch.Tensor", described: Manifest) -> None:
-    found, wanted = manifest.spec(tensor), described.tensors[name]
+def _each_once(folder: Path, described: Manifest) -> "Iterator[tuple[str, torch.Tensor]]":
+    seen = set()
+    for name, tensor in manifest.tensors(folder):
+        if name not in described.tensors:
+            raise _refused(f"the files hold tensor {name!r}, which the manifest does not have")
+        if name in seen:
+            raise _refused(f"the files hold tensor {name!r} twice")
+        seen.add(name)
+        yield name, tensor
+
+
+def _check_tensor(name: str, found: TensorSpec, wanted: TensorSpec) -> None:
     if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
         raise _refused(
             f"tensor {name!r} is {found.dtype} {found.shape} in the file, {wanted.dtype} {wanted.shape} in the manifest"

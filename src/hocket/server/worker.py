@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-    from hocket.protocol import AdapterConfig, CollectiveSource
+    from hocket.protocol import AdapterConfig, CollectiveSource, TensorSpec
     from hocket.transfer import WeightGroup
 
+Part: TypeAlias = "tuple[Sequence[tuple[str, torch.Tensor]], dict[str, TensorSpec]]"
+"""Tensors of a version with what their bytes are."""
 SERVER_PID = "HOCKET_SERVER_PID"
 """Environment variable with the process whose end must end this one."""
 
@@ -45,15 +47,8 @@ class WorkerExtension:
         """
         from hocket import manifest
 
-        specs = {}
-
-        def passing() -> Iterator[tuple[str, Any]]:
-            for name, tensor in manifest.tensors(Path(folder)):
-                specs[name] = manifest.spec(tensor)
-                yield name, tensor
-
-        self._hocket_load(passing(), manifest.read_adapter(Path(folder)))
-        return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
+        with _ahead(_read(Path(folder))) as parts:
+            return self._hocket_load(parts, manifest.read_adapter(Path(folder)))
 
     def hocket_join_group(self, message: str, size: int) -> None:
         """Joins the trainer's weight group, and leaves the one before.
@@ -97,21 +92,19 @@ class WorkerExtension:
 
         The rest is as for `hocket_load_disk`.
         """
-        from hocket import manifest
         from hocket.protocol import CollectiveSource
 
         source = CollectiveSource.model_validate_json(message)
         session, group = self.hocket_group or ("", None)
         if group is None or session != source.session:
             raise RuntimeError(f"this worker is in no weight group {source.session}; the trainer must join again")
-        specs: dict[str, Any] = {}
         try:
-            with _receiving(group, source) as buckets:
-                self._hocket_load(_tensors(buckets, source, specs), source.adapter)
+            # The group is closed before the second thread has ended, which may be waiting for a bucket.
+            with _ahead(_receive(group, source), give_up=group.close) as parts:
+                return self._hocket_load(parts, source.adapter)
         except BaseException:
             self.hocket_group = None
             raise
-        return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
 
     def hocket_drop_adapter(self) -> None:
         """Has every request use the model's weights as they are."""
@@ -119,73 +112,92 @@ class WorkerExtension:
 
         vllm_api.drop_adapter(self)
 
-    def _hocket_load(self, weights: "Iterator[tuple[str, torch.Tensor]]", adapter: "AdapterConfig | None") -> None:
+    def _hocket_load(self, parts: "Iterator[Part]", adapter: "AdapterConfig | None") -> dict[str, Any]:
+        from hocket import manifest
         from hocket.server import vllm_api
 
+        specs: dict[str, TensorSpec] = {}
         if adapter is None:
-            vllm_api.reload_worker(self, weights)
+            vllm_api.reload_worker(self, _tensors(parts, specs))
         else:
-            vllm_api.load_adapter(self, weights, adapter)
-
-
-Received: TypeAlias = "queue.Queue[torch.Tensor | Exception]"
+            vllm_api.load_adapter(self, _tensors(parts, specs), adapter)
+        return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
 
 
 @contextmanager
-def _receiving(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Received]:
-    """Receives one bucket while the one before is loaded, so that the wire is not idle and memory stays bounded."""
-    import torch
+def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) -> Iterator[Iterator[Part]]:
+    """Makes each part in a second thread while the one before is used; at most one waits, so memory stays bounded.
 
-    from hocket import transfer
-
-    buckets: Received = queue.Queue(maxsize=1)
+    Args:
+        give_up: called where the body raises; must end a part that is being made.
+    """
+    waiting: queue.Queue[Part | Exception | None] = queue.Queue(maxsize=1)
     stopped = threading.Event()
 
-    def receive() -> None:
+    def put(part: "Part | Exception | None") -> None:
+        while not stopped.is_set():
+            with suppress(queue.Full):
+                waiting.put(part, timeout=0.1)
+                return
+
+    def make() -> None:
         try:
-            group.announce(transfer.receiving(source.turn))
-            for bucket in source.buckets:
-                flat = torch.empty(transfer.num_bytes(bucket), dtype=torch.uint8, device=group.device)
-                group.broadcast(flat)
-                _put(buckets, flat, stopped)
+            for part in parts:
+                put(part)
                 if stopped.is_set():
                     return
-        # Whatever ends it is for the loading thread to raise, which would else wait for ever.
+            put(None)
+        # Whatever ends it is for the using thread to raise, which would else wait for ever.
         except Exception as error:  # noqa: BLE001
-            _put(buckets, error, stopped)
+            put(error)
 
-    thread = threading.Thread(target=receive, name="receive weights", daemon=True)
+    def take() -> Iterator[Part]:
+        while (part := waiting.get()) is not None:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+    thread = threading.Thread(target=make, name="weights ahead", daemon=True)
     thread.start()
     try:
-        yield buckets
+        yield take()
     except BaseException:
         stopped.set()
-        group.close()  # the trainer need not send what is left
+        give_up()
         raise
     finally:
         stopped.set()
         thread.join()
 
 
-def _put(buckets: Received, item: Any, stopped: threading.Event) -> None:
-    while not stopped.is_set():
-        with suppress(queue.Full):
-            buckets.put(item, timeout=0.1)
-            return
+def _read(folder: Path) -> Iterator[Part]:
+    """Yields each tensor of a published version with its spec."""
+    from hocket import manifest
+
+    for name, tensor in manifest.tensors(folder):
+        yield [(name, tensor)], {name: manifest.spec(tensor)}
 
 
-def _tensors(
-    buckets: Received, source: "CollectiveSource", specs: dict[str, Any]
-) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yields the tensors of all buckets in turn, each verified, and adds their specs."""
+def _receive(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Part]:
+    """Yields the tensors of each bucket, verified, with their specs. Raises RuntimeError that names the bucket."""
+    import torch
+
     from hocket import transfer
 
+    group.announce(transfer.receiving(source.turn))
     for number, bucket in enumerate(source.buckets, 1):
-        flat = buckets.get()
-        if isinstance(flat, Exception):
-            raise RuntimeError(f"bucket {number}/{len(source.buckets)} did not come: {flat}") from flat
-        named, received = transfer.unpack(flat, bucket)
-        specs |= received
+        flat = torch.empty(transfer.num_bytes(bucket), dtype=torch.uint8, device=group.device)
+        try:
+            group.broadcast(flat)
+        except RuntimeError as error:
+            raise RuntimeError(f"bucket {number}/{len(source.buckets)} did not come: {error}") from error
+        yield transfer.unpack(flat, bucket)
+
+
+def _tensors(parts: Iterator[Part], specs: "dict[str, TensorSpec]") -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yields the tensors of all parts in turn, and adds their specs."""
+    for named, made in parts:
+        specs |= made
         yield from named
 
 
