@@ -8,7 +8,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pydantic
@@ -459,22 +458,34 @@ async def test_a_caller_that_leaves_ends_its_requests(servers: list[FakeServer])
     assert len(servers[0].requests) == 1
 
 
-def test_a_server_that_is_out_is_looked_at_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("hocket.pool.time", SimpleNamespace(monotonic=lambda: now))
-    member = Member(SimpleNamespace(url="http://a"))  # type: ignore[arg-type]
-    assert member.due  # nobody has looked yet
-    pauses = []
-    for _ in range(10):
-        member.take_out("it is gone")
-        assert not member.due
-        pause = 0.0
-        while not member.due:
-            now, pause = now + 0.25, pause + 0.25
-        pauses.append(pause)
-    assert pauses == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    member.holds("s1")
-    assert (member.due, member.out) == (False, None)
-    member.take_out("it is gone again")
-    now += 0.25
-    assert member.due  # from the beginning
+async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_their_time(
+    servers: list[FakeServer],
+) -> None:
+    looks = []
+
+    async def bring_up(member: Member, health: Health) -> None:
+        if member is pool.members[0]:
+            member.holds(health.session)
+            return
+        looks.append(time.monotonic())
+        await asyncio.sleep(0.2)
+        raise ServerError("it does not load", code="reload_failed", status=500)
+
+    async with make_pool(servers) as pool:
+        pool.bring_up = bring_up
+        await pool.wait_up()
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            await play(pool, [[1]])
+    assert len(looks) == 2  # at 0 s and, after 0.2 s of looking and 2 s of rest, at 2.2 s
+    assert looks[1] - looks[0] == pytest.approx(2.2, abs=0.5)
+
+
+async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_for_ever(
+    servers: list[FakeServer],
+) -> None:
+    for server in servers:
+        server.refuse = (503, "engine_dead")
+    async with make_pool(servers) as pool:
+        with pytest.raises(ServerError, match=r"3 times a server was lost over the same work.*does the engine die"):
+            await play(pool, [[1]])

@@ -350,14 +350,12 @@ class Config(Section):
             raise ValueError("sync.delta=true needs sync.backend=disk: from memory, all weights are sent")
         if self.sync.delta and self.model.lora is not None:
             raise ValueError("sync.delta=true has nothing to save with model.lora: an adapter is small already")
-        waits = {
-            "server.start_timeout_s": self.server.start_timeout_s,
-            "rollout.timeout_s": self.rollout.timeout_s,
-            "sync.timeout_s": self.sync.timeout_s,
-        }
-        longest = max(waits, key=waits.__getitem__)
-        if waits[longest] >= self.trainer.collective_timeout_s:
-            raise ValueError(f"trainer.collective_timeout_s must exceed {longest}: the other ranks wait that long")
+        waits = self.server.start_timeout_s + self.rollout.timeout_s + self.sync.timeout_s
+        if waits >= self.trainer.collective_timeout_s:
+            raise ValueError(
+                f"trainer.collective_timeout_s must exceed server.start_timeout_s + rollout.timeout_s + sync.timeout_s "
+                f"= {waits:g}: the other ranks wait that long"
+            )
         if self.launch.share_gpu:
             self._can_share_gpu()
         _ = self.token  # a weak one is refused now
@@ -369,6 +367,8 @@ class Config(Section):
                 "launch.share_gpu needs sync.backend=disk: NCCL can't connect two processes on one GPU, and the "
                 "trainer is off it while the server loads"
             )
+        if self.sync.delta:
+            raise ValueError("launch.share_gpu does not go with sync.delta: whole versions are written")
         if len(self.server_urls) > 1:
             raise ValueError("launch.share_gpu is for one server; give several servers GPUs of their own")
         if self.launch.server_gpus != self.launch.trainer_gpus:

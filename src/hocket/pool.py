@@ -9,19 +9,21 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 from hocket.client import HEALTH_TIMEOUT_S, ServerClient
-from hocket.errors import HocketError, ServerError
+from hocket.errors import ServerError, SyncError
 from hocket.protocol import Health
 from hocket.types import Completion, SamplingParams
 
 POLL_S = 0.25
 LOOK_S = 3.0
-MAX_PAUSE_S = 30.0
-"""A server that is out is looked at again after POLL_S, then after twice as long each time, up to this."""
+LOOKING_SHARE = 0.1
+"""Share of the time that looking at servers that are out may cost those that work."""
+MAX_LOSSES = 3
+"""A completion on which so many servers were lost is not played again: it may be what they die of."""
 
 Pair = tuple[int, int]
 """(prompt index, sample index) of one completion."""
@@ -46,7 +48,6 @@ class Member:
     session: str | None = None
     in_flight: int = 0
     out: str | None = None
-    _pause_s: float = 0.0
     _next_look: float = 0.0
 
     @property
@@ -57,12 +58,14 @@ class Member:
     def take_out(self, reason: str) -> None:
         """Gives it no more work until it has been looked at and brought up again."""
         self.session, self.out = None, reason
-        self._pause_s = min(max(POLL_S, 2 * self._pause_s), MAX_PAUSE_S)
-        self._next_look = time.monotonic() + self._pause_s
+
+    def rest(self, seconds: float) -> None:
+        """Leaves it alone for a while."""
+        self._next_look = time.monotonic() + seconds
 
     def holds(self, session: str) -> None:
         """Says that it has the current weights: it may work."""
-        self.session, self.out, self._pause_s, self._next_look = session, None, 0.0, 0.0
+        self.session, self.out = session, None
 
     @property
     def due(self) -> bool:
@@ -151,27 +154,34 @@ class ServerPool:
 
     async def _look(self, member: Member) -> None:
         """Asks a server how it is, and brings it up where it is well enough to be given weights."""
-        known = member.out
+        start = time.monotonic()
         try:
-            health = await member.server.health(timeout_s=LOOK_S)
-            # A failed load is mended by the next one that succeeds; of any other failure a server does not recover.
-            if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
-                member.take_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
-            elif health.status in ("loading", "updating"):
-                member.take_out(f"it is {health.status}")
-            elif self.bring_up is None:
-                member.holds(health.session)
-            else:
-                await self.bring_up(member, health)
+            await self._ask_and_bring_up(member)
         except ServerError as error:
             if error.status in (401, 403):
                 raise
             member.take_out("nothing answers there yet" if error.code == "unreachable" else str(error))
-        except HocketError as error:
+        except SyncError as error:
             member.take_out(str(error))
             if not self.up:
                 raise
             self._say(f"server {member.url} is left out: {error}")
+        if member.session is None:
+            spent = time.monotonic() - start
+            member.rest(max(POLL_S, spent / LOOKING_SHARE if self.up else spent))
+
+    async def _ask_and_bring_up(self, member: Member) -> None:
+        known = member.out
+        health = await member.server.health(timeout_s=LOOK_S)
+        # A failed load is mended by the next one that succeeds; of any other failure a server does not recover.
+        if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
+            member.take_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
+        elif health.status in ("loading", "updating"):
+            member.take_out(f"it is {health.status}")
+        elif self.bring_up is None:
+            member.holds(health.session)
+        else:
+            await self.bring_up(member, health)
         if member.session is not None and known is not None and len(self.members) > 1:
             self._say(f"server {member.url} is there")
 
@@ -199,14 +209,14 @@ class ServerPool:
         work = _Work(prompts=prompts, sampling=sampling, n=n, end=time.monotonic() + timeout_s)
         waiting = [(i, j) for i in range(len(prompts)) for j in range(n)]
         left = len(waiting)
-        events: asyncio.Queue[tuple[int, int, Completion] | list[Pair] | Exception] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, int, Completion] | _Lost | Exception] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
         try:
             await self._look_at_all()
             while left:
                 if waiting:
                     start = time.monotonic()
-                    up = await self.wait_up()
+                    up = self.up or await self.wait_up()
                     work.end += time.monotonic() - start  # nobody could have played then
                     for member, pairs in _shares(up, waiting, work):
                         tasks.add(asyncio.create_task(self._play(member, pairs, work, events)))
@@ -214,8 +224,9 @@ class ServerPool:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise event
-                if isinstance(event, list):
-                    waiting = event
+                if isinstance(event, _Lost):
+                    work.count(event)
+                    waiting = event.pairs
                     continue
                 left -= 1
                 yield event
@@ -229,7 +240,7 @@ class ServerPool:
         member: Member,
         pairs: Sequence[Pair],
         work: "_Work",
-        events: "asyncio.Queue[tuple[int, int, Completion] | list[Pair] | Exception]",
+        events: "asyncio.Queue[tuple[int, int, Completion] | _Lost | Exception]",
     ) -> None:
         """Has one server play its share; where it is lost, hands back what is left of it."""
         todo = dict.fromkeys(pairs)
@@ -251,7 +262,7 @@ class ServerPool:
                 self.lose(member, str(error))
             else:
                 await asyncio.sleep(POLL_S)
-            events.put_nowait(list(todo))
+            events.put_nowait(_Lost(pairs=list(todo), error=error))
         except Exception as error:  # noqa: BLE001 - whatever it is, `generate` raises it and does not wait for ever
             events.put_nowait(error)
         finally:
@@ -269,14 +280,37 @@ class ServerPool:
                 raise ServerError(f"it has not answered for {self._silence_s:g} s", code="timeout")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Lost:
+    """What a server did not finish, and why."""
+
+    pairs: list[Pair]
+    error: ServerError
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Work:
-    """One call of `generate`, which must have ended by `end`."""
+    """One call of `generate`, which must have ended by `end`; `losses` of servers by what they were playing."""
 
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
     n: int
     end: float
+    losses: Counter[Pair] = dataclasses.field(default_factory=Counter)
+
+    def count(self, lost: _Lost) -> None:
+        """Remembers a loss. Raises ServerError where it was one too many."""
+        if lost.error.code in _AGAIN:
+            return
+        self.losses.update(lost.pairs)
+        if any(self.losses[pair] >= MAX_LOSSES for pair in lost.pairs):
+            i, _ = max(lost.pairs, key=self.losses.__getitem__)
+            raise ServerError(
+                f"{MAX_LOSSES} times a server was lost over the same work, which begins with prompt {i} of this step; "
+                f"does the engine die of it? The last time: {lost.error}",
+                code=lost.error.code,
+                status=lost.error.status,
+            )
 
     def tokens(self, i: int) -> int:
         """Returns the tokens that one completion of prompt i takes at most."""

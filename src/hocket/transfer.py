@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import os
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ Named = Sequence[tuple[str, Tensor]]
 
 JOINING = "joining"
 """What a rank announces that is about to connect with the others."""
+_ENVIRONMENT = threading.Lock()
+"""Groups are made by several threads, of which none may undo what another has set."""
 _ALIGNMENT = 16
 _CHECKSUM_BYTES = 8
 
@@ -175,15 +178,16 @@ def gpu_id(device: torch.device) -> str | None:
 def _blocking_waits() -> Iterator[None]:
     """Has a group that is made now raise past its deadline in the waiting thread, rather than end the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    with _ENVIRONMENT:
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def _padded(item: TensorLayout) -> int:

@@ -97,7 +97,7 @@ def engine(kit: Any) -> FakeEngine:
 @pytest.fixture
 async def http(engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
     door = assemble(FastAPI(), engine, Config())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
         yield client
 
 
@@ -225,9 +225,31 @@ async def test_a_client_that_leaves_ends_the_work(engine: FakeEngine, stream: bo
         "path": "/generate",
         "raw_path": b"/generate",
         "query_string": b"",
-        "headers": [],
+        "headers": [(b"host", b"localhost")],
         "http_version": "1.1",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
     }
     await asyncio.wait_for(assemble(FastAPI(), engine, Config())(scope, receive, send), 10)
     await asyncio.wait_for(ended.wait(), 10)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "127.0.0.1:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),  # its own /docs
+        ({"origin": "https://attacker.example"}, 403),
+        ({"host": "attacker.example", "origin": "http://attacker.example"}, 403),  # a name that leads to this machine
+        ({"host": "attacker.example"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+async def test_a_page_of_somebody_else_can_not_use_a_server_without_a_token(
+    http: httpx.AsyncClient, headers: dict[str, str], status: int
+) -> None:
+    # A browser sends simple POSTs to any address, also that of this machine, without asking first.
+    response = await http.post("/generate", content='{"prompts": ["a"]}', headers=headers)
+    assert response.status_code == status
+    assert status == 200 or response.json()["error"]["code"] == "foreign_page"

@@ -109,11 +109,16 @@ def test_experts_travel_under_the_names_of_their_checkpoint(servers: Any, kit: A
     server.model = new
 
 
-def test_both_workers_of_a_tensor_parallel_engine_receive(servers: Any, kit: Any) -> None:
+def test_both_workers_of_a_tensor_parallel_engine_receive_after_failures_too(servers: Any, kit: Any) -> None:
     server = servers.take("parallel float32")
     try:
         assert server.health()["workers"] == 2
         for seed in (305, 306):
+            lost = Source(kit.make_model(tied=True, seed=seed + 100))
+            with transport(lost) as made:
+                lost.before = lambda number, made=made: made.close() if number == 3 else None
+                assert isinstance(send(server, made, new_version(server)).answers[0], HocketError)
+            server.wait_for(lambda health: health["status"] == "failed")
             old, new = server.model, kit.make_model(tied=True, seed=seed)
             with transport(Source(new)) as made:
                 delivery = send(server, made, new_version(server))
@@ -121,6 +126,9 @@ def test_both_workers_of_a_tensor_parallel_engine_receive(servers: Any, kit: Any
             assert max(server.gaps(model=new)) < 1e-4
             assert statistics.mean(server.gaps(model=old)) > 0.3
             server.model = new
+        # By disk, too: each worker reads its part.
+        server.publish_and_load(kit.make_model(tied=True, seed=307))
+        assert max(server.gaps()) < 1e-4
     finally:
         server.stop()
 

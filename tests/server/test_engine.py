@@ -245,7 +245,7 @@ def test_a_client_that_leaves_has_its_requests_aborted(server: Any, stream: bool
     ).encode()
     url = server.client.base_url
     with socket.create_connection((url.host, url.port)) as sock:
-        sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        sock.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         server.wait_for(lambda health: health["in_flight"] >= 200)
     left = time.monotonic()
     server.wait_for(lambda health: health["in_flight"] == 0, timeout_s=60)

@@ -1,6 +1,8 @@
 """Which published folders are found and believed, without an engine."""
 
 import json
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +327,7 @@ def publish_delta(kit: Any, root: Path) -> None:
 def copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> versions.PatchedCopy:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    return versions.PatchedCopy(8000)
+    return versions.PatchedCopy()
 
 
 def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(
@@ -377,15 +379,17 @@ def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(
     copy.whole(root / "v2", 2, shapes[False])
 
 
-def test_a_copy_that_a_killed_server_left_behind_is_removed_by_the_next_on_its_port(
-    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, tmp_path: Path
+def test_what_killed_servers_left_behind_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_delta(kit, root)
-    copy.whole(root / "v1", 1, shapes[False])
-    for name in ("hocket-8000-left", "hocket-8001-used"):
-        (tmp_path / "temporary" / name).mkdir()
-    folder, _ = copy.whole(root / "v2", 2, shapes[False])
-    assert set((tmp_path / "temporary").iterdir()) == {folder, tmp_path / "temporary" / "hocket-8001-used"}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine, left = versions.temporary_prefix() + "abc", f"hocket-weights-{ended.pid}-abc"
+    for name in (mine, left, "hocket-weights-of-mine"):
+        (tmp_path / name).mkdir()
+    versions.PatchedCopy()
+    assert {path.name for path in tmp_path.iterdir()} == {mine, "hocket-weights-of-mine"}
 
 
 def test_a_delta_of_another_version_number_is_refused(

@@ -135,6 +135,7 @@ def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
 
     ours = {name for name in dir(WorkerExtension) if not name.startswith("__")}
     assert ours == {
+        "_hocket_leave",
         "_hocket_load",
         "hocket_drop_adapter",
         "hocket_group",

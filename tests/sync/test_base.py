@@ -18,6 +18,7 @@ from hocket.types import Completion, Prompt, SamplingParams, TrainSample
 
 URLS = ("http://a", "http://b")
 GONE = ServerError("can't reach it", code="unreachable")
+BROKEN = ServerError("it broke", code="reload_failed", status=500)
 
 
 class FakeServer:
@@ -91,6 +92,7 @@ class FakeTransport:
     """
 
     def __init__(self, checksum: str = "cc") -> None:
+        self.sessions: dict[str, str] = {}
         self.checksum = checksum
         self.fails: dict[str, HocketError | ReloadResponse] = {}
         self.sent: list[tuple[int, list[str]]] = []
@@ -103,7 +105,10 @@ class FakeTransport:
         assert self.running == 1, "there is one trainer, which sends one version at a time"
         await asyncio.sleep(0.01)
         self.running -= 1
-        answers = tuple(self.fails.get(server.url) or self.held(version, server.session) for server in servers)
+        answers = tuple(
+            self.fails.get(server.url) or self.held(version, self.sessions.get(server.url, server.session))
+            for server in servers
+        )
         return Delivery(checksum=self.checksum, num_bytes=3 << 20, prepare_s=0.5, transfer_s=0.25, answers=answers)
 
     def held(self, version: int, session: str = "s1", checksum: str | None = None) -> ReloadResponse:
@@ -339,16 +344,35 @@ async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is
 async def test_who_can_not_be_reached_by_disk_either_is_lost() -> None:
     world = make(collective=True)
     await world.pool.wait_up()
-    world.collective.fails[URLS[1]] = world.disk.fails[URLS[1]] = GONE
+    world.collective.fails[URLS[1]], world.disk.fails[URLS[1]] = BROKEN, GONE
     metrics = await world.sync.publish()
     assert (metrics["sync/fallbacks"], metrics["sync/servers"]) == (1.0, 1.0)
     assert world.pool.members[1].out == "can't reach it"
 
 
+async def test_who_answers_nothing_is_not_asked_a_second_time_by_disk() -> None:
+    world = make(collective=True)
+    await world.pool.wait_up()
+    world.collective.fails[URLS[1]] = GONE
+    metrics = await world.sync.publish()
+    assert (metrics["sync/fallbacks"], metrics["sync/servers"]) == (0.0, 1.0)
+    assert world.disk.sent == []
+    assert world.pool.members[1].out == "can't reach it"
+
+
+async def test_a_server_that_was_started_again_unnoticed_is_brought_up_as_one_that_comes_back() -> None:
+    world = make()
+    await world.pool.wait_up()
+    world.disk.sessions[URLS[0]] = "another"
+    metrics = await world.sync.publish()
+    assert metrics["sync/servers"] == 1.0
+    assert world.pool.members[0].out == "it was started again"  # no model check, no canary: no work
+
+
 async def test_what_landed_as_something_else_by_disk_stops_the_run_after_a_fall_back_too() -> None:
     world = make(collective=True)
     await world.pool.wait_up()
-    world.collective.fails[URLS[0]] = GONE
+    world.collective.fails[URLS[0]] = BROKEN
     world.disk.fails[URLS[0]] = world.disk.held(6, checksum="fast")  # what the other servers were sent
     with pytest.raises(SyncError, match="checksum fast, but version 6 with checksum disk"):
         await world.sync.publish()

@@ -112,7 +112,7 @@ class FakeServer:
         if self.refuse_join is not None:
             raise self.refuse_join
         message, size = request.model_dump_json(), 1 + len(self.workers)
-        await asyncio.gather(*(asyncio.to_thread(w.hocket_join_group, message, size) for w in self.workers))
+        await asyncio.gather(*(asyncio.to_thread(value_of, w.hocket_join_group, message, size) for w in self.workers))
         return GroupResponse(session=request.session, workers=len(self.workers))
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
@@ -128,7 +128,7 @@ class FakeServer:
             await asyncio.sleep(timeout_s)
             raise ServerError(f"{self.url}/reload_weights did not finish in {timeout_s:g} s", code="timeout")
         message = request.source.model_dump_json()
-        loading = [asyncio.to_thread(worker.hocket_load_group, message) for worker in self.workers]
+        loading = [asyncio.to_thread(value_of, worker.hocket_load_group, message) for worker in self.workers]
         try:
             async with asyncio.timeout(timeout_s):
                 answers = await asyncio.gather(*loading)
@@ -138,6 +138,14 @@ class FakeServer:
             raise ServerError(f"{self.url}: loading failed: {error}", code="reload_failed", status=500) from error
         assert all(answer == answers[0] for answer in answers)
         return ReloadResponse(version=request.version, seconds=0.1, session=self.session, **answers[0])
+
+
+def value_of(method: Any, *arguments: Any) -> Any:
+    """What the engine makes of a worker's answer."""
+    answer = method(*arguments)
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer["value"]
 
 
 @pytest.fixture(autouse=True)

@@ -46,9 +46,9 @@ class FakeTrainer:
 class FakeServer:
     """Takes versions as an engine does, into a dictionary."""
 
-    def __init__(self, url: str, root: Path, port: int) -> None:
+    def __init__(self, url: str, root: Path) -> None:
         self.url, self.root = url, root
-        self.copy = PatchedCopy(port)
+        self.copy = PatchedCopy()
         self.holds: dict[str, torch.Tensor] = {}
         self.names: list[str] = []
 
@@ -74,7 +74,7 @@ class FakeServer:
 
 @pytest.fixture
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
-    server = FakeServer("http://server", tmp_path / "runs", 1)
+    server = FakeServer("http://server", tmp_path / "runs")
     yield server
     server.copy.discard()
 
@@ -143,7 +143,7 @@ async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(
     trainer, disk = make(tmp_path)
     await disk.deliver(1, [server])
     trainer.step(5)
-    late = FakeServer("http://late", tmp_path / "runs", 2)
+    late = FakeServer("http://late", tmp_path / "runs")
     delivery = await disk.deliver(2, [server, late])
     assert (server.names, late.names) == (["weights/v000001", "deltas/v000002"], ["deltas/v000002", "weights/v000002"])
     assert [answer.checksum for answer in delivery.answers] == [delivery.checksum] * 2
@@ -229,7 +229,7 @@ async def test_after_a_failed_write_the_next_version_is_full(tmp_path: Path, ser
 
 async def test_with_upload_a_server_loads_what_it_was_sent(tmp_path: Path) -> None:
     trainer, disk = make(tmp_path, "sync.upload=true")
-    far = FakeServer("http://far", tmp_path / "elsewhere", 3)
+    far = FakeServer("http://far", tmp_path / "elsewhere")
     for version in (1, 2, 3):
         trainer.step(version)
         await disk.deliver(version, [far])

@@ -32,7 +32,7 @@ from hocket.protocol import (
     WakeRequest,
 )
 from hocket.server.errors import ApiError, from_validation
-from hocket.server.middleware import LimitBody, RefuseWhenFailed, RequireToken
+from hocket.server.middleware import LimitBody, RefuseWebPages, RefuseWhenFailed, RequireToken
 from hocket.server.requests import Job
 
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -71,7 +71,7 @@ def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
     _document_bodies(app)
     door: ASGIApp = RefuseWhenFailed(app, engine.failure)
     door = LimitBody(door, config.server.max_body_mib << 20)
-    return RequireToken(door, config.token) if config.token is not None else door
+    return RequireToken(door, config.token) if config.token is not None else RefuseWebPages(door, config.server.host)
 
 
 def _router(engine: Generator) -> APIRouter:

@@ -2,14 +2,14 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import copy
+import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
@@ -38,6 +38,10 @@ from hocket.server.requests import Job, RequestReader
 from hocket.server.uploads import Uploads
 from hocket.types import InFlight
 
+T = TypeVar("T")
+
+logger = logging.getLogger("hocket")
+
 ABORT_TIMEOUT_S = 2.0
 RESTART = "restart the server; its log says more"
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
@@ -61,6 +65,7 @@ class Engine:
         self.llm = llm
         self._config = config
         self._model = config.model.path
+        self._timeout_s = config.sync.timeout_s
         self._root = config.sync_root.resolve()
         self._session = secrets.token_hex(8)
         self._tokenizer = tokenizers.load(config.model.path)
@@ -82,16 +87,16 @@ class Engine:
         self._group: str | None = None
         self._in_flight = 0
         self._shapes: versions.ModelShapes | None = None
-        self._copy = versions.PatchedCopy(config.server.port)
+        self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
-        self._base_replaced = False
+        self._base_replaced = self._stopping = False
         self._reload_lock = asyncio.Lock()
         self._client_errors = vllm_api.client_errors()
         self._engine_errors = vllm_api.engine_errors()
 
     async def start(self) -> None:
         """Labels the first weights and generates once, so that no request pays for the first time."""
-        await self.llm.collective_rpc("hocket_drop_adapter")
+        await self._call("hocket_drop_adapter")
         await self.llm.update_weight_version(str(self._version))
         sampling = Sampling(max_tokens=2)
         await self._complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling, seed=None))
@@ -109,7 +114,7 @@ class Engine:
 
     def failure(self) -> ErrorBody | None:
         """Returns why the engine can't generate, None where it can."""
-        if self._failure is None and self.llm.errored:
+        if self.llm.errored and not self._stopping and (self._failure is None or self._failure.code != "engine_dead"):
             self._fail("engine_dead", "the engine's process ended", RESTART)
         return self._failure or (ASLEEP if self._asleep else None)
 
@@ -157,6 +162,8 @@ class Engine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, job: Job) -> tuple[Job, dict[str, Any]]:
+        if self._failure is not None:  # since the request was let in: nothing would ever end it
+            raise ApiError(503, self._failure.code, self._failure.message, self._failure.hint)
         self._in_flight += 1
         try:
             output = await vllm_api.complete(self.llm, job, f"hocket-{job.prompt}-{job.index}")
@@ -206,11 +213,14 @@ class Engine:
             workers = vllm_api.num_workers(self.llm)
             if request.session != self._group:
                 self._group = None
+                # Nothing is sampled while the workers wait for each other: no longer than our own deadline.
+                request = request.model_copy(update={"timeout_s": min(request.timeout_s, self._timeout_s)})
                 try:
                     async with asyncio.timeout(request.timeout_s):
-                        arguments = (request.model_dump_json(), workers + 1)
-                        await self.llm.collective_rpc("hocket_join_group", args=arguments)
+                        await self._call("hocket_join_group", request.model_dump_json(), workers + 1)
                 except Exception as error:
+                    if not self.llm.errored and not isinstance(error, TimeoutError):
+                        await self._call("hocket_leave_group")
                     message = f"the workers can't join the trainer at {request.host}:{request.port}: {_cause(error)}"
                     hint = "can this machine reach that address? sync.backend=disk needs no such connection"
                     raise ApiError(503, "no_group", message, hint) from error
@@ -237,12 +247,12 @@ class Engine:
             source = request.source
             if isinstance(source, DiskSource):
                 key = source.name
-                folder = await asyncio.to_thread(versions.find, self._root, source.name)
+                folder = await self._reading_files(versions.find, self._root, source.name)
                 if (held := self._holds(key, request.version)) and _published(folder, held.checksum):
                     return held
-                adapter = await asyncio.to_thread(versions.read_adapter, folder)
+                adapter = await self._reading_files(versions.read_adapter, folder)
                 expected = self._expected(adapter, shapes)
-                folder, wanted = await asyncio.to_thread(self._copy.whole, folder, request.version, expected)
+                folder, wanted = await self._reading_files(self._copy.whole, folder, request.version, expected)
                 call, argument, checksum = "hocket_load_disk", str(folder), wanted.checksum
             else:
                 key = source.session
@@ -252,11 +262,15 @@ class Engine:
                 self._check_transfer(source, self._expected(adapter, shapes))
                 # Each bucket is verified on its arrival, by the checksums that came with it.
                 call, argument, checksum = "hocket_load_group", source.model_dump_json(), None
+            if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
+                await self._pause(request.in_flight)
             self._status = "updating"
             self._base_replaced |= adapter is None
             loaded = await self._load(request, call, argument, checksum)
-            self._status, self._failure, self._version = "ready", None, request.version
-            self._has_weights = True
+            self._has_weights, self._version = True, request.version
+            if self._stopping:
+                raise ApiError(503, "shutting_down", "the server is shutting down", "publish it again when it is back")
+            self._status, self._failure = "ready", None
             response = ReloadResponse(
                 version=request.version,
                 seconds=time.perf_counter() - start,
@@ -312,12 +326,14 @@ class Engine:
 
     async def _pause(self, in_flight: InFlight) -> None:
         try:
-            async with asyncio.timeout(self._config.sync.timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 await vllm_api.pause(self.llm, in_flight)
         except TimeoutError as error:
-            await self.llm.resume_generation()
-            message = f"{self._in_flight} requests did not end within sync.timeout_s={self._config.sync.timeout_s:g}"
-            hint = "they go on; a higher sync.timeout_s, or sync.in_flight=keep, lets the engine sleep"
+            if self._failure is None:  # a half-loaded model must not run
+                async with asyncio.timeout(ABORT_TIMEOUT_S):
+                    await self.llm.resume_generation()
+            message = f"{self._in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
+            hint = "they go on; set a higher sync.timeout_s, or sync.in_flight=keep"
             raise ApiError(503, "busy", message, hint) from error
         except self._engine_errors:
             self._refuse_dead()
@@ -326,11 +342,11 @@ class Engine:
     async def _move(self, moving: Awaitable[None]) -> None:
         """Waits for the engine to fall asleep or wake up. One that failed to holds nobody knows what."""
         try:
-            async with asyncio.timeout(self._config.sync.timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 await moving
         except Exception as error:
             if isinstance(error, TimeoutError):
-                error = TimeoutError(f"not done after sync.timeout_s={self._config.sync.timeout_s:g}")
+                error = TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}")
             code = "engine_dead" if self.llm.errored else "sleep_failed"
             message = f"the engine could not leave the GPU, or come back to it: {_cause(error)}"
             hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
@@ -348,8 +364,17 @@ class Engine:
 
     async def _model_shapes(self) -> versions.ModelShapes:
         if self._shapes is None:
-            self._shapes = await asyncio.to_thread(versions.model_shapes, self._model)
+            self._shapes = await self._reading_files(versions.model_shapes, self._model)
         return self._shapes
+
+    async def _reading_files(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Returns what a function that reads files returns. Raises ApiError past the deadline: a disk may hang."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.to_thread(function, *arguments)
+        except TimeoutError as error:
+            message = f"files were not read within sync.timeout_s={self._timeout_s:g}; is the disk they are on alive?"
+            raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     def _refuse_dead(self) -> None:
         failure = self.failure()
@@ -380,19 +405,27 @@ class Engine:
     def _check_transfer(self, source: CollectiveSource, shapes: versions.ModelShapes) -> None:
         if source.session != self._group:
             raise ApiError(409, "no_group", f"there is no weight group {source.session}", "POST /init_weight_group")
-        versions.check_layout([item for bucket in source.buckets for item in bucket], shapes)
+        layout = [item for bucket in source.buckets for item in bucket]
+        versions.check_layout(layout, shapes)
+        versions.refuse_copies(layout, shapes)
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls all workers and returns what each of them answered. Raises RuntimeError where one failed."""
+        answers = await self.llm.collective_rpc(method, args=arguments)
+        for answer in answers:
+            if "error" in answer:
+                raise RuntimeError(answer["error"])
+        return [answer["value"] for answer in answers]
 
     async def _load(self, request: ReloadRequest, call: str, argument: str, checksum: str | None) -> dict[str, Any]:
-        """Pauses, calls the workers, and resumes if all of them then hold the same, and what was published."""
+        """Has the workers of a paused engine load, and resumes if all of them then hold the same, and what was sent."""
         try:
-            async with asyncio.timeout(self._config.sync.timeout_s):
-                if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
-                    await vllm_api.pause(self.llm, request.in_flight)
-                answers = await self.llm.collective_rpc(call, args=(argument,))
+            async with asyncio.timeout(self._timeout_s):
+                answers = await self._call(call, argument)
                 if len({checksum or answers[0]["checksum"], *(answer["checksum"] for answer in answers)}) > 1:
                     raise RuntimeError("the tensors that reached the model are not those that were published")
                 await self.llm.update_weight_version(str(request.version))
-                if not self._asleep:
+                if not self._asleep and not self._stopping:
                     await self.llm.resume_generation()
         # Whatever went wrong, the model may be half loaded: the engine must not run before a reload succeeds.
         except Exception as error:
@@ -407,7 +440,7 @@ class Engine:
         if self.llm.errored:
             return self._fail("engine_dead", f"the engine's process ended while it loaded version {version}", RESTART)
         if isinstance(error, TimeoutError):
-            error = TimeoutError(f"not done after sync.timeout_s={self._config.sync.timeout_s:g}")
+            error = TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}")
         reason = self._fail("reload_failed", f"loading version {version} failed: {_cause(error)}", RELOAD)
         # Nobody can say when a good version comes: the requests end now, with the reason, not at their deadline.
         await self._abort_all()
@@ -415,9 +448,12 @@ class Engine:
 
     async def _abort_all(self) -> None:
         """Ends every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
-        with contextlib.suppress(TimeoutError, *self._engine_errors):  # then the engine has ended them, or will
+        try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await self.llm.pause_generation(mode="abort", clear_cache=True)
+        # vLLM reports whatever fails in the engine as a plain Exception. This is on the way out of another failure.
+        except Exception as error:  # noqa: BLE001
+            logger.warning("requests in flight could not be aborted: %s", _cause(error))
 
     def _fail(self, code: str, message: str, hint: str) -> ErrorBody:
         self._status = "failed"
@@ -426,6 +462,7 @@ class Engine:
 
     async def stop(self) -> None:
         """Ends every request with an error that says that the server is shutting down."""
+        self._stopping = True
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await self._abort_all()
         self._reading.shutdown(wait=False, cancel_futures=True)

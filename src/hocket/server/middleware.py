@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,6 +52,32 @@ class RequireToken:
         scheme, _, token = given[0].partition(b" ")
         # Digests have one length, so that the comparison takes the same time for any guess.
         return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(token).digest(), self._digest)
+
+
+class RefuseWebPages:
+    """Without a token, answers 403 to browsers whose page is another's, even if it calls this machine by its own name.
+
+    Args:
+        host: the address that the server listens on.
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self.app = app
+        self._hosts = {"localhost", "127.0.0.1", "::1", host}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope.get("headers", ())}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        if urlsplit(f"//{host}").hostname in self._hosts and origin in (None, f"http://{host}"):
+            await self.app(scope, receive, send)
+            return
+        error = ApiError(
+            403, "foreign_page", f"a page of {origin or host!r} may not use this server", "set server.token to let it"
+        )
+        await error.response()(scope, receive, send)
 
 
 class LimitBody:

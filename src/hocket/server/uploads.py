@@ -29,6 +29,7 @@ class Uploads:
     def __init__(self, root: Path, silence_s: float = SILENCE_S) -> None:
         self._folder = root / FOLDER
         self._silence_s = silence_s
+        self._writing: dict[str, asyncio.Lock] = {}  # by version
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> UploadResponse:
         """Takes one file of the version called `name`; the marker makes it a version.
@@ -45,6 +46,13 @@ class Uploads:
             hint = "send *.safetensors, manifest.json and, last, COMPLETE to a name like 0123abcd-weights-v000001"
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
         partial, folder = self._folder / f".{name}.partial", self._folder / name
+        # One file at a time, or each of several could have all the room that there is.
+        async with self._writing.setdefault(name, asyncio.Lock()):
+            return await self._receive(partial, folder, file, chunks, max_bytes)
+
+    async def _receive(
+        self, partial: Path, folder: Path, file: str, chunks: AsyncIterator[bytes], max_bytes: int
+    ) -> UploadResponse:
         try:
             partial.mkdir(parents=True, exist_ok=True)
             await self._write(partial / file, chunks, max_bytes - _size(partial, without=file))
@@ -57,7 +65,7 @@ class Uploads:
             status, code = (507, "disk_full") if full else (500, "upload_failed")
             hint = "make room under the server's sync.root, or set another one"
             raise ApiError(status, code, f"can't write {file} to {self._folder}: {error.strerror}", hint) from error
-        return UploadResponse(name=f"{FOLDER}/{name}")
+        return UploadResponse(name=f"{FOLDER}/{folder.name}")
 
     async def _write(self, path: Path, chunks: AsyncIterator[bytes], max_bytes: int) -> None:
         with path.open("wb") as file:
@@ -82,14 +90,24 @@ class Uploads:
         """Returns the folders of all versions, whole or not."""
         if not self._folder.is_dir():
             return set()
-        names = {path: path.name.removeprefix(".").removesuffix(".partial") for path in self._folder.iterdir()}
-        return {path for path, name in names.items() if _NAME.fullmatch(name)}
+        return {
+            path for path in self._folder.iterdir() if _NAME.fullmatch(_version(path)) and not self._is_coming(path)
+        }
+
+    def _is_coming(self, folder: Path) -> bool:
+        lock = self._writing.get(_version(folder))
+        return lock is not None and lock.locked()
 
     def remove(self, folders: Iterable[Path], held: str) -> None:
         """Removes versions, but for the one that the server holds, by its name under the root."""
         for folder in folders:
-            if folder != self._folder.parent / held:
+            if folder != self._folder.parent / held and not self._is_coming(folder):
+                self._writing.pop(_version(folder), None)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _version(folder: Path) -> str:
+    return folder.name.removeprefix(".").removesuffix(".partial")
 
 
 def _size(folder: Path, without: str) -> int:

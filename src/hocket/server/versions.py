@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -163,17 +164,27 @@ def verify(folder: Path, version: int, expected: ModelShapes) -> Manifest:
     return described
 
 
+def temporary_prefix() -> str:
+    """Returns what names of this process's temporary folders begin with."""
+    return f"hocket-weights-{os.getpid()}-"
+
+
+def _sweep() -> None:
+    """Removes the temporary folders of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob("hocket-weights-*-*"):
+        pid = folder.name.split("-")[2]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class PatchedCopy:
     """The server's own copy of the newest version, in a temporary folder: what deltas are applied to.
 
     The first delta after a full version makes the copy, of that version's files.
-
-    Args:
-        port: the server's; what a killed server left behind under it is removed.
     """
 
-    def __init__(self, port: int) -> None:
-        self._prefix = f"hocket-{port}-"
+    def __init__(self) -> None:
+        _sweep()
         self._full: tuple[Path, str] | None = None  # the newest full version and its checksum
         self._folder: Path | None = None
         self._checksum = ""
@@ -196,7 +207,8 @@ class PatchedCopy:
         try:
             if self._folder is None or self._checksum not in (described.base.checksum, described.checksum):
                 self.discard()
-                self._folder = self._copy(described.base)
+                self._copy(described.base)
+                assert self._folder is not None
             self._checksum = ""  # until all of it has been verified, it is no version
             delta.patch(self._folder, folder)  # which may be done twice
             shutil.copyfile(folder / manifest.MANIFEST_FILE, self._folder / manifest.MANIFEST_FILE)
@@ -210,18 +222,15 @@ class PatchedCopy:
         self._checksum = described.checksum
         return self._folder, described
 
-    def _copy(self, base: BaseVersion) -> Path:
-        """Returns a new copy of the base, if that is the newest full version."""
+    def _copy(self, base: BaseVersion) -> None:
+        """Makes a new copy of the base, if that is the newest full version."""
         folder, checksum = self._full or (None, "")
         if folder is None or checksum != base.checksum or not folder.is_dir():
             reason = f"this is what changed since version {base.version}, of which this server has no files"
             raise ApiError(409, "no_base", reason, "publish the version in full")
-        for stale in Path(tempfile.gettempdir()).glob(f"{self._prefix}*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=self._prefix))
+        self._folder = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
         for path in folder.glob("*.safetensors"):
             shutil.copyfile(path, self._folder / path.name)
-        return self._folder
 
     def discard(self) -> None:
         """Removes the copy, if there is one."""
@@ -240,7 +249,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_adapter(folder: Path) -> AdapterConfig | None:
     """Reads what the adapter is, None for a version that is none. Raises ApiError where it can't be read."""
-    read_manifest(folder)
+    described = read_manifest(folder)
+    if described.content == "adapter" and described.base is not None:
+        raise _refused("an adapter is published whole, never as what has changed in it")
     try:
         return manifest.read_adapter(folder)
     except (OSError, ValueError) as error:
@@ -263,6 +274,14 @@ def check_layout(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:
     missing = sorted(expected.shapes.keys() - names - expected.tied.keys())
     if missing:
         raise _refused(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
+
+
+def refuse_copies(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:
+    """Raises ApiError where a tied tensor comes besides the one that it is the same as: it could be another."""
+    names = {item.name for item in layout}
+    for name, source in expected.tied.items():
+        if name in names and source in names:
+            raise _refused(f"the model ties {name!r} to {source!r}, which is sent once")
 
 
 def _check_ties(described: Manifest, expected: ModelShapes) -> None:

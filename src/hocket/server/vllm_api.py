@@ -18,6 +18,7 @@ from hocket import manifest
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.protocol import AdapterConfig
+from hocket.server import versions
 from hocket.server.requests import Job
 from hocket.server.worker import allow_amx, die_with_server
 from hocket.types import InFlight
@@ -266,7 +267,7 @@ def load_adapter(worker: Any, weights: Iterator[tuple[str, Any]], adapter: Adapt
     """
     from safetensors.torch import save_file
 
-    with tempfile.TemporaryDirectory(prefix="hocket-adapter-") as folder:
+    with tempfile.TemporaryDirectory(prefix=versions.temporary_prefix()) as folder:
         save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, f"{folder}/adapter_model.safetensors")
         Path(folder, manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(), encoding="utf-8")
         worker.add_lora(_adapter_request(folder, load_inplace=True))

@@ -5,6 +5,7 @@ module in a process that the server has started ties it to the server.
 """
 
 import atexit
+import functools
 import gc
 import os
 import queue
@@ -29,6 +30,22 @@ SERVER_PID = "HOCKET_SERVER_PID"
 """Environment variable with the process whose end must end this one."""
 
 
+def _answer(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Has a method answer {"error": …} where it raises, and {"value": …} where it does not.
+
+    One that raises would make vLLM take the other workers' answers, from then on, for those to later calls.
+    """
+
+    @functools.wraps(method)
+    def answer(*args: Any) -> dict[str, Any]:
+        try:
+            return {"value": method(*args)}
+        except Exception as error:  # noqa: BLE001 - the engine raises it again
+            return {"error": str(error) or type(error).__name__}
+
+    return answer
+
+
 class WorkerExtension:
     """Methods that hocket adds to vLLM's worker. Messages are JSON: vLLM carries plain types only."""
 
@@ -36,6 +53,7 @@ class WorkerExtension:
     device: "torch.device | None"
     hocket_group: "tuple[str, WeightGroup] | None" = None
 
+    @_answer
     def hocket_load_disk(self, folder: str) -> dict[str, Any]:
         """Loads every tensor of the folder into the model, in place; those of an adapter beside it.
 
@@ -50,6 +68,7 @@ class WorkerExtension:
         with _ahead(_read(Path(folder))) as parts:
             return self._hocket_load(parts, manifest.read_adapter(Path(folder)))
 
+    @_answer
     def hocket_join_group(self, message: str, size: int) -> None:
         """Joins the trainer's weight group, and leaves the one before.
 
@@ -61,7 +80,7 @@ class WorkerExtension:
         from hocket import transfer
         from hocket.protocol import GroupRequest
 
-        self.hocket_leave_group()
+        self._hocket_leave()
         request = GroupRequest.model_validate_json(message)
         device = self.device if self.device is not None and request.backend == "nccl" else torch.device("cpu")
         if request.device is not None and transfer.gpu_id(device) == request.device:
@@ -81,12 +100,17 @@ class WorkerExtension:
         )
         self.hocket_group = (request.session, group)
 
+    @_answer
     def hocket_leave_group(self) -> None:
-        """Leaves the weight group, if there is one; whoever is sending to it fails at once."""
+        """Leaves the weight group, if there is one."""
+        self._hocket_leave()
+
+    def _hocket_leave(self) -> None:
         if self.hocket_group is not None:
             self.hocket_group[1].close()
             self.hocket_group = None
 
+    @_answer
     def hocket_load_group(self, message: str) -> dict[str, Any]:
         """Loads the tensors that the trainer sends into the model, in place, and leaves the group where that fails.
 
@@ -106,6 +130,7 @@ class WorkerExtension:
             self.hocket_group = None
             raise
 
+    @_answer
     def hocket_drop_adapter(self) -> None:
         """Has every request use the model's weights as they are."""
         from hocket.server import vllm_api
@@ -184,9 +209,12 @@ def _receive(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Part]
 
     from hocket import transfer
 
+    sizes = [transfer.num_bytes(bucket) for bucket in source.buckets]
+    flat = torch.empty(sizes[0], dtype=torch.uint8, device=group.device)  # there must be room before anything is sent
     group.announce(transfer.receiving(source.turn))
     for number, bucket in enumerate(source.buckets, 1):
-        flat = torch.empty(transfer.num_bytes(bucket), dtype=torch.uint8, device=group.device)
+        if number > 1:
+            flat = torch.empty(sizes[number - 1], dtype=torch.uint8, device=group.device)
         try:
             group.broadcast(flat)
         except RuntimeError as error:

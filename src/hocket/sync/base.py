@@ -15,7 +15,7 @@ from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.pool import Member, ServerPool
-from hocket.protocol import Health, ReloadResponse, TensorLayout
+from hocket.protocol import Health, ReloadResponse
 from hocket.sync.canary import logprob_gap
 from hocket.sync.delivery import Delivery
 from hocket.sync.disk import DiskTransport
@@ -27,9 +27,6 @@ class Source(Protocol):
     """What publishing needs of the trainer; hocket.trainer.trainer.Trainer is one."""
 
     def check_same_model(self, health: Health) -> None: ...
-    def export(self, folder: Path) -> None: ...
-    def layout(self, max_bytes: int) -> list[list[TensorLayout]]: ...
-    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None: ...
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float: ...
 
 
@@ -146,6 +143,7 @@ class WeightSync:
         for note in delivery.notes:
             self._say(note)
         failed = [member for member in members if isinstance(answers[member], HocketError)]
+        failed = [member for member in failed if not _is_silent(answers[member])]  # who would not answer again
         if self._collective is not None:
             metrics["sync/fallbacks"] = float(len(failed))
         if failed and self._collective is not None:
@@ -168,7 +166,10 @@ class WeightSync:
                     f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but version "
                     f"{self.version} with checksum {checksum} was published. Is this its only trainer?"
                 )
-            member.holds(answer.session)
+            if member.session not in (None, answer.session):
+                self._pool.lose(member, "it was started again")  # and is brought up as any other that comes back
+            else:
+                member.holds(answer.session)
         elif isinstance(answer, ServerError) and answer.status is not None and answer.status < 500:
             raise SyncError(f"weight version {self.version} was refused: {answer}") from answer
         else:
@@ -191,6 +192,10 @@ class WeightSync:
 
     async def _score(self, samples: Sequence[TrainSample]) -> float:
         return self._trainer.logprob_gap(samples)
+
+
+def _is_silent(answer: ReloadResponse | HocketError) -> bool:
+    return isinstance(answer, ServerError) and answer.code in ("unreachable", "timeout")
 
 
 def _urls(members: Sequence[Member]) -> str:

@@ -9,6 +9,7 @@ are gathered in a second thread and sent in others, so that a bucket travels whi
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import re
 import secrets
 import time
@@ -22,7 +23,7 @@ from torch import Tensor
 from hocket import manifest, transfer
 from hocket.client import ServerClient
 from hocket.config import Config
-from hocket.errors import HocketError, SyncError, SyncTimeout
+from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout
 from hocket.protocol import (
     AdapterConfig,
     CollectiveSource,
@@ -36,6 +37,8 @@ from hocket.sync.delivery import Delivery
 from hocket.types import InFlight
 
 POLL_S = 0.002
+SLOW_JOIN_S = 5.0
+"""A server whose joining takes so long and fails is not tried again until it is started again: all wait for it."""
 READY_SHARE, BUCKET_SHARE = 0.5, 0.25
 """Shares of sync.timeout_s after which a server is given up that does not begin to receive, or to take a bucket.
 
@@ -67,6 +70,7 @@ class CollectiveTransport:
         self._max_bytes = config.sync.bucket_mib << 20
         self._trainer = trainer
         self._links: dict[ServerClient, _Link] = {}
+        self._unreachable: dict[ServerClient, str] = {}  # sessions that could not be joined: each attempt takes long
         self._buckets: list[list[TensorLayout]] = []
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
@@ -81,6 +85,8 @@ class CollectiveTransport:
             else:
                 answers[server] = link
         requests = [sending.ask(self._buckets, self._trainer.adapter, self._config.in_flight) for sending in sendings]
+        for sending, request in zip(sendings, requests, strict=True):
+            request.add_done_callback(functools.partial(self._drop_if_failed, sending.server))
         await asyncio.gather(*(sending.wait(request) for sending, request in zip(sendings, requests, strict=True)))
         begun = time.perf_counter()
         try:
@@ -114,6 +120,11 @@ class CollectiveTransport:
         if link is not None:
             link.group.close()
 
+    def _drop_if_failed(self, server: ServerClient, request: "asyncio.Task[Answer]") -> None:
+        # Its workers receive no more: whoever is sending to them must not wait for the deadline.
+        if request.cancelled() or isinstance(request.result(), HocketError):
+            self._drop(server)
+
     def _send(self, sendings: "Sequence[_Sending]") -> str:
         """Sends the trainer's weights to all, each bucket while the next one is made. Returns the checksum."""
         specs: dict[str, TensorSpec] = {}
@@ -128,17 +139,26 @@ class CollectiveTransport:
                 running[:] = [threads.submit(sending.send, flat) for sending in sendings]
 
             self._trainer.stream(self._max_bytes, sink)
+            for bucket in running:
+                bucket.result()
         return manifest.total_checksum(specs)
 
     async def _link(self, server: ServerClient) -> "_Link | HocketError":
         """Returns the connection to a server: a new one where there was none, or the server was started again."""
         try:
             health = await server.health()
+            if self._unreachable.get(server) == health.session:
+                return SyncError(f"the workers of {server.url} could not be connected with since they were started")
             link = self._links.get(server)
             if link is None or link.session != health.session:
                 if link is not None:
                     self._drop(server)
-                link = self._links[server] = await self._join(server, health.session, health.workers, health.device)
+                start = time.monotonic()
+                try:
+                    link = self._links[server] = await self._join(server, health.session, health.workers, health.device)
+                finally:
+                    if time.monotonic() - start > SLOW_JOIN_S and server not in self._links:
+                        self._unreachable[server] = health.session
         except HocketError as error:
             return error
         except (OSError, RuntimeError) as error:
@@ -159,7 +179,8 @@ class CollectiveTransport:
             device=transfer.gpu_id(mine) if backend == "nccl" else None,
             timeout_s=timeout_s,
         )
-        joining = asyncio.create_task(server.init_weight_group(request, timeout_s=timeout_s))
+        joining = asyncio.create_task(server.init_weight_group(request, timeout_s=READY_SHARE * timeout_s))
+        joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # looked at, even if not awaited
         if not await _announced(store, request.session, transfer.JOINING, workers, joining):
             joining.result()  # raises what the server had to say
         group = await asyncio.to_thread(
@@ -251,8 +272,8 @@ class _Sending:
                 self.failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")
 
     def outcome(self, answer: Answer) -> Answer:
-        """Returns the server's answer, or all that is known of what went wrong."""
-        if self.failure is None:
+        """Returns the server's answer, or all that is known of what went wrong: first what the server says itself."""
+        if self.failure is None or (isinstance(answer, ServerError) and answer.status is not None):
             return answer
         if isinstance(answer, HocketError):
             return type(self.failure)(f"{self.failure}; {answer}")
@@ -268,4 +289,4 @@ async def _announced(store: Any, name: str, what: str, workers: int, until: "asy
 
 def _cause(error: Exception) -> str:
     # gloo begins with a place in its source and ends with a joke
-    return re.sub(r"^\[.*?\] *|\. .*", "", str(error).splitlines()[0])
+    return re.sub(r"^\[.*?\] *|\. .*", "", (str(error) or type(error).__name__).splitlines()[0])

@@ -75,7 +75,7 @@ class DiskTransport:
             full = self._write_full(version)
             answers |= zip(refused, await self._send(full, refused), strict=True)
             num_bytes += full.num_bytes * len(refused)
-        self._prune()
+        notes += self._prune()
         return Delivery(
             checksum=first.checksum,
             num_bytes=num_bytes // len(servers) if servers else first.num_bytes,
@@ -196,18 +196,23 @@ class DiskTransport:
             raise
         return _Written(version, folder, made.checksum, num_bytes, changed)
 
-    def _prune(self) -> None:
-        """Removes all but the newest folders of both kinds.
+    def _prune(self) -> list[str]:
+        """Removes all but the newest folders of both kinds; returns what stood in the way.
 
         What a delta changes is there until all servers have answered; by then they have copies of their own.
         """
+        notes = []
         for parent in filter(Path.is_dir, (self._weights, self._deltas)):
             versions = sorted(path for path in parent.iterdir() if path.name.startswith("v"))
             for old in versions[: -self._config.keep]:
                 # Renamed first: no server may take half a folder for a version.
                 gone = old.with_name(f".{old.name}.partial")
-                old.rename(gone)
-                shutil.rmtree(gone)
+                try:
+                    old.rename(gone)
+                    shutil.rmtree(gone)
+                except OSError as error:
+                    notes.append(f"can't remove the old version {old}: {error}")
+        return notes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

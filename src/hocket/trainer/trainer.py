@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from hocket import tokenizer as tokenizers
@@ -176,8 +177,13 @@ class Trainer:
         """Writes the weights in Hugging Face format: safetensors in the compute dtype, config.json, tokenizer.
 
         Where an adapter is trained, only that, in PEFT's format.
+
+        Raises:
+            OSError, SafetensorError: it can't be written; the trainer goes on.
         """
-        self._together("export", folder)
+        failure: Exception | None = self._together("export", folder)
+        if failure is not None:
+            raise failure
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
         """Describes the buckets that `stream` will give; no rank but 0 is needed for it."""
@@ -318,22 +324,30 @@ class Trainer:
             total += float(gap_bt.double().abs().sum()) / batch.num_tokens_global
         return self._ranks.sum([total])[0]
 
-    def _export(self, folder: Path) -> None:
+    def _export(self, folder: Path) -> Exception | None:
         tensors = {
             name.removeprefix(PREFIX): tensor.to("cpu", copy=True)
             for bucket in self._engine.buckets(EXPORT_BYTES)
             for name, tensor in bucket
         }
-        if self.is_main and self.adapter is not None:
+        try:
+            if self.is_main:
+                self._write(folder, tensors)
+        except (OSError, SafetensorError) as error:  # of rank 0's disk alone
+            return error
+        return None
+
+    def _write(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        if self.adapter is not None:
             lora.save(folder, self.adapter, tensors)
-        elif self.is_main:
-            model = self._policy.model
-            model.save_pretrained(folder, state_dict=tensors)
-            model.config.dtype = self._dtype  # of the tensors; the live parameters of ZeRO-0 are float32
-            model.config.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
-                shutil.copymode(folder / "config.json", file)
+            return
+        model = self._policy.model
+        model.save_pretrained(folder, state_dict=tensors)
+        model.config.dtype = self._dtype  # of the tensors; the live parameters of ZeRO-0 are float32
+        model.config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
+            shutil.copymode(folder / "config.json", file)
 
     def _stream(self, max_bytes: int) -> None:
         if self._ranks.device.type == "cuda":
