@@ -8,6 +8,7 @@ it gets the model.
 """
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import secrets
 import shutil
@@ -120,7 +121,12 @@ class DiskTransport:
                 self._trainer.export(folder)
                 kind: Content = "adapter" if (folder / manifest.ADAPTER_FILE).is_file() else "weights"
                 tensors = self._kept(folder) if keep else manifest.tensors(folder)
-                return manifest.build(version, tensors, content=kind), None
+                with concurrent.futures.ThreadPoolExecutor(1) as disk:  # it works while the checksums are computed
+                    flushed = [disk.submit(flush, path) for path in folder.glob("*.safetensors")]
+                    made = manifest.build(version, tensors, content=kind)
+                    for file in flushed:
+                        file.result()
+                return made, None
 
             self._full = self._write(version, self._weights, content)
             if keep:

@@ -326,7 +326,7 @@ class Trainer:
 
     def _export(self, folder: Path) -> Exception | None:
         tensors = {
-            name.removeprefix(PREFIX): tensor.to("cpu", copy=True)
+            name.removeprefix(PREFIX): tensor.to("cpu", copy=self._engine.stage == 3)  # else it stays what it is
             for bucket in self._engine.buckets(EXPORT_BYTES)
             for name, tensor in bucket
         }
