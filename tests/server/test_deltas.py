@@ -75,7 +75,7 @@ def assert_serves(server: Any, trainer: FakeTrainer, delivery: Delivery, version
 
 
 def copies(server: Any) -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob(f"hocket-{server.client.base_url.port}-*"))
+    return list(Path(tempfile.gettempdir()).glob(f"hocket-weights-{server.process.pid}-*"))
 
 
 @pytest.mark.parametrize("variant", ["tied float32", "tied bfloat16", "untied bfloat16"])
