@@ -186,3 +186,12 @@ async def test_no_path_leads_out_of_the_folder(http: httpx.AsyncClient, tmp_path
 def test_a_version_may_have_as_many_bytes_as_its_model_in_float32_and_a_manifest() -> None:
     shapes = versions.ModelShapes(shapes={"a": (1000, 1000), "b": (7,)}, tied={})
     assert versions.max_bytes(shapes) == 4 * 1_000_007 + (64 << 20)
+
+
+async def test_files_that_come_at_the_same_time_share_the_room_of_their_version(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path)
+    name = "0123abcd-weights-v000001"
+    answers = await asyncio.gather(
+        *(send(uploads, name, f"{i}.safetensors", b"x" * 60) for i in range(2)), return_exceptions=True
+    )
+    assert [getattr(answer, "status", 200) for answer in answers] == [200, 413]

@@ -292,3 +292,19 @@ def test_the_logprob_gap_is_the_mean_over_sampled_tokens_of_transformers_own_dif
         after = stream(trainer, 1 << 30)
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(before[0], after[0], strict=True))
         assert not trainer.step(make_samples()).skipped  # no gradient is left of it
+
+
+def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
+    ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with make_trainer(ranks, tied_model) as trainer:
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer._policy.model, "save_pretrained", full)
+            with pytest.raises(OSError, match="No space left"):
+                trainer.export(tmp_path / "model")
+        assert not trainer.step(make_samples()).skipped
+        trainer.export(tmp_path / "model")
+        assert (tmp_path / "model" / "model.safetensors").exists()
