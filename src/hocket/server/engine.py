@@ -63,6 +63,7 @@ class Engine:
 
     def __init__(self, llm: Any, config: Config) -> None:
         self.llm = llm
+        llm.refuse = self._refuse_failed
         self._config = config
         self._model = config.model.path
         self._timeout_s = config.sync.timeout_s
@@ -162,8 +163,7 @@ class Engine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, job: Job) -> tuple[Job, dict[str, Any]]:
-        if self._failure is not None:  # since the request was let in: nothing would ever end it
-            raise ApiError(503, self._failure.code, self._failure.message, self._failure.hint)
+        self._refuse_failed()
         self._in_flight += 1
         try:
             output = await vllm_api.complete(self.llm, job, f"hocket-{job.prompt}-{job.index}")
@@ -375,6 +375,11 @@ class Engine:
         except TimeoutError as error:
             message = f"files were not read within sync.timeout_s={self._timeout_s:g}; is the disk they are on alive?"
             raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
+
+    def _refuse_failed(self) -> None:
+        """Ends a request that was let in before the engine failed: in the paused engine nothing ever would."""
+        if self._failure is not None:
+            raise ApiError(503, self._failure.code, self._failure.message, self._failure.hint)
 
     def _refuse_dead(self) -> None:
         failure = self.failure()

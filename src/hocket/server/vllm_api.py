@@ -10,7 +10,7 @@ import multiprocessing.forkserver
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -110,7 +110,8 @@ def engine_arguments(config: Config) -> Namespace:
 def start_engine(args: Namespace) -> Any:
     """Starts the engine's processes, waits until they have loaded the model and returns the AsyncLLM.
 
-    Where it can hold an adapter, every request uses that, those of vLLM's own routes too: `drop_adapter` must follow.
+    Every request, those of vLLM's own routes too, first calls its `refuse`, which may raise; and where the engine can
+    hold an adapter, it uses that: `drop_adapter` must follow.
     To be called outside an event loop, where a signal can interrupt it.
     """
     import vllm.v1.engine.utils
@@ -119,7 +120,10 @@ def start_engine(args: Namespace) -> Any:
     from vllm.v1.engine.core import EngineCoreProc
 
     class AdaptedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
+        refuse: Callable[[], None] = staticmethod(lambda: None)
+
         def generate(self, *args: Any, **kwargs: Any) -> Any:
+            self.refuse()
             if max_lora_rank(self) > 0:
                 kwargs["lora_request"] = _adapter_request("in memory")
             return super().generate(*args, **kwargs)
