@@ -67,7 +67,6 @@ def test_a_server_that_joins_takes_half_and_one_that_is_killed_while_generating_
     run.wait_step(len(run.steps()) + 3)
     assert run.steps()[-1]["sync/servers"] == 2
 
-    # A server that is stopped keeps its connections: only its silence tells.
     run.popen.send_signal(signal.SIGINT)
     assert run.wait_end() != 0
     run.assert_gone()

@@ -135,12 +135,10 @@ def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
 
     ours = {name for name in dir(WorkerExtension) if not name.startswith("__")}
     assert ours == {
-        "_hocket_leave",
         "_hocket_load",
         "hocket_drop_adapter",
         "hocket_group",
         "hocket_join_group",
-        "hocket_leave_group",
         "hocket_load_disk",
         "hocket_load_group",
     }

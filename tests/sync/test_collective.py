@@ -312,8 +312,18 @@ async def test_a_byte_that_changes_on_its_way_is_reported_by_the_receiving_side(
     assert f"the bytes of tensor '{'abd'[bucket - 1]}' changed on their way" in str(answer)
 
 
-async def test_weights_that_can_not_be_gathered_are_an_error() -> None:
-    trainer, transport = make(timeout_s=2)
+async def test_weights_that_can_not_be_gathered_are_an_error_and_no_server_is_left_waiting() -> None:
+    trainer, transport = make(timeout_s=20)
+    server = FakeServer()
     trainer.fails = True
+    start = time.monotonic()
     with pytest.raises(TrainerError, match="a rank has gone"):
-        await deliver(transport, 1, FakeServer())
+        await deliver(transport, 1, server)
+    async with asyncio.timeout(10):
+        while any(worker.hocket_group is not None for worker in server.workers):  # each has noticed, and left
+            await asyncio.sleep(0.05)
+    assert time.monotonic() - start < 10  # long before the deadline
+    trainer.fails = False
+    [answer] = (await deliver(transport, 2, server)).answers
+    assert_holds(server, answer, 2)
+    assert server.joins == 2

@@ -219,8 +219,6 @@ class Engine:
                     async with asyncio.timeout(request.timeout_s):
                         await self._call("hocket_join_group", request.model_dump_json(), workers + 1)
                 except Exception as error:
-                    if not self.llm.errored and not isinstance(error, TimeoutError):
-                        await self._call("hocket_leave_group")
                     message = f"the workers can't join the trainer at {request.host}:{request.port}: {_cause(error)}"
                     hint = "can this machine reach that address? sync.backend=disk needs no such connection"
                     raise ApiError(503, "no_group", message, hint) from error

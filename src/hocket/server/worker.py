@@ -80,7 +80,9 @@ class WorkerExtension:
         from hocket import transfer
         from hocket.protocol import GroupRequest
 
-        self._hocket_leave()
+        if self.hocket_group is not None:
+            self.hocket_group[1].close()
+            self.hocket_group = None
         request = GroupRequest.model_validate_json(message)
         device = self.device if self.device is not None and request.backend == "nccl" else torch.device("cpu")
         if request.device is not None and transfer.gpu_id(device) == request.device:
@@ -99,16 +101,6 @@ class WorkerExtension:
             timeout_s=request.timeout_s,
         )
         self.hocket_group = (request.session, group)
-
-    @_answer
-    def hocket_leave_group(self) -> None:
-        """Leaves the weight group, if there is one."""
-        self._hocket_leave()
-
-    def _hocket_leave(self) -> None:
-        if self.hocket_group is not None:
-            self.hocket_group[1].close()
-            self.hocket_group = None
 
     @_answer
     def hocket_load_group(self, message: str) -> dict[str, Any]:
