@@ -14,7 +14,7 @@ from hocket.algorithm.samples import train_samples
 from hocket.config import Config
 from hocket.data import PromptStream
 from hocket.observe.console import Console
-from hocket.observe.metrics import rollout_metrics, train_metrics
+from hocket.observe.metrics import rollout_metrics, step_metrics, train_metrics
 from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
 from hocket.rewards import RewardScorer
@@ -62,8 +62,7 @@ class Run:
             metrics: dict[str, float] = {}
             with timed(metrics, "time/step"):
                 prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
-                with timed(metrics, "time/generate"):
-                    groups = await self._play(step, prompts)  # 2 rollouts     rollout/, 3 scores     rewards/
+                groups = await self._play(step, prompts, metrics)  # 2 rollouts     rollout/, 3 scores     rewards/
                 metrics |= rollout_metrics(groups, version=sync.version)
                 samples, signal = train_samples(groups, config.algorithm)  # 4 advantages   algorithm/
                 metrics |= signal
@@ -71,13 +70,14 @@ class Run:
                     self.console.progress(step, "training")
                     if self.turns is not None:
                         metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
-                    stats = trainer.step(samples)  # 5 batches, 6 update      trainer/
+                    stats = trainer.step(samples, keep=self.recorder.skipped(step))  # 5 batches, 6 update      trainer/
                     metrics |= train_metrics(stats)
                     with timed(metrics, "time/sync"):
                         metrics |= await sync.publish()  # 7 weights      sync/
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
                     after = await self._evaluate(step)
                     metrics |= after
+            metrics |= step_metrics(metrics)
             self.recorder.metrics(step, metrics)  # 8 records      observe/
             self.console.step(step, metrics)
 
@@ -91,10 +91,15 @@ class Run:
             final_version=sync.version,
         )
 
-    async def _play(self, step: int, prompts: Sequence[Prompt]) -> list[Group]:
-        """Returns the scored groups of one step, in the order of their prompts."""
+    async def _play(self, step: int, prompts: Sequence[Prompt], metrics: dict[str, float]) -> list[Group]:
+        """Returns the scored groups of one step, in the order of their prompts; times generation and what follows."""
         rollout = self.config.rollout
         groups: list[Group] = []
+        start = time.perf_counter()
+
+        def generated() -> None:
+            metrics["time/generate"] = time.perf_counter() - start
+
         self.console.progress(step, "generating")
         async for group in play(
             prompts,
@@ -104,9 +109,11 @@ class Run:
             group_size=rollout.group_size,
             label=f"step {step}",
             timeout_s=rollout.timeout_s,
+            on_generated=generated,
         ):
             groups.append(group)
             self.console.progress(step, f"{len(groups)}/{len(prompts)} groups scored")
+        metrics["time/reward"] = time.perf_counter() - start - metrics["time/generate"]
         groups = in_order(groups)
         self.recorder.rollouts(f"step_{step:06d}", groups)  # at once: they explain whatever stops the run
         refuse_failing(groups, self.config.rewards.max_error_rate)

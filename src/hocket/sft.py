@@ -76,7 +76,7 @@ def train(
     start, num_tokens = time.perf_counter(), 0
     for step in range(1, steps + 1):
         console.progress(step, "training")
-        stats = trainer.step(list(itertools.islice(rows, config.sft.batch_size)))
+        stats = trainer.step(list(itertools.islice(rows, config.sft.batch_size)), keep=recorder.skipped(step))
         recorder.metrics(step, train_metrics(stats))
         num_tokens += stats.num_tokens
         if step in (1, steps) or step % max(1, steps // NUM_LINES) == 0:

@@ -134,13 +134,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One sequence to train on. `rollout_logprobs` is 0.0 where the mask is false."""
+    """One sequence to train on. `rollout_logprobs` is 0.0 where the mask is false; `id` names its rollout."""
 
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
     rollout_logprobs: tuple[float, ...]
     advantage: float
     version_min: int = 0
+    id: str = ""
 
     def __post_init__(self) -> None:
         _same_length(token_ids=self.token_ids, mask=self.mask, rollout_logprobs=self.rollout_logprobs)
@@ -156,8 +157,10 @@ class StepStats:
         loss: the global loss that was minimised.
         grad_norm: norm of the global gradient before clipping; nan where the step was skipped.
         skipped: true where loss or gradient was not finite and the weights were left as they were.
-        metrics: the loss function's own measurements, token-weighted over the whole batch.
+        metrics: the loss function's own measurements, token-weighted over the whole batch; the loss scale in float16.
         num_tokens: trained (unmasked) tokens.
+        num_positions: tokens that went through forward and backward, prompts included, padding not.
+        mfu: share of the devices' peak operations per second that the model's own operations took.
         seconds: wall time of forward, backward and update.
     """
 
@@ -167,8 +170,10 @@ class StepStats:
     skipped: bool
     metrics: Mapping[str, float]
     num_tokens: int
+    num_positions: int
     num_sequences: int
     num_micro_batches: int
+    mfu: float
     seconds: float
 
 

@@ -26,6 +26,7 @@ def train_samples(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[lis
             rollout_logprobs=rollout.logprobs,
             advantage=advantage,
             version_min=rollout.version_min,
+            id=rollout.id,
         )
         for (_, rollout), reward, advantage, no_signal in zip(rollouts, rewards, advantages, silent, strict=True)
         if not no_signal and not math.isnan(reward)

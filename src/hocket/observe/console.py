@@ -26,7 +26,8 @@ COLUMNS = (  # heading, metric, width, format
     ("gen s", "time/generate", 6, "{:.2f}"),
     ("train s", "time/train", 7, "{:.2f}"),
     ("sync s", "time/sync", 6, "{:.2f}"),
-    ("eval s", "time/eval", 6, "{:.2f}"),
+    ("tokens/s", "step/tokens_per_s", 8, "{:,.0f}"),
+    ("mfu", "train/mfu", 5, "{:.1%}"),
 )
 CLIPPED = ("clip_low", "clip_high", "importance_capped")
 """What the column "clipped" adds up: tokens at a clip of the ratio or the cap of the importance weight."""

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from hocket.types import Group, StepStats
 
+PHASES = ("generate", "reward", "turn", "train", "sync", "eval")
+"""What the seconds of a step are spent on, one after the other; the rest is "other"."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
@@ -69,7 +72,24 @@ METRICS = (
         name="train/skipped",
         meaning="1 where loss or gradient was not finite and the weights were left as they were",
         high=0,
-        advice="lower trainer.learning_rate; look at the step's rollouts",
+        advice="the run folder's skipped/ holds what was trained on and what was not finite; in float16 this is normal "
+        "now and then, where train/loss_scale falls",
+    ),
+    Metric(
+        name="train/loss_scale",
+        meaning="float16: factor on the loss, halved where gradients overflow, in steps that are then skipped",
+        low=2,
+        advice="gradients overflow at any scale: train in bfloat16",
+    ),
+    Metric(name="train/tokens_per_s", meaning="trained tokens per second of time/train, over all ranks"),
+    Metric(
+        name="train/positions_per_s",
+        meaning="tokens through forward and backward, prompts included and padding not, per second of time/train",
+    ),
+    Metric(
+        name="train/mfu",
+        meaning="model FLOPs of the step / (time/train · peak FLOPs of all ranks' devices); the peak is the data "
+        "sheet's for 16 bits on known GPUs, else that of a measured matrix product; recomputation is not counted",
     ),
     Metric(
         name="train/logprob_gap",
@@ -127,12 +147,30 @@ METRICS = (
         name="sync/changed",
         meaning="sync.delta: share of the weights whose bits changed since the version before; none in full ones",
     ),
-    Metric(name="time/generate", meaning="seconds until the last group was generated and scored"),
+    Metric(name="step/tokens_per_s", meaning="trained tokens per second of time/step: the throughput of the whole run"),
+    Metric(name="rollout/tokens_per_s", meaning="sampled tokens per second of time/generate"),
+    Metric(name="time/generate", meaning="seconds that the loop waited for tokens to be sampled"),
+    Metric(name="time/reward", meaning="seconds that it waited further, for scores alone"),
     Metric(name="time/turn", meaning="launch.share_gpu: seconds until the server is off the GPU and the trainer on it"),
     Metric(name="time/train", meaning="seconds of forward, backward and update"),
     Metric(name="time/sync", meaning="seconds to publish a version and have it acknowledged"),
     Metric(name="time/eval", meaning="seconds of held-out evaluation"),
     Metric(name="time/step", meaning="seconds of the whole step"),
+    Metric(
+        name="share/generate",
+        meaning="time/generate / time/step, as the following; what runs beside it in the background is not in it",
+    ),
+    Metric(
+        name="share/reward",
+        meaning="share of the step in which only scores were missing",
+        high=0.25,
+        advice="the rewards hold up the run: make them faster, or lower rewards.timeout_s",
+    ),
+    Metric(name="share/turn", meaning="share of the step for server and trainer to change places on one GPU"),
+    Metric(name="share/train", meaning="share of the step for forward, backward and update"),
+    Metric(name="share/sync", meaning="share of the step to publish weights"),
+    Metric(name="share/eval", meaning="share of the step for held-out evaluation"),
+    Metric(name="share/other", meaning="the rest: data, advantages, files"),
 )
 
 
@@ -173,8 +211,26 @@ def train_metrics(stats: StepStats) -> dict[str, float]:
         "train/tokens": float(stats.num_tokens),
         "train/sequences": float(stats.num_sequences),
         "train/micro_batches": float(stats.num_micro_batches),
+        "train/tokens_per_s": stats.num_tokens / stats.seconds,
+        "train/positions_per_s": stats.num_positions / stats.seconds,
+        "train/mfu": stats.mfu,
         "time/train": stats.seconds,
     } | {f"train/{name}": value for name, value in stats.metrics.items()}
+
+
+def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the share/* of a step and its tokens per second, from its other metrics.
+
+    The loop does one thing at a time, so that the shares add up to 1 whatever goes on in the background.
+    """
+    seconds = {phase: metrics.get(f"time/{phase}", 0.0) for phase in PHASES}
+    whole = metrics["time/step"]
+    rates = {
+        "step/tokens_per_s": metrics.get("train/tokens", 0.0) / whole,
+        "rollout/tokens_per_s": metrics["rollout/tokens"] / metrics["time/generate"],
+    }
+    other = whole - sum(seconds.values())
+    return rates | {f"share/{phase}": value / whole for phase, value in (seconds | {"other": other}).items()}
 
 
 def alarms(metrics: Mapping[str, float]) -> dict[str, str]:

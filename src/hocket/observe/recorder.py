@@ -56,6 +56,10 @@ class Recorder:
                 self._board.add_scalar(name, value, step)
             self._board.flush()
 
+    def skipped(self, step: int) -> Path:
+        """Returns the file for what was trained on in a step, should it be skipped."""
+        return self.run_dir / "skipped" / f"step_{step:06d}.json"
+
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Writes rollouts/NAME.jsonl, one line per rollout."""
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group))

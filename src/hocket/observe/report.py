@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.observe.charts import Series, legend, line_chart, stacked_bars
-from hocket.observe.metrics import METRICS
+from hocket.observe.metrics import METRICS, PHASES
 from hocket.observe.style import STYLE
 from hocket.system import write_atomically
 
@@ -30,8 +30,9 @@ CHARTS: tuple[tuple[str, Mapping[str, str], tuple[float, float] | None], ...] = 
     ("Gradient norm", {"train/grad_norm": "norm"}, None),
     ("Entropy, nats", {"train/entropy": "entropy"}, None),
     ("Loss", {"train/loss": "loss"}, None),
+    ("Tokens per second", {"step/tokens_per_s": "trained", "rollout/tokens_per_s": "sampled, of its time"}, None),
+    ("Model FLOPs utilisation", {"train/mfu": "MFU"}, None),
 )
-PHASES = ("generate", "train", "sync", "eval")
 NUM_GROUPS = 4
 MAX_CHARACTERS = 2000
 

@@ -6,7 +6,7 @@ as its last score is there. Knows nothing of losses, trainers or files.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from hocket.config import RolloutConfig
@@ -73,6 +73,7 @@ async def play(
     group_size: int,
     label: str,
     timeout_s: float,
+    on_generated: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Group]:
     """Yields one Group per prompt, each as soon as it is complete.
 
@@ -80,6 +81,7 @@ async def play(
         group_size: episodes per prompt.
         label: makes ids unique within a run, e.g. "step 3" gives groups "step 3/0", "step 3/1", ...
         timeout_s: deadline for the generation of all of them.
+        on_generated: called when the last completion is there, and only scores are missing.
 
     Raises:
         ServerError: generation failed; scoring never raises.
@@ -99,6 +101,7 @@ async def play(
             for done in [group for group in pending if group.done()]:
                 pending.remove(done)
                 yield done.result()
+        on_generated()
         for group in asyncio.as_completed(pending):
             yield await group
     finally:

@@ -112,6 +112,8 @@ class DeepSpeedEngine:
                 config=deepspeed_config(config, stage=self.stage, dtype=dtype),
                 dist_init_required=False,
             )
+        if dtype == torch.float16:  # at the lowest scale a step is skipped like any other, and whoever calls decides
+            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._dtype = dtype
         self._offloaded: offload.Offloaded = ()
 
@@ -129,6 +131,11 @@ class DeepSpeedEngine:
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
         return float(self._scheduler.get_last_lr()[0])
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor on float16 losses, which DeepSpeed halves after a gradient that is not finite; else None."""
+        return float(self._engine.optimizer.loss_scaler.cur_scale) if self._dtype == torch.float16 else None
 
     def forward(self, *args: Any) -> Any:
         """Calls the module."""
@@ -152,8 +159,15 @@ class DeepSpeedEngine:
                 return None
         self._engine.step()
         if not self._engine.was_step_applied():
+            self._forget_gradients()
             return None
         return float(self._engine.get_global_grad_norm()) if norm is None else norm
+
+    def _forget_gradients(self) -> None:
+        # DeepSpeed 0.19 leaves them, for every later step to be skipped, where ZeRO-1 or 2 offloads the optimizer.
+        gradients = getattr(self._engine.optimizer, "averaged_gradients", None)
+        if self.stage in (1, 2) and gradients:
+            gradients.update(dict.fromkeys(gradients))
 
     def broken_gradients(self) -> list[str]:
         """Returns the names of parameters whose accumulated gradient is not finite; all ranks must call it."""

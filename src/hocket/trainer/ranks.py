@@ -4,9 +4,12 @@ Works under plain `python` (one rank), `torchrun` and the `deepspeed` launcher, 
 LOCAL_RANK. Commands and reports go over a gloo group of their own, beside the group that gradients use.
 """
 
+import contextlib
 import datetime
 import os
 import re
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +20,11 @@ import torch.distributed as dist
 from hocket.errors import TrainerError
 
 T = TypeVar("T")
+FAILURE = "hocket/failure"
+"""Key under which the first rank that fails tells the others why."""
+WATCH_S = 2.0
+GRACE_S = 15.0
+"""How long a rank may take to notice by itself that another one failed; NCCL may wait for a lost rank for ever."""
 
 
 class Ranks:
@@ -37,6 +45,8 @@ class Ranks:
         self.local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         self.timeout_s = timeout_s
         self.destroy: Callable[[], None] = dist.destroy_process_group
+        self._left = threading.Event()
+        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         timeout = datetime.timedelta(seconds=timeout_s)
         if torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank)
@@ -46,12 +56,12 @@ class Ranks:
             _share_cores()
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         with self.deadline("waiting for the other ranks to start"):
-            if self.size == 1:  # needs no port
-                store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
-                dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-            else:
-                dist.init_process_group(backend, timeout=timeout)
+            if self.size > 1:  # one alone needs no port
+                self._store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
             self._control = dist.new_group(backend="gloo", timeout=timeout)
+        if self.size > 1:
+            threading.Thread(target=self._watch, name="hocket-ranks", daemon=True).start()
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns one more group of all ranks, for gradients, with the same deadline."""
@@ -83,12 +93,37 @@ class Ranks:
 
     def close(self) -> None:
         """Parts from the other ranks together; a rank that just left could make them fail on their way out."""
+        self._left.set()
         self.barrier()
         self.destroy()
 
     def deadline(self, doing: str) -> "_Deadline":
-        """Context in which failed communication is raised as a TrainerError that says what was going on."""
-        return _Deadline(self.rank, doing, self.timeout_s)
+        """Context in which failed communication is raised as a TrainerError that says what was going on.
+
+        Any other error ends the common work: the other ranks are told.
+        """
+        return _Deadline(self, doing)
+
+    def leave(self, failure: str | None = None) -> None:
+        """Says that this rank goes because of an error; with `failure`, its own, which the others will then name."""
+        self._left.set()
+        if failure is not None:
+            with contextlib.suppress(RuntimeError):  # rank 0, which keeps what ranks say, may be gone
+                self._store.compare_set(FAILURE, "", f"rank {self.rank} failed: {failure}")
+
+    def failure(self) -> str | None:
+        """Returns why a rank has failed, where one has said so."""
+        with contextlib.suppress(RuntimeError):  # likewise
+            if self._store.check([FAILURE]):
+                return str(self._store.get(FAILURE).decode())
+        return None
+
+    def _watch(self) -> None:
+        while not self._left.wait(WATCH_S):
+            failure = self.failure()
+            if failure is not None and not self._left.wait(GRACE_S):
+                print(f"hocket: rank {self.rank} ends, for {failure}", file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 def _share_cores() -> None:
@@ -103,19 +138,27 @@ def _share_cores() -> None:
 
 
 class _Deadline:
-    def __init__(self, rank: int, doing: str, timeout_s: float) -> None:
-        self.rank, self.doing, self.timeout_s = rank, doing, timeout_s
+    def __init__(self, ranks: Ranks, doing: str) -> None:
+        self.ranks, self.doing = ranks, doing
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and _is_communication(error):
-            reason = re.sub(r"^\[.*?\] *|\. .*", "", str(error).splitlines()[0])  # gloo's source line, its jokes
-            raise TrainerError(
-                f"rank {self.rank} lost the other ranks while {self.doing}: {reason}. Another rank has ended, and its "
-                f"output says why, or did not answer within trainer.collective_timeout_s={self.timeout_s:g}"
-            ) from error
+        if not isinstance(error, Exception):
+            return
+        if not isinstance(error, RuntimeError) or not _is_communication(error):
+            self.ranks.leave(f"{type(error).__name__}: {error}")
+            return
+        self.ranks.leave()
+        rank, failure = self.ranks.rank, self.ranks.failure()
+        if failure is not None:
+            raise TrainerError(f"rank {rank} stopped while {self.doing}, for {failure}") from error
+        reason = re.sub(r"^\[.*?\] *|\. .*", "", str(error).splitlines()[0])  # gloo's source line, its jokes
+        raise TrainerError(
+            f"rank {rank} lost the other ranks while {self.doing}: {reason}. Another rank has ended, and its output "
+            f"says why, or did not answer within trainer.collective_timeout_s={self.ranks.timeout_s:g}"
+        ) from error
 
 
 def _is_communication(error: RuntimeError) -> bool:

@@ -17,8 +17,8 @@ from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_siz
 from hocket.config import AlgorithmConfig, Config
 from hocket.errors import TrainerError
 from hocket.protocol import AdapterConfig, Health, TensorLayout
-from hocket.trainer import lora
-from hocket.trainer.batching import TrainBatch, check_fits, pack
+from hocket.trainer import flops, guards, lora
+from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.policy import PREFIX, Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
@@ -106,7 +106,9 @@ class Trainer:
             gradient_checkpointing=config.trainer.gradient_checkpointing,
             seed=config.trainer.seed,
         )
+        self._flops = flops.model_flops(self._policy.model)
         with self._ranks.deadline("starting DeepSpeed"):
+            (self._peak_flops,) = self._ranks.sum([flops.peak_flops(device, self._dtype)])
             self._engine = DeepSpeedEngine(self._policy, config.trainer, dtype=self._dtype, ranks=self._ranks)
             self._policy.check_architecture(device)
 
@@ -150,20 +152,26 @@ class Trainer:
                 f"or tokenizer (vocabulary {vocab_size}); start both with the same model.path"
             )
 
-    def step(self, samples: Sequence[TrainSample]) -> StepStats:
+    def step(self, samples: Sequence[TrainSample], *, keep: Path | None = None) -> StepStats:
         """Takes one optimiser step on all samples. A step that is not finite leaves the weights as they were.
+
+        Args:
+            keep: a file for the samples, written where such a step is skipped, with what was not finite in it.
 
         Raises:
             TrainerError: no sample, a sample too long for a micro-batch, or trainer.max_skipped_steps skipped in a row.
         """
         check_fits(samples, self._config.micro_batch_tokens)
-        stats, broken = self._together("step", tuple(samples))
-        if self._skipped_in_row >= self._config.max_skipped_steps:
-            where = f"; gradients that are not finite: {', '.join(broken[:8])}" if broken else ""
-            raise TrainerError(
-                f"{self._skipped_in_row} steps in a row were skipped because loss or gradient was not finite"
-                f"{where}. Lower trainer.learning_rate, or look for extreme values in what was trained on"
-            )
+        stats, fault = self._together("step", tuple(samples))
+        if fault is not None:
+            if keep is not None:
+                guards.keep_batch(keep, samples, fault, self.tokenizer.decode)
+            if self._skipped_in_row >= self._config.max_skipped_steps:
+                kept = f" (the samples: {keep})" if keep is not None else ""
+                raise TrainerError(
+                    f"{self._skipped_in_row} steps in a row were skipped because loss or gradient was not finite; "
+                    f"not finite in the last one{kept}: {fault}. {fault.advice}"
+                )
         result: StepStats = stats
         return result
 
@@ -255,22 +263,45 @@ class Trainer:
         work: Callable[..., Any] = getattr(self, f"_{name}")
         self._broken = True  # until the work has ended well
         with self._ranks.deadline(f"doing the common {name}"):
-            result = work(*arguments)
+            try:
+                result = work(*arguments)
+            except Exception as error:
+                if not guards.is_out_of_memory(error):
+                    raise
+                samples = arguments[0] if arguments and isinstance(arguments[0], tuple) else ()
+                raise guards.out_of_memory(
+                    error,
+                    self._config,
+                    work=name,
+                    longest=max(map(num_positions, samples), default=0),
+                    vocab_size=self._policy.vocab_size,
+                    on_gpu=self.device.type == "cuda",
+                ) from error
         self._broken = False
         return result
 
-    def _step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, list[str]]:
+    def _step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, guards.Fault | None]:
         start = time.perf_counter()
         batches = self._batches(samples)
-        learning_rate = self._engine.learning_rate
+        learning_rate, loss_scale = self._engine.learning_rate, self._engine.loss_scale
+        fault = None
         totals = self._accumulate(batches)
-        broken = self._engine.broken_gradients() if self._skipped_in_row else []  # costly, so only once it is likely
         grad_norm = self._engine.step()
-        self._skipped_in_row = self._skipped_in_row + 1 if grad_norm is None else 0
+        overflowed = math.isfinite(totals["loss"]) and self._engine.loss_scale != loss_scale
+        if grad_norm is None and not overflowed:
+            totals, fault, grad_norm = self._once_more(samples, batches)
+        if grad_norm is not None:
+            self._skipped_in_row = 0
+        elif fault is not None:
+            self._skipped_in_row += 1
         loss = totals.pop("loss")
+        if loss_scale is not None:
+            totals["loss_scale"] = loss_scale
         if "importance_square" in totals:
             totals["ess"] = effective_sample_size(totals)
             del totals["importance_square"]
+        lengths = [num_positions(sample) for sample in samples]
+        seconds = time.perf_counter() - start
         stats = StepStats(
             loss=loss,
             grad_norm=math.nan if grad_norm is None else grad_norm,
@@ -278,19 +309,40 @@ class Trainer:
             skipped=grad_norm is None,
             metrics=totals,
             num_tokens=batches[0].num_tokens_global,
+            num_positions=sum(lengths),
             num_sequences=batches[0].num_sequences_global,
             num_micro_batches=len(batches),
-            seconds=time.perf_counter() - start,
+            mfu=flops.step_flops(self._flops, lengths, batches[0].num_tokens_global) / (seconds * self._peak_flops),
+            seconds=seconds,
         )
-        return stats, broken
+        return stats, fault
 
-    def _accumulate(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """Runs forward and backward on this rank's micro-batches. Returns loss and metrics, summed over all ranks."""
+    def _once_more(
+        self, samples: Sequence[TrainSample], batches: Sequence[TrainBatch]
+    ) -> tuple[dict[str, float], guards.Fault | None, float | None]:
+        """Repeats a step that was not finite, now with a look at what is not; what was a fluke is made good by it."""
+        broken_bt: list[Tensor] = []
+        totals = self._accumulate(batches, broken_bt)
+        broken = self._ranks.sum(guards.broken_samples(samples, batches, broken_bt))
+        gradients = self._engine.broken_gradients()  # costly, and gone after the step
+        grad_norm = self._engine.step()
+        if grad_norm is not None:
+            return totals, None, grad_norm
+        return totals, guards.fault_of(samples, broken=[*map(bool, broken)], totals=totals, gradients=gradients), None
+
+    def _accumulate(self, batches: Sequence[TrainBatch], broken_bt: list[Tensor] | None = None) -> dict[str, float]:
+        """Runs forward and backward on this rank's micro-batches. Returns loss and metrics, summed over all ranks.
+
+        Args:
+            broken_bt: takes, of each micro-batch, where the log-prob of a trained token is not finite.
+        """
         shares: list[Tensor] = []
         totals: dict[str, float] = {}
         for index, batch in enumerate(batches):
             batch = batch.to(self._ranks.device)
             logprobs_bt, entropy_bt = self._engine.forward(batch)
+            if broken_bt is not None:
+                broken_bt.append((~logprobs_bt.isfinite() & batch.mask_bt).cpu())
             output = self._loss(logprobs_bt, batch)
             share = {"loss": output.loss.detach(), "entropy": entropy_bt.sum() / batch.num_tokens_global}
             share |= output.metrics
