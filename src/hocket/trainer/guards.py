@@ -1,4 +1,4 @@
-"""What the trainer says when a step goes wrong: what was not finite and in which samples, or what did not fit in memory.
+"""What the trainer says of a step that went wrong: what was not finite, in which samples; what did not fit in memory.
 
 Takes samples, tensors and errors; gives words and one JSON file per skipped step. Knows neither DeepSpeed nor ranks.
 """

@@ -1,0 +1,81 @@
+"""Operations counted by hand and by torch's own counter, which sees the products that really run."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
+
+from hocket.config import LoraConfig
+from hocket.trainer import lora
+from hocket.trainer.flops import known_peak, model_flops, peak_flops, step_flops
+
+
+def load(path: str) -> PreTrainedModel:
+    # eager attention is plain matrix products, which the counter knows; experts one by one, likewise
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).train()
+
+
+def test_the_operations_of_a_small_qwen2_by_hand(tied_model: str) -> None:
+    # hidden 32, 4 heads of 8 with 2 for keys and values, MLP 64, 2 layers, vocabulary 64, embeddings tied.
+    # Per layer: queries 32·32, keys and values 2·32·16, output 32·32, MLP 3·32·64 = 9216 multiply-adds.
+    per_position = 3 * 2 * 2 * 9216
+    per_trained = 3 * 2 * 32 * 64
+    # A pair of tokens: 4 heads · 8 multiply-adds for the score and as many for its value, in 2 layers; 3 passes.
+    # Sequences of 5 and 3 positions have 15 + 6 pairs.
+    per_pair = 3 * 2 * 2 * 2 * 4 * 8
+    model = model_flops(load(tied_model))
+    assert step_flops(model, [5, 3], 4) == per_position * 8 + per_trained * 4 + per_pair * 21
+
+
+def test_a_sliding_window_bounds_what_a_token_sees() -> None:
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=2,
+    )
+    with torch.device("meta"):
+        model = model_flops(AutoModelForCausalLM.from_config(config))
+    per_pair = 3 * 2 * 2 * 4 * 8
+    # 5 tokens that see themselves and one before: 1 + 2 + 2 + 2 + 2 pairs.
+    assert step_flops(model, [5], 0) == model.per_position * 5 + per_pair * 9
+
+
+@pytest.mark.parametrize("model", ["tied_model", "untied_model", "experts_model", "adapter"])
+def test_torchs_counter_sees_the_same_operations(model: str, request: pytest.FixtureRequest) -> None:
+    length = 24
+    path = request.getfixturevalue("tied_model" if model == "adapter" else model)
+    policy = load(path)
+    if model == "adapter":
+        lora.inject(policy, LoraConfig(rank=4), base=path, seed=0)
+    ids = torch.arange(length)[None]
+    with FlopCounterMode(display=False) as counter:
+        policy(ids, use_cache=False).logits.sum().backward()
+    seen = counter.get_flop_counts()["Global"]
+    attention = 3 * 2 * 2 * 2 * 4 * 8 * length**2
+    assert seen[torch.ops.aten.bmm] == attention  # the whole square, of which a half is needed
+    counted = counter.get_total_flops() - attention * (length - 1) // (2 * length)
+    if model == "adapter":  # nothing is trained below queries, keys and values of the first layer: no gradient to there
+        counted += 2 * length * (32 * 32 + 2 * 32 * 16 + 3 * 32 * 4)
+    assert step_flops(model_flops(policy), [length], length) == counted
+
+
+def test_the_peak_is_the_data_sheets_where_the_device_is_known() -> None:
+    assert known_peak("NVIDIA H100 80GB HBM3") == known_peak("NVIDIA H200") == 989e12
+    assert known_peak("NVIDIA H100 PCIe") == 756e12
+    assert known_peak("NVIDIA A100-SXM4-80GB") == 312e12
+    assert known_peak("NVIDIA L4") == 121e12
+    assert known_peak("NVIDIA L40S") == 362e12
+    assert known_peak("NVIDIA GeForce RTX 4090") == 165e12
+    assert known_peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    assert known_peak("NVIDIA GeForce GTX 1080") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_of_a_cpu_is_measured(dtype: torch.dtype) -> None:
+    assert 1e8 < peak_flops(torch.device("cpu"), dtype) < 1e15
