@@ -1,0 +1,292 @@
+"""Skipped steps and full memory, in one process: what is named, what is kept, and that the trainer goes on."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket import config as config_module
+from hocket.algorithm.losses import LossOutput
+from hocket.config import TrainerConfig
+from hocket.errors import TrainerError
+from hocket.trainer import engine, guards
+from hocket.trainer.batching import TrainBatch, pack
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.trainer import BatchLoss, Trainer
+from hocket.types import StepStats, TrainSample
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(timeout_s=60)
+    yield ranks
+    ranks.close()
+
+
+def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
+    defaults = ("model.dtype=float32", "trainer.learning_rate=1e-3", "trainer.micro_batch_tokens=20")
+    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks, loss=loss)
+
+
+def sample(first: int, advantage: float = 1.0) -> TrainSample:
+    """Nine tokens, the last seven of them trained."""
+    return TrainSample(
+        token_ids=tuple(range(first, first + 9)),
+        mask=(False, False, *[True] * 7),
+        rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
+        advantage=advantage,
+        id=f"step 1/0/{first}",
+    )
+
+
+SAMPLES = [sample(0), sample(10, -1.0), sample(20, 0.5)]
+
+
+def bad_loss(when: Callable[[], bool], value: float = math.inf) -> BatchLoss:
+    """The mean log-prob, times `value` at those micro-batches for which `when` says so."""
+
+    def loss(logprobs_bt: Tensor, batch: TrainBatch) -> LossOutput:
+        factor = value if when() else 1.0
+        return LossOutput(loss=-logprobs_bt.sum() * factor / batch.num_tokens_global, metrics={})
+
+    return loss
+
+
+def weights(trainer: Trainer) -> list[Tensor]:
+    found: list[Tensor] = []
+    trainer.stream(1 << 30, lambda bucket: found.extend(tensor.clone() for _, tensor in bucket))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_samples_without_finite_log_probs_are_named_and_kept(
+    ranks: Ranks, tied_model: str, stage: int, tmp_path: Path
+) -> None:
+    # Token 12 is read by the second sample alone, in the middle of its row.
+    with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", "trainer.max_skipped_steps=2") as trainer:
+        assert not trainer.step(SAMPLES, keep=tmp_path / "step_000001.json").skipped
+        assert list(tmp_path.iterdir()) == []
+        hook = trainer._policy.model.get_input_embeddings().register_forward_hook(
+            lambda _, inputs, output: output.masked_fill((inputs[0] == 12)[..., None], math.nan)
+        )
+        before = weights(trainer)
+        assert trainer.step(SAMPLES, keep=tmp_path / "skipped" / "step_000002.json").skipped
+        assert all(torch.equal(old, new) for old, new in zip(before, weights(trainer), strict=True))
+        with pytest.raises(TrainerError, match=r"2 steps in a row.*step_000003\.json.*log-probs of step 1/0/10;"):
+            trainer.step(SAMPLES, keep=tmp_path / "skipped" / "step_000003.json")
+        hook.remove()
+    kept = tmp_path / "skipped" / "step_000002.json"
+    text = json.loads(kept.read_text())
+    assert text["not_finite"]["inputs"] == []
+    assert text["not_finite"]["logprobs"] == ["step 1/0/10"]
+    assert "loss" in text["not_finite"]["terms"]
+    assert "_forward_module" not in text["not_finite"]["gradients"][0]
+    assert "model.model.norm.weight" in text["not_finite"]["gradients"]
+    assert text["samples"][0]["text"].startswith("t0t1t2")
+    assert guards.read_batch(kept) == SAMPLES
+
+
+def test_numbers_that_came_with_a_sample_are_told_apart_from_what_the_model_made(
+    ranks: Ranks, tied_model: str, tmp_path: Path
+) -> None:
+    bad = [SAMPLES[0], dataclasses.replace(SAMPLES[1], advantage=math.inf)]
+    with make_trainer(ranks, tied_model, "trainer.max_skipped_steps=1") as trainer:
+        message = r"came with the samples step 1/0/10 \(advantage\); loss terms loss; gradients of .*rewards"
+        with pytest.raises(TrainerError, match=message):
+            trainer.step(bad, keep=tmp_path / "step_000001.json")
+    assert guards.read_batch(tmp_path / "step_000001.json")[1].advantage == math.inf
+
+
+def test_gradients_that_are_not_finite_are_told_apart_from_the_loss(
+    ranks: Ranks, tied_model: str, tmp_path: Path
+) -> None:
+    with make_trainer(ranks, tied_model) as trainer:
+        norm = trainer._policy.model.model.norm.weight
+        norm.register_hook(lambda gradient: gradient * math.inf)
+        assert trainer.step(SAMPLES, keep=tmp_path / "a.json").skipped
+        assert math.isfinite(trainer.step(SAMPLES, keep=tmp_path / "b.json").loss)
+    fault = json.loads((tmp_path / "a.json").read_text())["not_finite"]
+    assert fault == {"inputs": [], "logprobs": [], "terms": [], "gradients": ["model.model.norm.weight"]}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_fluke_is_made_good_by_the_second_try(ranks: Ranks, tied_model: str, stage: int, tmp_path: Path) -> None:
+    calls = iter([True])
+    flaky = bad_loss(lambda: next(calls, False))
+    norms = []
+    for loss in (bad_loss(lambda: False), flaky):
+        with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", loss=loss) as trainer:
+            stats = trainer.step(SAMPLES, keep=tmp_path / "a.json")
+            assert not stats.skipped
+            norms.append((stats.loss, stats.grad_norm, [float(tensor.sum()) for tensor in weights(trainer)]))
+    assert norms[0] == norms[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_with_an_optimizer_in_the_memory_of_the_cpu_a_skipped_step_does_not_skip_the_next(
+    ranks: Ranks, tied_model: str, stage: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = engine.deepspeed_config
+
+    def offloading(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        values = original(*args, **kwargs)
+        values["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        return values | {"zero_force_ds_cpu_optimizer": False}
+
+    monkeypatch.setattr(engine, "deepspeed_config", offloading)
+    bad = False
+    settings = (f"trainer.zero_stage={stage}", f"model.dtype={dtype}")
+    with make_trainer(ranks, tied_model, *settings, loss=bad_loss(lambda: bad, math.nan)) as trainer:
+        assert not trainer.step(SAMPLES).skipped
+        bad = True
+        assert trainer.step(SAMPLES).skipped
+        bad = False
+        before = weights(trainer)
+        assert [trainer.step(SAMPLES).skipped for _ in range(3)] == [False] * 3
+        assert any(not torch.equal(old, new) for old, new in zip(before, weights(trainer), strict=True))
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this CPU can't multiply in float16")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_float16_an_overflow_lowers_the_scale_and_only_at_the_lowest_it_is_a_fault(
+    ranks: Ranks, tied_model: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.DeepSpeedEngine, "parameter_dtype", staticmethod(lambda *_, **__: torch.float16))
+    factor = 0.01
+
+    def loss(logprobs_bt: Tensor, batch: TrainBatch) -> LossOutput:
+        # A loss that is finite, with a gradient of about `factor` in each log-prob.
+        centred_bt = (logprobs_bt - logprobs_bt.detach()).where(batch.mask_bt, 0.0)
+        return LossOutput(loss=centred_bt.sum() * factor, metrics={})
+
+    settings = ("model.dtype=float16", f"trainer.zero_stage={stage}", "trainer.max_skipped_steps=2")
+    keep = tmp_path / "a.json"
+    with make_trainer(ranks, tied_model, *settings, loss=loss) as trainer:
+        assert trainer.step(SAMPLES, keep=keep).metrics["loss_scale"] == 4096
+        factor = 1e9
+        before = weights(trainer)
+        stats = [trainer.step(SAMPLES, keep=keep) for _ in range(12)]
+        assert [step.metrics["loss_scale"] for step in stats] == [2.0 ** (12 - index) for index in range(12)]
+        assert all(step.skipped for step in stats)  # far more than two in a row, which is no fault here
+        assert not keep.exists()
+        assert trainer.step(SAMPLES, keep=keep).metrics["loss_scale"] == 1
+        assert json.loads(keep.read_text())["not_finite"]["terms"] == []
+        assert all(torch.equal(old, new) for old, new in zip(before, weights(trainer), strict=True))
+        with pytest.raises(TrainerError, match=r"2 steps in a row.*gradients of model\."):
+            trainer.step(SAMPLES, keep=keep)
+
+
+def test_a_folder_keeps_the_newest_batches(tmp_path: Path) -> None:
+    fault = guards.Fault(inputs=(), logprobs=(), terms=("loss",), gradients=())
+    for step in range(1, 12):
+        guards.keep_batch(tmp_path / f"step_{step:06d}.json", SAMPLES, fault, str)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}.json" for step in range(4, 12)]
+
+
+def test_marks_find_their_sample_in_rows_that_several_share() -> None:
+    # Three sequences of eight positions in rows of 16: two share the first one.
+    short = TrainSample(
+        token_ids=(5, 6, 7), mask=(False, True, True), rollout_logprobs=(0.0, -1.0, -1.0), advantage=1.0, id="short"
+    )
+    samples = [*SAMPLES, short]
+    (batches,) = pack(samples, micro_batch_tokens=64, num_ranks=1)
+    for index, wanted in enumerate(samples):
+        marks = []
+        for batch in batches:
+            read = (batch.target_ids_bt == wanted.token_ids[2]) & (batch.input_ids_bt == wanted.token_ids[1])
+            marks.append(read & (batch.position_ids_bt == 1))
+        assert sum(int(mark.sum()) for mark in marks) == 1
+        assert guards.broken_samples(samples, batches, marks) == [float(i == index) for i in range(4)]
+
+
+CPU_FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes. Error code 12"
+
+
+def raise_at(place: str, error: Exception, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has DeepSpeed's engine, or the output head, run out of memory in one place of the step."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    target = trainer._policy.model.get_output_embeddings() if place == "logits" else trainer._engine._engine
+    monkeypatch.setattr(target, "forward" if place == "logits" else place, fail)
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        (
+            "logits",
+            r"the logits of 64 tokens \(16 KiB in float32\).*logprob_chunk_tokens=32; or .*tokens=10 \(now 20\)",
+        ),
+        ("forward", r"the activations of the forward pass.*micro_batch_tokens=10 \(now 20\); or .*checkpointing=true"),
+        (
+            "backward",
+            r"the gradients of the backward pass \(asked for 3 KiB\).*checkpointing=true; or trainer.zero_stage=3",
+        ),
+        ("step", r"the optimizer's states \(asked for 3 KiB\); set trainer.zero_stage=3"),
+    ],
+)
+def test_a_full_memory_names_what_it_was_for_and_the_setting(
+    ranks: Ranks, tied_model: str, place: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(ranks, tied_model, "trainer.logprob_chunk_tokens=64")
+    with monkeypatch.context() as patch:
+        raise_at(place, RuntimeError(CPU_FULL.format(3072)), trainer, patch)
+        with pytest.raises(TrainerError, match=rf"out of memory for {what}"):
+            trainer.step(SAMPLES)
+    with pytest.raises(TrainerError, match="broke in an earlier call"):
+        trainer.step(SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity"), True),
+        (MemoryError(), True),
+        (RuntimeError(CPU_FULL.format(5)), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("The size of tensor a (2) must match the size of tensor b (3)"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_a_full_memory(error: Exception, full: bool) -> None:
+    assert guards.is_out_of_memory(error) == full
+
+
+def test_torchs_own_message_of_a_full_memory_is_understood() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**16)
+    assert guards.is_out_of_memory(caught.value)
+    found = guards.out_of_memory(caught.value, TrainerConfig(), work="export", longest=0, vocab_size=64, on_gpu=True)
+    assert "for the export (asked for 3.64e+04 TiB)" in str(found)
+    assert "server.gpu_memory_utilization" in str(found)
+
+
+def test_the_longest_sequence_bounds_the_smaller_micro_batch() -> None:
+    config = TrainerConfig(micro_batch_tokens=100, gradient_checkpointing=True)
+    arguments: Any = {"work": "step", "vocab_size": 64, "on_gpu": False}
+    error = RuntimeError(CPU_FULL.format(1))
+    error.__traceback__ = None
+    assert "micro_batch_tokens=70 (now 100)" in str(guards.out_of_memory(error, config, longest=70, **arguments))
+    assert "micro_batch_tokens" not in str(guards.out_of_memory(error, config, longest=100, **arguments))
+
+
+def test_a_step_counts_its_tokens_and_operations(ranks: Ranks, tied_model: str) -> None:
+    with make_trainer(ranks, tied_model) as trainer:
+        stats: StepStats = trainer.step(SAMPLES)
+        peak = trainer._peak_flops
+    assert (stats.num_tokens, stats.num_positions) == (21, 24)
+    # By hand: 9216 multiply-adds in each of 2 layers per position, 2048 per trained token, 64 in each layer per pair.
+    flops = 6 * (24 * 2 * 9216 + 21 * 2048 + 3 * 36 * 2 * 64)
+    assert stats.mfu == pytest.approx(flops / (stats.seconds * peak))
