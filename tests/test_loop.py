@@ -1,5 +1,6 @@
 """The loop with fakes in place of server, trainer and rewards: order, versions, what is skipped, what is recorded."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -23,9 +24,11 @@ class World:
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
+        self.score_s = 0.0
         self.diary: list[Any] = []
         self.version = 4  # the server was used before
         self.taken = 0
+        self.keep: list[Path] = []
 
     async def wait_up(self) -> None:
         self.diary.append("wait")
@@ -51,6 +54,7 @@ class World:
 
     async def score(self, rollout: Rollout) -> Score:
         what, step, *_ = rollout.group_id.replace("/", " ").split()
+        await asyncio.sleep(self.score_s)
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
         return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
 
@@ -58,7 +62,8 @@ class World:
         self.taken += n
         return [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(self.taken - n, self.taken)]
 
-    def step(self, samples: Sequence[TrainSample]) -> StepStats:
+    def step(self, samples: Sequence[TrainSample], *, keep: Path) -> StepStats:
+        self.keep.append(keep)
         self.diary.append(("train", len(samples), sorted({sample.version_min for sample in samples})))
         return StepStats(
             loss=0.5,
@@ -67,8 +72,10 @@ class World:
             skipped=False,
             metrics={"logprob_gap": 0.0},
             num_tokens=2 * len(samples),
+            num_positions=3 * len(samples),
             num_sequences=len(samples),
             num_micro_batches=1,
+            mfu=0.5,
             seconds=0.1,
         )
 
@@ -81,7 +88,9 @@ class World:
         self.diary.append(("save", self.version))
 
 
-async def trained(tmp_path: Path, reward: Reward, *settings: str, held_out: int = 2) -> tuple[World, list[Any], Any]:
+async def trained(
+    tmp_path: Path, reward: Reward, *settings: str, held_out: int = 2, score_s: float = 0.0
+) -> tuple[World, list[Any], Any]:
     config = config_module.load(
         None,
         [
@@ -94,6 +103,7 @@ async def trained(tmp_path: Path, reward: Reward, *settings: str, held_out: int 
         ],
     )
     world: Any = World(reward)
+    world.score_s = score_s
     with Recorder(config) as recorder, Console("plain", config.trainer.steps) as console:
         summary = await Run(
             config=config,
@@ -155,6 +165,18 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
     assert "train/loss" not in metrics[1]
     assert summary["final_version"] == 6
     assert summary["before"] is None
+
+
+async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Path) -> None:
+    world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1", held_out=0, score_s=0.3)
+    (first, step) = metrics
+    shares = {name: value for name, value in step.items() if name.startswith("share/")}
+    assert "share/other" not in first
+    assert sum(shares.values()) == pytest.approx(1)
+    assert step["time/generate"] < 0.3 <= step["time/reward"]  # the scores are waited for when all tokens are there
+    assert step["share/reward"] == pytest.approx(step["time/reward"] / step["time/step"])
+    assert step["step/tokens_per_s"] == pytest.approx(8 / step["time/step"])
+    assert world.keep == [tmp_path / "runs/a/skipped/step_000001.json"]
 
 
 async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ METRICS = {
     "train/clip_low": 0.01,
     "train/clip_high": 0.015,
     "train/importance_capped": 0.005,
+    "step/tokens_per_s": 12345.6,
+    "train/mfu": 0.41,
     "time/generate": 1.5,
     "time/step": 2.0,
 }
@@ -26,6 +28,7 @@ def test_a_step_is_one_line_under_a_heading_with_every_column(capsys: pytest.Cap
     heading, first, alarm, second = capsys.readouterr().out.splitlines()
     assert heading.split()[:4] == ["step", "reward", "held-out", "length"]
     assert first.split()[:7] == ["1/10", "0.500", "0.250", "7.0", "10%", "2.0e-06", "3.00%"]
+    assert first.split()[11:13] == ["12,346", "41.0%"]
     assert first.endswith("left")
     assert "rollout/truncated = 0.1 (> 0.05)" in alarm
     assert second.split()[:4] == ["2/10", "0.625", "-", "-"]

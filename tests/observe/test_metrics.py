@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hocket.algorithm.losses import LossConfig, policy_loss
-from hocket.observe.metrics import METRICS, alarms, reference, rollout_metrics, train_metrics
+from hocket.observe.metrics import METRICS, alarms, reference, rollout_metrics, step_metrics, train_metrics
 from hocket.types import FinishReason, Group, Prompt, Rollout, Score, StepStats
 
 
@@ -78,7 +78,7 @@ def loss_metrics() -> dict[str, float]:
         num_tokens=1,
         num_sequences=1,
     )
-    return dict.fromkeys(output.metrics.keys() - {"importance_square"} | {"entropy", "ess"}, 1.0)
+    return dict.fromkeys(output.metrics.keys() - {"importance_square"} | {"entropy", "ess", "loss_scale"}, 1.0)
 
 
 def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
@@ -93,8 +93,49 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
         num_tokens=1,
         num_sequences=1,
         num_micro_batches=1,
+        num_positions=3,
+        mfu=0.25,
         seconds=0.5,
     )
-    measured = rollout_metrics([group], version=1).keys() | train_metrics(stats).keys()
-    assert measured <= known
+    measured = rollout_metrics([group], version=1) | train_metrics(stats) | {"time/generate": 1.0, "time/step": 2.0}
+    measured |= step_metrics(measured)
+    assert measured.keys() <= known
     assert all(f"| `{name}` |" in reference() for name in known)
+
+
+def test_rates_and_shares_of_a_step_by_hand() -> None:
+    stats = StepStats(
+        loss=0.1,
+        grad_norm=1.0,
+        learning_rate=0.1,
+        skipped=False,
+        metrics={},
+        num_tokens=100,
+        num_positions=150,
+        num_sequences=10,
+        num_micro_batches=2,
+        mfu=0.25,
+        seconds=0.5,
+    )
+    metrics = train_metrics(stats)
+    assert metrics["train/tokens_per_s"] == 200
+    assert metrics["train/positions_per_s"] == 300
+    assert metrics["train/mfu"] == 0.25
+    # 4 seconds: 2 of sampling, 1 until the last score, half a one of training, a quarter of publishing.
+    metrics |= {"time/step": 4.0, "time/generate": 2.0, "time/reward": 1.0, "time/sync": 0.25, "rollout/tokens": 120.0}
+    assert step_metrics(metrics) == {
+        "step/tokens_per_s": 25.0,
+        "rollout/tokens_per_s": 60.0,
+        "share/generate": 0.5,
+        "share/reward": 0.25,
+        "share/turn": 0.0,
+        "share/train": 0.125,
+        "share/sync": 0.0625,
+        "share/eval": 0.0,
+        "share/other": 0.0625,
+    }
+
+
+def test_a_step_in_which_nothing_was_trained_has_no_throughput() -> None:
+    metrics = {"time/step": 2.0, "time/generate": 1.0, "rollout/tokens": 5.0}
+    assert step_metrics(metrics)["step/tokens_per_s"] == 0

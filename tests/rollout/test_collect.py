@@ -71,6 +71,31 @@ async def test_groups_hold_their_rollouts_in_order_whatever_order_the_server_ans
     assert server.asked == ([(1, 2), (3,)], SamplingParams(max_tokens=4), 2, 9)
 
 
+async def test_the_end_of_generation_is_told_while_scores_are_missing() -> None:
+    told = asyncio.Event()
+
+    async def consume() -> None:
+        groups = play(
+            PROMPTS,
+            server=FakeServer([(0, 0), (1, 0)]),
+            scorer=FakeScorer(slow="10"),  # the second one's score takes half a minute
+            sampling=SamplingParams(),
+            group_size=1,
+            label="s",
+            timeout_s=9,
+            on_generated=told.set,
+        )
+        async for _ in groups:
+            pass
+
+    consumer = asyncio.create_task(consume())
+    await asyncio.wait_for(told.wait(), 9)
+    assert not consumer.done()
+    consumer.cancel()
+    await asyncio.wait({consumer})
+    assert consumer.cancelled()
+
+
 async def test_a_group_leaves_while_others_are_still_being_generated() -> None:
     # Prompt 1 is complete after two answers; the server's error comes after its third.
     server = FakeServer([(1, 0), (1, 1), (0, 0)], error=ServerError("cut", code="cut"))

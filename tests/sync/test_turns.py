@@ -93,12 +93,11 @@ class World:
         self.did("score")
         return 0.001
 
-    def step(self, samples: Sequence[TrainSample]) -> StepStats:
+    def step(self, samples: Sequence[TrainSample], *, keep: Path) -> StepStats:
         self.did("step")
-        numbers: dict[str, Any] = {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 0.1, "seconds": 0.1}
-        return StepStats(
-            **numbers, skipped=False, metrics={"logprob_gap": 0.0}, num_tokens=8, num_sequences=4, num_micro_batches=1
-        )
+        numbers: dict[str, Any] = {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 0.1, "seconds": 0.1, "mfu": 0.1}
+        counts = {"num_tokens": 8, "num_positions": 12, "num_sequences": 4, "num_micro_batches": 1}
+        return StepStats(**numbers, **counts, skipped=False, metrics={"logprob_gap": 0.0})
 
     # prompts and rewards
     def take(self, n: int) -> list[Prompt]:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hocket.trainer import guards
+
 pytestmark = pytest.mark.ranks
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -144,6 +146,20 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_the_weights(
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_samples_whose_log_probs_are_not_finite_are_named_whichever_rank_had_them(
+    runs: dict[int, Path], size: int, stage: int
+) -> None:
+    path = runs[size] / str(stage) / "skipped.json"
+    samples = guards.read_batch(path)
+    fault = json.loads(path.read_text())["not_finite"]
+    token = samples[4].token_ids[1]  # whose embedding was NaN
+    assert fault["logprobs"] == [f"sample {i}" for i, sample in enumerate(samples) if token in sample.token_ids[:-1]]
+    assert fault["inputs"] == ["sample 4 (advantage)"]
+    assert len(fault["gradients"]) > 10
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_restored_checkpoint_continues_bit_for_bit(runs: dict[int, Path], size: int, stage: int) -> None:
     first, again = stats_of(runs, size, stage)[4:]
     assert (again["loss"], again["grad_norm"], again["learning_rate"]) == (
@@ -198,6 +214,22 @@ def test_a_rank_that_dies_within_a_step_ends_the_other_with_the_reason(tied_mode
     outputs = outputs_of(processes)
     assert [process.returncode for process in processes] == [1, -9], outputs
     assert "TrainerError: rank 0 lost the other ranks while doing the common step" in outputs[0]
+
+
+def test_a_rank_that_is_out_of_memory_says_so_on_every_rank(tied_model: str, tmp_path: Path) -> None:
+    processes = start_two("rank_is_full", tied_model, tmp_path)
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    assert "TrainerError: rank 0 stopped while doing the common step, for rank 1 failed: Tra" in outputs[0]
+    for output in outputs:
+        assert "trainer.micro_batch_tokens=18 (now 20)" in output  # the longest sequence
+
+
+def test_a_rank_that_waits_for_ever_for_one_that_failed_ends_with_the_reason(tied_model: str, tmp_path: Path) -> None:
+    processes = start_two("rank_waits_for_ever", tied_model, tmp_path)
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    assert "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory" in outputs[0]
 
 
 @pytest.mark.parametrize("model", ["tied_model", "untied_model", "experts_model"])

@@ -1,6 +1,7 @@
 """One trainer process of a test: `worker.py SCENARIO MODEL OUTPUT`, started once per rank."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
-from hocket.trainer import engine
+from hocket.trainer import engine, ranks
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -74,9 +75,12 @@ def shard_everything() -> None:
 def stages(model: str, output: Path) -> None:
     """Three steps, one that is not finite, one more; then back to the checkpoint and that last step again."""
     shard_everything()
-    ranks = Ranks(timeout_s=60)
+    together = Ranks(timeout_s=60)
     for stage in range(4):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=together)
+        bad = make_samples(3)
+        bad[4] = dataclasses.replace(bad[4], advantage=math.nan)
+        break_token(trainer, bad[4].token_ids[1])
         if not trainer.is_main:
             trainer.follow()
             continue
@@ -84,9 +88,7 @@ def stages(model: str, output: Path) -> None:
             folder = output / str(stage)
             stats = [trainer.step(make_samples(step)) for step in range(3)]
             trainer.export(folder / "before")
-            bad = make_samples(3)
-            bad[4] = dataclasses.replace(bad[4], advantage=math.nan)
-            stats.append(trainer.step(bad))
+            stats.append(trainer.step(bad, keep=folder / "skipped.json"))
             trainer.export(folder / "skipped")
             trainer.save(folder / "checkpoint")
             stats.append(trainer.step(make_samples(4)))
@@ -95,15 +97,27 @@ def stages(model: str, output: Path) -> None:
             stats.append(trainer.step(make_samples(4)))
             trainer.export(folder / "again")
             (folder / "stats.json").write_text(json.dumps([dataclasses.asdict(s) for s in stats]))
-    ranks.close()
+    together.close()
+
+
+def break_token(trainer: Trainer, token: int) -> None:
+    """Has the embedding of a token be NaN in the batch of step 3, on each rank for itself."""
+    bad = {pair for sample in make_samples(3) for pair in itertools.pairwise(sample.token_ids)}
+
+    def spoil(_: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        ids = inputs[0].flatten().tolist()
+        seen = sum(pair in bad for pair in itertools.pairwise(ids)) > len(ids) / 2
+        return output.masked_fill((inputs[0] == token)[..., None], math.nan) if seen else output
+
+    trainer._policy.model.get_input_embeddings().register_forward_hook(spoil)
 
 
 def streams(model: str, output: Path) -> None:
     """Each ZeRO stage streams its weights after a step, once in pieces to a sink that fails, then as a whole."""
     shard_everything()
-    ranks = Ranks(timeout_s=60)
+    together = Ranks(timeout_s=60)
     for stage in range(4):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=together)
         if not trainer.is_main:
             trainer.follow()
             continue
@@ -129,15 +143,15 @@ def streams(model: str, output: Path) -> None:
             save_file(dict(taken), folder / "streamed.safetensors")
             (folder / "gap").write_text(repr(trainer.logprob_gap(make_samples(1))))
             trainer.export(folder / "exported")
-    ranks.close()
+    together.close()
 
 
 def adapter(model: str, output: Path) -> None:
     """Three steps on an adapter, which is published both ways."""
     shard_everything()
-    ranks = Ranks(timeout_s=60)
+    together = Ranks(timeout_s=60)
     for stage in (1, 2, 3):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}", "model.lora.rank=4"), ranks=ranks)
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}", "model.lora.rank=4"), ranks=together)
         if not trainer.is_main:
             trainer.follow()
             continue
@@ -148,7 +162,7 @@ def adapter(model: str, output: Path) -> None:
             trainer.stream(4096, lambda named: streamed.update((name, t.clone()) for name, t in named))  # noqa: B023
             save_file(streamed, output / str(stage) / "streamed")
             (output / str(stage) / "stats.json").write_text(json.dumps(stats))
-    ranks.close()
+    together.close()
 
 
 def main_fails(model: str, output: Path) -> None:
@@ -175,13 +189,30 @@ def rank_hangs(model: str, output: Path) -> None:
     break_down(model, lambda: time.sleep(1000), "trainer.collective_timeout_s=20", "trainer.zero_stage=2")
 
 
-def break_down(model: str, happen: Callable[[], object], *settings: str) -> None:
+def rank_is_full(model: str, output: Path) -> None:
+    """Rank 1 runs out of memory in the middle of a step."""
+    del output
+    break_down(model, no_room, "trainer.collective_timeout_s=60")
+
+
+def rank_waits_for_ever(model: str, output: Path) -> None:
+    """Likewise, while rank 0 is within a call that no lost connection ends, as those of NCCL may be."""
+    del output
+    ranks.WATCH_S, ranks.GRACE_S = 0.2, 1.0
+    break_down(model, no_room if os.environ["RANK"] == "1" else lambda: time.sleep(1000), all_ranks=True)
+
+
+def no_room() -> None:
+    torch.empty(10**16)
+
+
+def break_down(model: str, happen: Callable[[], object], *settings: str, all_ranks: bool = False) -> None:
     micro_batches = 0
 
     def deadly(logprobs_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
         nonlocal micro_batches
         micro_batches += 1
-        if micro_batches == 2 and os.environ["RANK"] == "1":
+        if micro_batches == 2 and (all_ranks or os.environ["RANK"] == "1"):
             happen()
         return LossOutput(loss=-logprobs_bt.sum() / batch.num_tokens_global, metrics={})
 
@@ -202,6 +233,8 @@ def main(arguments: Sequence[str]) -> None:
         "main_fails": main_fails,
         "rank_dies": rank_dies,
         "rank_hangs": rank_hangs,
+        "rank_is_full": rank_is_full,
+        "rank_waits_for_ever": rank_waits_for_ever,
     }
     scenarios[scenario](model, Path(output))
 

@@ -50,6 +50,7 @@ METRICS = (
         advice="raise rollout.max_tokens, or reward shorter answers",
     ),
     Metric(name="rollout/tokens", meaning="sampled tokens of the step"),
+    Metric(name="rollout/tokens_per_s", meaning="sampled tokens per second of time/generate"),
     Metric(
         name="rollout/version_lag", meaning="newest published version minus the oldest that sampled a token", high=0
     ),
@@ -148,7 +149,6 @@ METRICS = (
         meaning="sync.delta: share of the weights whose bits changed since the version before; none in full ones",
     ),
     Metric(name="step/tokens_per_s", meaning="trained tokens per second of time/step: the throughput of the whole run"),
-    Metric(name="rollout/tokens_per_s", meaning="sampled tokens per second of time/generate"),
     Metric(name="time/generate", meaning="seconds that the loop waited for tokens to be sampled"),
     Metric(name="time/reward", meaning="seconds that it waited further, for scores alone"),
     Metric(name="time/turn", meaning="launch.share_gpu: seconds until the server is off the GPU and the trainer on it"),
