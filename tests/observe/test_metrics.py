@@ -121,18 +121,18 @@ def test_rates_and_shares_of_a_step_by_hand() -> None:
     assert metrics["train/tokens_per_s"] == 200
     assert metrics["train/positions_per_s"] == 300
     assert metrics["train/mfu"] == 0.25
-    # 4 seconds: 2 of sampling, 1 until the last score, half a one of training, a quarter of publishing.
-    metrics |= {"time/step": 4.0, "time/generate": 2.0, "time/reward": 1.0, "time/sync": 0.25, "rollout/tokens": 120.0}
+    # 8 seconds: 2 of sampling, 1 until the last score, half a one of training, a quarter of publishing, 4 of evaluation.
+    metrics |= {"time/step": 8.0, "time/generate": 2.0, "time/reward": 1.0, "time/sync": 0.25, "time/eval": 4.0}
+    metrics["rollout/tokens"] = 120.0
     assert step_metrics(metrics) == {
         "step/tokens_per_s": 25.0,
         "rollout/tokens_per_s": 60.0,
-        "share/generate": 0.5,
-        "share/reward": 0.25,
-        "share/turn": 0.0,
-        "share/train": 0.125,
-        "share/sync": 0.0625,
-        "share/eval": 0.0,
-        "share/other": 0.0625,
+        "share/generate": 0.25,
+        "share/reward": 0.125,
+        "share/train": 0.0625,
+        "share/sync": 0.03125,
+        "share/eval": 0.5,
+        "share/other": 0.03125,
     }
 
 

@@ -148,7 +148,7 @@ METRICS = (
         name="sync/changed",
         meaning="sync.delta: share of the weights whose bits changed since the version before; none in full ones",
     ),
-    Metric(name="step/tokens_per_s", meaning="trained tokens per second of time/step: the throughput of the whole run"),
+    Metric(name="step/tokens_per_s", meaning="throughput: trained tokens per second of time/step − time/eval"),
     Metric(name="time/generate", meaning="seconds that the loop waited for tokens to be sampled"),
     Metric(name="time/reward", meaning="seconds that it waited further, for scores alone"),
     Metric(name="time/turn", meaning="launch.share_gpu: seconds until the server is off the GPU and the trainer on it"),
@@ -223,10 +223,10 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
     The loop does one thing at a time, so that the shares add up to 1 whatever goes on in the background.
     """
-    seconds = {phase: metrics.get(f"time/{phase}", 0.0) for phase in PHASES}
+    seconds = {phase: metrics[f"time/{phase}"] for phase in PHASES if f"time/{phase}" in metrics}
     whole = metrics["time/step"]
     rates = {
-        "step/tokens_per_s": metrics.get("train/tokens", 0.0) / whole,
+        "step/tokens_per_s": metrics.get("train/tokens", 0.0) / (whole - seconds.get("eval", 0.0)),
         "rollout/tokens_per_s": metrics["rollout/tokens"] / metrics["time/generate"],
     }
     other = whole - sum(seconds.values())
