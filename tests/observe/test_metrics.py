@@ -121,7 +121,7 @@ def test_rates_and_shares_of_a_step_by_hand() -> None:
     assert metrics["train/tokens_per_s"] == 200
     assert metrics["train/positions_per_s"] == 300
     assert metrics["train/mfu"] == 0.25
-    # 8 seconds: 2 of sampling, 1 until the last score, half a one of training, a quarter of publishing, 4 of evaluation.
+    # 8 seconds: 2 of sampling, 1 until the last score, ½ of training, ¼ of publishing, 4 of evaluation, ¼ of the rest.
     metrics |= {"time/step": 8.0, "time/generate": 2.0, "time/reward": 1.0, "time/sync": 0.25, "time/eval": 4.0}
     metrics["rollout/tokens"] = 120.0
     assert step_metrics(metrics) == {

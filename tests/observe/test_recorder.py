@@ -78,6 +78,20 @@ def test_metrics_are_on_disk_as_soon_as_they_are_recorded(tmp_path: Path) -> Non
         assert (tmp_path / "runs/a/metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
 
 
+def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
+    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false"])
+    with pytest.raises(KeyboardInterrupt), Recorder(config) as recorder:
+        recorder.metrics(1, {"reward/mean": 0.5})
+        raise KeyboardInterrupt
+    assert "The run has not finished" in (tmp_path / "runs/a/report.html").read_text()
+
+
+def test_the_batch_of_a_skipped_step_is_named_after_it(tmp_path: Path) -> None:
+    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false"])
+    with Recorder(config) as recorder:
+        assert recorder.skipped(12) == tmp_path / "runs/a/skipped/step_000012.json"
+
+
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false"])
     with Recorder(config):

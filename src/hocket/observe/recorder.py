@@ -45,6 +45,8 @@ class Recorder:
         self._metrics.close()
         if self._board is not None:
             self._board.close()
+        if exc_info[0] is not None:  # what there is until then
+            write_report(self.run_dir)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends {"step": ..., name: value, ...} to metrics.jsonl; a value that is not finite becomes null."""
