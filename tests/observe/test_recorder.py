@@ -80,9 +80,14 @@ def test_metrics_are_on_disk_as_soon_as_they_are_recorded(tmp_path: Path) -> Non
 
 def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false"])
-    with pytest.raises(KeyboardInterrupt), Recorder(config) as recorder:
-        recorder.metrics(1, {"reward/mean": 0.5})
-        raise KeyboardInterrupt
+
+    def run() -> None:
+        with Recorder(config) as recorder:
+            recorder.metrics(1, {"reward/mean": 0.5})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
     assert "The run has not finished" in (tmp_path / "runs/a/report.html").read_text()
 
 
