@@ -69,16 +69,15 @@ class DiskTransport:
         start = time.perf_counter()
         first = self._write_delta(version) or self._write_full(version)
         written = time.perf_counter()
-        answers = dict(zip(servers, await self._send(first, servers), strict=True))
+        sent, notes = await asyncio.gather(self._send(first, servers), asyncio.to_thread(self._prune))
+        answers = dict(zip(servers, sent, strict=True))
         num_bytes = first.num_bytes * len(servers)
-        notes = []
         refused = [server for server in servers if first is self._delta and _refused(answers[server])]
         if refused:
-            notes = [f"version {version} goes to {server.url} in full: {answers[server]}" for server in refused]
+            notes += [f"version {version} goes to {server.url} in full: {answers[server]}" for server in refused]
             full = self._write_full(version)
             answers |= zip(refused, await self._send(full, refused), strict=True)
             num_bytes += full.num_bytes * len(refused)
-        notes += self._prune()
         return Delivery(
             checksum=first.checksum,
             num_bytes=num_bytes // len(servers) if servers else first.num_bytes,
@@ -199,7 +198,7 @@ class DiskTransport:
     def _prune(self) -> list[str]:
         """Removes all but the newest folders of both kinds; returns what stood in the way.
 
-        What a delta changes is there until all servers have answered; by then they have copies of their own.
+        Servers may be loading: the newest delta, and what they change by it, the newest version in full, are kept.
         """
         notes = []
         for parent in filter(Path.is_dir, (self._weights, self._deltas)):
