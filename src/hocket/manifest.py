@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket.protocol import AdapterConfig, BaseVersion, Content, Manifest, TensorSpec
+from hocket.protocol import BaseVersion, Content, Manifest, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,8 @@ def tensor_checksum(tensor: "torch.Tensor") -> str:
     total = 0
     for part in (raw[:whole], tail):
         blocks = part.view(torch.int64).view(-1, _BLOCK_WORDS)
-        for some in blocks.split(_BLOCKS_AT_ONCE):
-            for block in _block_sums(some, factors).tolist():
+        for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            for block in _block_sums(blocks[start : start + _BLOCKS_AT_ONCE], factors).tolist():
                 total = (total * _FACTOR + block) % (1 << 64)
     return f"{total:016x}"
 
@@ -93,13 +93,6 @@ def build(
 def read(folder: Path) -> Manifest:
     """Reads manifest.json. Raises OSError or ValueError where it is missing or malformed."""
     return Manifest.model_validate(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")))
-
-
-def read_adapter(folder: Path) -> AdapterConfig | None:
-    """Reads the config of a version that is an adapter, None for one of another kind. Raises as `read`."""
-    if read(folder).content != "adapter":
-        return None
-    return AdapterConfig.model_validate_json((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:

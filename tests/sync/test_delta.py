@@ -58,7 +58,8 @@ class FakeServer:
         self.names.append("/".join(name.split("/")[-2:]))
         shapes = ModelShapes(shapes=SHAPES, tied={})
         try:
-            folder, described = self.copy.whole(self.root / name, request.version, shapes)
+            described = manifest.read(self.root / name)
+            folder = self.copy.whole(self.root / name, described, request.version, shapes)
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
         self.holds = load_file(folder / "model.safetensors")

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from hocket import manifest, transfer
 from hocket import tokenizer as tokenizers
@@ -339,7 +340,7 @@ class Trainer:
         if not self.is_main:
             return {}
         # DeepSpeed's tensors are parts of one, and would be cloned or refused as shared ones.
-        published = {name: torch.from_dlpack(tensor.contiguous()) for name, tensor in self._policy.as_published(named)}
+        published = {name: from_dlpack(tensor.contiguous()) for name, tensor in self._policy.as_published(named)}
         with concurrent.futures.ThreadPoolExecutor(1) as sums:  # of the tensors, while they are written
             specs = sums.submit(manifest.specs, published.items())
             try:
