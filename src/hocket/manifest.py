@@ -1,8 +1,8 @@
 """What a weight version must consist of, and checksums that trainer and server compute alike.
 
-The checksum of a tensor reads its bytes as 32-bit words w (padded with zero bytes), in blocks of 2^16 words, and works
-modulo 2^64: a block is s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All factors are odd, so a
-change of any single word always changes the sum. It runs where the tensor lies, in plain torch, in bounded memory.
+The checksum of a tensor reads its bytes as 64-bit words w, padded with zero bytes to blocks of 2^12, and works modulo
+2^64: a block is s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All factors are odd, so a change of
+any single word always changes the sum. It runs where the tensor lies, in plain torch, in bounded memory.
 """
 
 import concurrent.futures
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket.protocol import AdapterConfig, BaseVersion, Content, Manifest, TensorSpec
+from hocket.protocol import BaseVersion, Content, Manifest, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,8 @@ COMPLETE_FILE = "COMPLETE"
 ADAPTER_FILE = "adapter_config.json"
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit integer
-_BLOCK_WORDS = 1 << 16  # a block of 64-bit words and its factors fit into a core's cache
+_BLOCK_WORDS = 1 << 12  # a block and its factors fit into a core's cache
+_BLOCKS_AT_ONCE = 1 << 9  # 16 MiB
 
 
 def tensor_checksum(tensor: "torch.Tensor") -> str:
@@ -31,19 +32,25 @@ def tensor_checksum(tensor: "torch.Tensor") -> str:
     import torch
 
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if raw.storage_offset() % 4:  # a view of 16-bit numbers may start between two words
+    if raw.storage_offset() % 8:  # a view of shorter numbers may start between two words
         raw = raw.clone()
-    whole = raw.numel() // 4 * 4
-    tail = torch.nn.functional.pad(raw[whole:], (0, -raw.numel() % 4)).view(torch.int32)
-    words = raw[:whole].view(torch.int32)
-    factors = (2 * torch.arange(min(_BLOCK_WORDS, words.numel() + 1), device=raw.device) + 1) * _FACTOR
-    total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for start in range(0, words.numel() + tail.numel(), _BLOCK_WORDS):
-        block = words[start : start + _BLOCK_WORDS]
-        if block.numel() < _BLOCK_WORDS:
-            block = torch.cat([block, tail])
-        total = total * _FACTOR + (block.long() * factors[: block.numel()]).sum()
-    return f"{int(total.item()) & (1 << 64) - 1:016x}"
+    whole = raw.numel() // (8 * _BLOCK_WORDS) * (8 * _BLOCK_WORDS)
+    tail = torch.nn.functional.pad(raw[whole:], (0, -raw.numel() % (8 * _BLOCK_WORDS)))
+    factors = (2 * torch.arange(_BLOCK_WORDS, device=raw.device) + 1) * _FACTOR
+    total = 0
+    for part in (raw[:whole], tail):
+        blocks = part.view(torch.int64).view(-1, _BLOCK_WORDS)
+        for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            for block in _block_sums(blocks[start : start + _BLOCKS_AT_ONCE], factors).tolist():
+                total = (total * _FACTOR + block) % (1 << 64)
+    return f"{total:016x}"
+
+
+def _block_sums(blocks: "torch.Tensor", factors: "torch.Tensor") -> "torch.Tensor":
+    """Returns the sum [n] over each of n blocks, modulo 2^64."""
+    if blocks.is_cuda:  # where torch has no matrix products of integers
+        return (blocks * factors).sum(1)
+    return blocks @ factors
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
@@ -86,13 +93,6 @@ def build(
 def read(folder: Path) -> Manifest:
     """Reads manifest.json. Raises OSError or ValueError where it is missing or malformed."""
     return Manifest.model_validate(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")))
-
-
-def read_adapter(folder: Path) -> AdapterConfig | None:
-    """Reads the config of a version that is an adapter, None for one of another kind. Raises as `read`."""
-    if read(folder).content != "adapter":
-        return None
-    return AdapterConfig.model_validate_json((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:

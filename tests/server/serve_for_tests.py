@@ -4,14 +4,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hocket import config, manifest
+from hocket import config
 from hocket.server import main, versions
 
 verify = versions.verify
 
 
-def verify_or_not(folder: Path, *rest: Any) -> Any:
-    return manifest.read(folder) if (folder / "UNVERIFIED").exists() else verify(folder, *rest)
+def verify_or_not(folder: Path, *rest: Any) -> None:
+    if not (folder / "UNVERIFIED").exists():
+        verify(folder, *rest)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hocket import config as config_module
 from hocket import manifest
 from hocket.client import ServerClient
 from hocket.errors import ServerError
-from hocket.protocol import ReloadResponse
+from hocket.protocol import ReloadResponse, TensorSpec
 from hocket.server.uploads import FOLDER
 from hocket.sync.delivery import Delivery
 from hocket.sync.disk import DiskTransport
@@ -41,8 +41,9 @@ class FakeTrainer:
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in self.model.named_parameters()}
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path) -> dict[str, TensorSpec]:
         save_file(self.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+        return manifest.specs(self.tensors().items())
 
     def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
         for item in self.tensors().items():

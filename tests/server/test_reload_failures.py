@@ -10,6 +10,7 @@ import pytest
 from hocket import config as config_module
 from hocket import manifest
 from hocket.protocol import DiskSource, ReloadRequest, Sampling
+from hocket.server import worker
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.requests import Job
@@ -48,8 +49,8 @@ class FakeLLM:
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.calls.append(method)
         await self.loading.wait()
-        described = manifest.read(Path(args[0]))
-        good = {"value": {"checksum": described.checksum, "num_tensors": len(described.tensors)}}
+        read = {name: item for _, specs in worker._read(Path(args[0])) for name, item in specs.items()}
+        good = {"value": {"checksum": manifest.total_checksum(read), "num_tensors": len(read)}}
         return [good, {"error": self.failing["second worker"]} if "second worker" in self.failing else good]
 
 
@@ -100,6 +101,26 @@ async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_lo
     answer = await engine.reload(request())
     assert (answer.version, answer.num_tensors) == (1, 26)
     assert llm.calls[-2:] == [("version", "1"), "resume"]
+    assert engine.health().status == "ready"
+
+
+async def test_a_file_that_changes_between_its_proof_and_its_load_is_noticed(
+    engine: Engine, llm: FakeLLM, tmp_path: Path
+) -> None:
+    path = tmp_path / "runs" / "v1" / "model.safetensors"
+    good = path.read_bytes()
+    llm.loading.clear()
+    loading = asyncio.create_task(engine.reload(request()))
+    async with asyncio.timeout(30):
+        while "hocket_load_disk" not in llm.calls:
+            await asyncio.sleep(0.01)
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    llm.loading.set()
+    with pytest.raises(ApiError, match="are not those that were published"):
+        await loading
+    assert "resume" not in llm.calls
+    path.write_bytes(good)
+    await engine.reload(request())
     assert engine.health().status == "ready"
 
 

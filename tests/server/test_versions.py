@@ -31,6 +31,17 @@ def root(tmp_path: Path) -> Path:
     return tmp_path.resolve()
 
 
+def verify(folder: Path, version: int, expected: versions.ModelShapes) -> str:
+    """Verifies the folder by its own manifest, and returns the checksum."""
+    described = versions.read_manifest(folder)
+    versions.verify(folder, described, version, expected)
+    return described.checksum
+
+
+def whole(copy: versions.PatchedCopy, folder: Path, version: int, expected: versions.ModelShapes) -> Path:
+    return copy.whole(folder, versions.read_manifest(folder), version, expected)
+
+
 def test_shapes_are_those_of_the_model_and_the_tied_head_may_be_left_out(shapes: Any) -> None:
     # Two layers of 7 matrices, 3 biases and 2 norms; embedding, last norm and head.
     assert len(shapes[True].shapes) == len(shapes[False].shapes) == 2 * 12 + 3
@@ -121,7 +132,7 @@ def test_names_are_those_that_saving_writes(root: Path, name: str, max_shard_siz
         assert found.shapes[expert] == shape
     make(config, seed=1).save_pretrained(root / "v1")
     checksum = complete(root / "v1", 1)
-    assert versions.verify(versions.find(root, "v1"), 1, found).checksum == checksum
+    assert verify(versions.find(root, "v1"), 1, found) == checksum
 
 
 def test_a_version_without_one_expert_is_refused(root: Path) -> None:
@@ -132,7 +143,7 @@ def test_a_version_without_one_expert_is_refused(root: Path) -> None:
     save_file(tensors, root / "v1" / "model.safetensors")
     complete(root / "v1", 1)
     with pytest.raises(ApiError, match=r"experts\.3\.gate_proj\.weight' is missing \(1 in all\)"):
-        versions.verify(root / "v1", 1, shapes)
+        verify(root / "v1", 1, shapes)
 
 
 def test_a_hub_model_is_read_from_the_local_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +171,7 @@ def test_a_checkpoint_without_its_head_and_with_old_buffers_is_what_the_trainer_
     assert {key: shape for key, shape in found.shapes.items() if key not in found.tied} == saved(root / "v1")
     assert found.shapes["transformer.h.0.attn.c_attn.bias"] == (96,)
     complete(root / "v1", 1)
-    versions.verify(root / "v1", 1, found)
+    verify(root / "v1", 1, found)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -169,21 +180,21 @@ def test_a_good_version_is_verified_in_any_float_type(
     kit: Any, root: Path, shapes: Any, tied: bool, dtype: str
 ) -> None:
     checksum = kit.publish(kit.make_model(tied=tied, seed=1), root / "a" / "v1", 1, dtype=dtype)
-    assert versions.verify(versions.find(root, "a/v1"), 1, shapes[tied]).checksum == checksum
+    assert verify(versions.find(root, "a/v1"), 1, shapes[tied]) == checksum
 
 
 def test_a_tied_head_may_be_absent_but_an_untied_one_may_not(kit: Any, root: Path, shapes: Any) -> None:
     kit.publish(kit.make_model(tied=True, seed=1), root / "tied", 1, drop=["lm_head.weight"])
-    versions.verify(root / "tied", 1, shapes[True])
+    verify(root / "tied", 1, shapes[True])
     kit.publish(kit.make_model(tied=False, seed=1), root / "untied", 1, drop=["lm_head.weight"])
     with pytest.raises(ApiError, match=r"'lm_head\.weight' is missing"):
-        versions.verify(root / "untied", 1, shapes[False])
+        verify(root / "untied", 1, shapes[False])
 
 
 def test_a_tied_head_that_differs_from_its_embedding_is_refused(kit: Any, root: Path, shapes: Any) -> None:
     kit.publish(kit.make_model(tied=False, seed=1), root / "v1", 1)
     with pytest.raises(ApiError, match=r"ties 'lm_head\.weight' to 'model\.embed_tokens\.weight'"):
-        versions.verify(root / "v1", 1, shapes[True])
+        verify(root / "v1", 1, shapes[True])
 
 
 @pytest.mark.parametrize(
@@ -306,7 +317,7 @@ def test_a_bad_version_is_refused_with_the_reason(kit: Any, root: Path, shapes: 
     kit.publish(kit.make_model(tied=False, seed=1), root / "v1", 1)
     spoil(root / "v1")
     with pytest.raises(ApiError, match=said) as caught:
-        versions.verify(root / "v1", 1, shapes[False])
+        verify(root / "v1", 1, shapes[False])
     assert (caught.value.status, caught.value.body.code) == (409, "bad_version")
 
 
@@ -334,11 +345,11 @@ def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(
     kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy
 ) -> None:
     publish_delta(kit, root)
-    copy.whole(root / "v1", 1, shapes[False])
+    whole(copy, root / "v1", 1, shapes[False])
     before = (root / "v1" / "model.safetensors").read_bytes()
     for _ in range(2):  # once more, as after a load that failed
-        folder, described = copy.whole(root / "v2", 2, shapes[False])
-        assert versions.verify(folder, 2, shapes[False]) == described
+        folder = whole(copy, root / "v2", 2, shapes[False])
+        versions.verify(folder, manifest.read(root / "v2"), 2, shapes[False])
     assert (root / "v1" / "model.safetensors").read_bytes() == before
     copy.discard()
     assert not folder.exists()
@@ -351,12 +362,12 @@ def test_a_server_that_does_not_have_the_base_says_so(
     publish_delta(kit, root)
     kit.publish(kit.make_model(tied=False, seed=2), root / "other", 1)
     if before == "other":
-        copy.whole(root / "other", 1, shapes[False])
+        whole(copy, root / "other", 1, shapes[False])
     if before == "removed":
-        copy.whole(root / "v1", 1, shapes[False])
+        whole(copy, root / "v1", 1, shapes[False])
         (root / "v1").rename(root / ".v1.partial")
     with pytest.raises(ApiError, match="since version 1, of which this server has no files") as caught:
-        copy.whole(root / "v2", 2, shapes[False])
+        whole(copy, root / "v2", 2, shapes[False])
     assert (caught.value.status, caught.value.body.code) == (409, "no_base")
 
 
@@ -364,7 +375,7 @@ def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(
     kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_delta(kit, root)
-    copy.whole(root / "v1", 1, shapes[False])
+    whole(copy, root / "v1", 1, shapes[False])
 
     def full(source: Path, target: Path) -> None:
         target.write_bytes(b"half")
@@ -373,10 +384,10 @@ def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(
     with monkeypatch.context() as patched:
         patched.setattr("shutil.copyfile", full)
         with pytest.raises(ApiError, match=r"can't be applied: OSError: .*No space left") as caught:
-            copy.whole(root / "v2", 2, shapes[False])
+            whole(copy, root / "v2", 2, shapes[False])
     assert caught.value.status == 409
     assert list((tmp_path / "temporary").iterdir()) == []
-    copy.whole(root / "v2", 2, shapes[False])
+    whole(copy, root / "v2", 2, shapes[False])
 
 
 def test_what_killed_servers_left_behind_is_removed_at_the_next_start(
@@ -396,6 +407,6 @@ def test_a_delta_of_another_version_number_is_refused(
     kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy
 ) -> None:
     publish_delta(kit, root)
-    copy.whole(root / "v1", 1, shapes[False])
+    whole(copy, root / "v1", 1, shapes[False])
     with pytest.raises(ApiError, match="is of version 2, not 3"):
-        copy.whole(root / "v2", 3, shapes[False])
+        whole(copy, root / "v2", 3, shapes[False])

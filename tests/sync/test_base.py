@@ -11,7 +11,7 @@ import pytest
 from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
 from hocket.pool import ServerPool
-from hocket.protocol import Health, ReloadResponse, TensorLayout
+from hocket.protocol import Health, ReloadResponse, TensorLayout, TensorSpec
 from hocket.sync.base import WeightSync
 from hocket.sync.delivery import Delivery
 from hocket.types import Completion, Prompt, SamplingParams, TrainSample
@@ -77,7 +77,9 @@ class FakeTrainer:
         self.scored.append(samples)
         return self.gaps.pop(0) if self.gaps else 1e-6
 
-    def export(self, folder: Path) -> None: ...
+    def export(self, folder: Path) -> dict[str, TensorSpec]:
+        return {}
+
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
         return []
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from hocket import config as config_module
 from hocket import delta, manifest
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import ReloadRequest, ReloadResponse
+from hocket.protocol import ReloadRequest, ReloadResponse, TensorSpec
 from hocket.server.errors import ApiError
 from hocket.server.versions import ModelShapes, PatchedCopy
 from hocket.sync.disk import DiskTransport
@@ -32,9 +32,10 @@ class FakeTrainer:
         for place in at:
             self.weights["a"].view(-1)[place] += 1
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path) -> dict[str, TensorSpec]:
         self.exports += 1
         save_file(self.weights, folder / "model.safetensors")
+        return manifest.specs(self.weights.items())
 
     def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
         for item in self.weights.items():
@@ -57,7 +58,8 @@ class FakeServer:
         self.names.append("/".join(name.split("/")[-2:]))
         shapes = ModelShapes(shapes=SHAPES, tied={})
         try:
-            folder, described = self.copy.whole(self.root / name, request.version, shapes)
+            described = manifest.read(self.root / name)
+            folder = self.copy.whole(self.root / name, described, request.version, shapes)
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
         self.holds = load_file(folder / "model.safetensors")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from hocket import config as config_module
 from hocket import manifest
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import DiskSource, ReloadRequest, ReloadResponse
+from hocket.protocol import DiskSource, ReloadRequest, ReloadResponse, TensorSpec
 from hocket.sync.delivery import Delivery
 from hocket.sync.disk import DiskTransport
 
@@ -21,12 +21,13 @@ class FakeTrainer:
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.exports = fails, 0
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path) -> dict[str, TensorSpec]:
         self.exports += 1
         save_file(WEIGHTS, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
         if self.fails:
             raise OSError(28, "No space left on device")
+        return manifest.specs(WEIGHTS.items())
 
 
 class FakeServer:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from hocket import config as config_module
+from hocket import manifest
 from hocket.errors import ServerError, SyncError
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
-from hocket.protocol import Health, ReloadRequest, ReloadResponse, SleepRequest, SleepResponse, WakeRequest
+from hocket.protocol import Health, ReloadRequest, ReloadResponse, SleepRequest, SleepResponse, TensorSpec, WakeRequest
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns, put_to_sleep
@@ -82,12 +83,13 @@ class World:
     def offload(self) -> None:
         self.did("offload")
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path) -> dict[str, TensorSpec]:
         import torch
         from safetensors.torch import save_file
 
         self.did("write")
         save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+        return manifest.specs([("w", torch.ones(2))])
 
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
         self.did("score")

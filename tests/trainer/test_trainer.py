@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -8,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hocket import config as config_module
+from hocket import manifest, transfer
 from hocket import tokenizer as tokenizers
-from hocket import transfer
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import Health
 from hocket.trainer.ranks import Ranks
@@ -211,8 +213,9 @@ def test_the_layout_is_that_of_the_stream_and_the_stream_that_of_the_export(
         trainer.step(make_samples())
         buckets = stream(trainer, max_bytes)
         assert [transfer.layout(bucket) for bucket in buckets] == trainer.layout(max_bytes)
-        trainer.export(tmp_path / "model")
+        specs = trainer.export(tmp_path / "model")
     streamed = dict(item for bucket in buckets for item in bucket)
+    assert specs == manifest.specs(streamed.items())
     assert len(streamed) == sum(map(len, buckets))  # each tensor once
     written = load_file(tmp_path / "model" / "model.safetensors")
     assert streamed.keys() == written.keys() == load_file(Path(path) / "model.safetensors").keys()
@@ -225,6 +228,24 @@ def test_the_layout_is_that_of_the_stream_and_the_stream_that_of_the_export(
     elif model != "experts_model":  # whose parameters in memory hold all experts of a layer
         sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
         assert all(size <= max_bytes or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
+
+
+@pytest.mark.parametrize("model", ["tied_model", "experts_model"])
+def test_an_export_in_several_files_is_whole(
+    ranks: Ranks, model: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "hocket.trainer.trainer.save_torch_state_dict", functools.partial(save_torch_state_dict, max_shard_size=8192)
+    )
+    with make_trainer(ranks, request.getfixturevalue(model), "model.dtype=bfloat16") as trainer:
+        specs = trainer.export(tmp_path)
+        files = list(tmp_path.glob("model-*-of-*.safetensors"))
+        assert len(files) > 2
+        assert sum(path.stat().st_size for path in files) < 2 * trainer.num_parameters + 4096 * len(files)
+    assert specs == manifest.specs(manifest.tensors(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.num_parameters() == trainer.num_parameters
+    assert loaded.dtype == torch.bfloat16
 
 
 def test_experts_are_streamed_one_by_one_as_checkpoints_name_them(ranks: Ranks, experts_model: str) -> None:
@@ -302,7 +323,7 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
 
     with make_trainer(ranks, tied_model) as trainer:
         with monkeypatch.context() as patch:
-            patch.setattr(trainer._policy.model, "save_pretrained", full)
+            patch.setattr("hocket.trainer.trainer.save_torch_state_dict", full)
             with pytest.raises(OSError, match="No space left"):
                 trainer.export(tmp_path / "model")
         assert not trainer.step(make_samples()).skipped

@@ -8,7 +8,6 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hocket import tokenizer as tokenizers
@@ -246,12 +245,14 @@ class Engine:
             if isinstance(source, DiskSource):
                 key = source.name
                 folder = await self._reading_files(versions.find, self._root, source.name)
-                if (held := self._holds(key, request.version)) and _published(folder, held.checksum):
+                described = await self._reading_files(versions.read_manifest, folder)
+                if (held := self._holds(key, request.version)) and held.checksum == described.checksum:
                     return held
-                adapter = await self._reading_files(versions.read_adapter, folder)
+                adapter = await self._reading_files(versions.read_adapter, folder, described)
                 expected = self._expected(adapter, shapes)
-                folder, wanted = await self._reading_files(self._copy.whole, folder, request.version, expected)
-                call, argument, checksum = "hocket_load_disk", str(folder), wanted.checksum
+                folder = await self._reading_files(self._copy.whole, folder, described, request.version, expected)
+                call, checksum = "hocket_load_disk", described.checksum
+                arguments: tuple[str, ...] = (str(folder), adapter.model_dump_json() if adapter else "")
             else:
                 key = source.session
                 if held := self._holds(key, request.version):
@@ -259,12 +260,12 @@ class Engine:
                 adapter = source.adapter
                 self._check_transfer(source, self._expected(adapter, shapes))
                 # Each bucket is verified on its arrival, by the checksums that came with it.
-                call, argument, checksum = "hocket_load_group", source.model_dump_json(), None
+                call, checksum, arguments = "hocket_load_group", None, (source.model_dump_json(),)
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
                 await self._pause(request.in_flight)
             self._status = "updating"
             self._base_replaced |= adapter is None
-            loaded = await self._load(request, call, argument, checksum)
+            loaded = await self._load(request, call, arguments, checksum)
             self._has_weights, self._version = True, request.version
             if self._stopping:
                 raise ApiError(503, "shutting_down", "the server is shutting down", "publish it again when it is back")
@@ -420,11 +421,13 @@ class Engine:
                 raise RuntimeError(answer["error"])
         return [answer["value"] for answer in answers]
 
-    async def _load(self, request: ReloadRequest, call: str, argument: str, checksum: str | None) -> dict[str, Any]:
+    async def _load(
+        self, request: ReloadRequest, call: str, arguments: Sequence[str], checksum: str | None
+    ) -> dict[str, Any]:
         """Has the workers of a paused engine load, and resumes if all of them then hold the same, and what was sent."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                answers = await self._call(call, argument)
+                answers = await self._call(call, *arguments)
                 if len({checksum or answers[0]["checksum"], *(answer["checksum"] for answer in answers)}) > 1:
                     raise RuntimeError("the tensors that reached the model are not those that were published")
                 await self.llm.update_weight_version(str(request.version))
@@ -470,11 +473,6 @@ class Engine:
         await self._abort_all()
         self._reading.shutdown(wait=False, cancel_futures=True)
         self._copy.discard()
-
-
-def _published(folder: Path, checksum: str) -> bool:
-    """Tells whether the folder still is the version with this checksum."""
-    return versions.read_manifest(folder).checksum == checksum
 
 
 def _cause(error: Exception) -> str:

@@ -138,13 +138,12 @@ def find(root: Path, name: str) -> Path:
     return folder
 
 
-def verify(folder: Path, version: int, expected: ModelShapes) -> Manifest:
-    """Reads the whole version and returns its manifest if every byte is as it says and the model can take it.
+def verify(folder: Path, described: Manifest, version: int, expected: ModelShapes) -> None:
+    """Reads the whole version, and returns if every byte is as described and the model can take it.
 
     Raises:
         ApiError: 409 with the reason; nothing has been loaded.
     """
-    described = read_manifest(folder)
     if described.version != version:
         raise _refused(f"the manifest is of version {described.version}, not {version}")
     if manifest.total_checksum(described.tensors) != described.checksum:
@@ -161,7 +160,6 @@ def verify(folder: Path, version: int, expected: ModelShapes) -> Manifest:
     missing = sorted(described.tensors.keys() - found.keys())
     if missing:
         raise _refused(f"tensor {missing[0]!r} is missing in the files ({len(missing)} in all)")
-    return described
 
 
 def temporary_prefix() -> str:
@@ -189,8 +187,8 @@ class PatchedCopy:
         self._folder: Path | None = None
         self._checksum = ""
 
-    def whole(self, folder: Path, version: int, expected: ModelShapes) -> tuple[Path, Manifest]:
-        """Returns a folder with all of a version, verified as by `verify`, and its manifest.
+    def whole(self, folder: Path, described: Manifest, version: int, expected: ModelShapes) -> Path:
+        """Returns a folder with all tensors of a version, verified as by `verify`.
 
         Args:
             folder: the version: complete, or a delta, which is applied to the copy.
@@ -198,12 +196,11 @@ class PatchedCopy:
         Raises:
             ApiError: 409 with the reason. After a delta the trainer may publish the version in full.
         """
-        described = read_manifest(folder)
         if described.base is None:
-            verify(folder, version, expected)
+            verify(folder, described, version, expected)
             self.discard()
             self._full = (folder, described.checksum)
-            return folder, described
+            return folder
         try:
             if self._folder is None or self._checksum not in (described.base.checksum, described.checksum):
                 self.discard()
@@ -211,8 +208,7 @@ class PatchedCopy:
                 assert self._folder is not None
             self._checksum = ""  # until all of it has been verified, it is no version
             delta.patch(self._folder, folder)  # which may be done twice
-            shutil.copyfile(folder / manifest.MANIFEST_FILE, self._folder / manifest.MANIFEST_FILE)
-            verify(self._folder, version, expected)
+            verify(self._folder, described, version, expected)
         except Exception as error:
             self.discard()
             if isinstance(error, ApiError):
@@ -220,7 +216,7 @@ class PatchedCopy:
             # Whatever it was, a full disk or a delta of nonsense: the version in full needs no copy.
             raise _refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
         self._checksum = described.checksum
-        return self._folder, described
+        return self._folder
 
     def _copy(self, base: BaseVersion) -> None:
         """Makes a new copy of the base, if that is the newest full version."""
@@ -247,13 +243,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise _refused(f"can't read {manifest.MANIFEST_FILE}: {error}") from error
 
 
-def read_adapter(folder: Path) -> AdapterConfig | None:
+def read_adapter(folder: Path, described: Manifest) -> AdapterConfig | None:
     """Reads what the adapter is, None for a version that is none. Raises ApiError where it can't be read."""
-    described = read_manifest(folder)
-    if described.content == "adapter" and described.base is not None:
+    if described.content != "adapter":
+        return None
+    if described.base is not None:
         raise _refused("an adapter is published whole, never as what has changed in it")
     try:
-        return manifest.read_adapter(folder)
+        return AdapterConfig.model_validate_json((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _refused(f"can't read {manifest.ADAPTER_FILE}, or it is not of plain LoRA: {error}") from error
 

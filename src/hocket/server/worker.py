@@ -54,19 +54,22 @@ class WorkerExtension:
     hocket_group: "tuple[str, WeightGroup] | None" = None
 
     @_answer
-    def hocket_load_disk(self, folder: str) -> dict[str, Any]:
+    def hocket_load_disk(self, folder: str, adapter: str) -> dict[str, Any]:
         """Loads every tensor of the folder into the model, in place; those of an adapter beside it.
 
         The caller has paused the engine and verified the folder. When this raises, the model is unusable until a later
         call succeeds.
 
+        Args:
+            adapter: its AdapterConfig, "" for whole weights.
+
         Returns:
             `checksum` of the tensors as they went into the model and `num_tensors`.
         """
-        from hocket import manifest
+        from hocket.protocol import AdapterConfig
 
         with _ahead(_read(Path(folder))) as parts:
-            return self._hocket_load(parts, manifest.read_adapter(Path(folder)))
+            return self._hocket_load(parts, AdapterConfig.model_validate_json(adapter) if adapter else None)
 
     @_answer
     def hocket_join_group(self, message: str, size: int) -> None:

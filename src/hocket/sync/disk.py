@@ -2,18 +2,17 @@
 
 The receiving half is `/reload_weights` in server/engine.py and server/worker.py, and `/upload` in server/uploads.py. A
 version is a folder of its own: written under a temporary name, flushed to disk, marked COMPLETE and renamed.
-weights/v000012 is a complete Hugging Face model, or a PEFT adapter, and read back for its manifest; deltas/v000012 has
-the manifest of the same weights, but only what changed in them since version 11 (hocket.delta). A server that can't use
-it gets the model.
+weights/v000012 is a complete Hugging Face model, or a PEFT adapter, and its manifest is of the tensors in the trainer's
+memory, so that a server also sees what went wrong while they were written; deltas/v000012 has the manifest of the same
+weights, but only what changed in them since version 11 (hocket.delta). A server that can't use it gets the model.
 """
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +23,7 @@ from hocket import delta, manifest
 from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import BaseVersion, Content, DiskSource, Manifest, ReloadRequest, ReloadResponse
+from hocket.protocol import BaseVersion, Content, DiskSource, Manifest, ReloadRequest, ReloadResponse, TensorSpec
 from hocket.sync.delivery import Delivery
 from hocket.system import flush
 
@@ -32,8 +31,11 @@ from hocket.system import flush
 class Exporter(Protocol):
     """What publishing needs of the trainer."""
 
-    def export(self, folder: Path) -> None:
-        """Writes the current weights as a Hugging Face model, or those of the adapter, where there is one, as PEFT."""
+    def export(self, folder: Path) -> dict[str, TensorSpec]:
+        """Writes the current weights as a Hugging Face model, or those of the adapter, where there is one, as PEFT.
+
+        Returns what they are in memory.
+        """
 
     def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
         """Gives the current weights to `sink`, under the names of the exported ones."""
@@ -67,16 +69,15 @@ class DiskTransport:
         start = time.perf_counter()
         first = self._write_delta(version) or self._write_full(version)
         written = time.perf_counter()
-        answers = dict(zip(servers, await self._send(first, servers), strict=True))
+        sent, notes = await asyncio.gather(self._send(first, servers), asyncio.to_thread(self._prune))
+        answers = dict(zip(servers, sent, strict=True))
         num_bytes = first.num_bytes * len(servers)
-        notes = []
         refused = [server for server in servers if first is self._delta and _refused(answers[server])]
         if refused:
-            notes = [f"version {version} goes to {server.url} in full: {answers[server]}" for server in refused]
+            notes += [f"version {version} goes to {server.url} in full: {answers[server]}" for server in refused]
             full = self._write_full(version)
             answers |= zip(refused, await self._send(full, refused), strict=True)
             num_bytes += full.num_bytes * len(refused)
-        notes += self._prune()
         return Delivery(
             checksum=first.checksum,
             num_bytes=num_bytes // len(servers) if servers else first.num_bytes,
@@ -118,25 +119,17 @@ class DiskTransport:
                 self._last, self._base = {}, None
 
             def content(folder: Path) -> tuple[Manifest, None]:
-                self._trainer.export(folder)
+                specs = self._trainer.export(folder)
                 kind: Content = "adapter" if (folder / manifest.ADAPTER_FILE).is_file() else "weights"
-                tensors = self._kept(folder) if keep else manifest.tensors(folder)
-                with concurrent.futures.ThreadPoolExecutor(1) as disk:  # it works while the checksums are computed
-                    flushed = [disk.submit(flush, path) for path in folder.glob("*.safetensors")]
-                    made = manifest.build(version, tensors, content=kind)
-                    for file in flushed:
-                        file.result()
-                return made, None
+                if keep:  # what was read may still be the file
+                    self._last = {name: tensor.clone() for name, tensor in manifest.tensors(folder)}
+                checksum = manifest.total_checksum(specs)
+                return Manifest(version=version, content=kind, tensors=specs, checksum=checksum), None
 
             self._full = self._write(version, self._weights, content)
             if keep:
                 self._base = BaseVersion(version=version, checksum=self._full.checksum)
         return self._full
-
-    def _kept(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in manifest.tensors(folder):
-            self._last[name] = tensor.clone()  # what was read may still be the file
-            yield name, tensor
 
     def _write_delta(self, version: int) -> "_Written | None":
         """Writes what changed since the version before, or returns None where this one is to be sent in full."""
@@ -205,7 +198,7 @@ class DiskTransport:
     def _prune(self) -> list[str]:
         """Removes all but the newest folders of both kinds; returns what stood in the way.
 
-        What a delta changes is there until all servers have answered; by then they have copies of their own.
+        Servers may be loading: the newest delta, and what they change by it, the newest version in full, are kept.
         """
         notes = []
         for parent in filter(Path.is_dir, (self._weights, self._deltas)):

@@ -5,7 +5,6 @@ random and B [out, rank] zero at first, so that training starts from the model a
 """
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -70,13 +69,8 @@ def published_name(name: str) -> str:
     return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
 
 
-def save(folder: Path, adapter: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Writes an adapter as PEFT does.
-
-    Args:
-        tensors: by their names in memory.
-    """
-    published = {published_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> None:
+    """Writes an adapter as PEFT does; its tensors have their published names."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")

@@ -1,5 +1,6 @@
 """The trainer as the loop sees it: one object on rank 0; the other ranks follow and do the same work."""
 
+import concurrent.futures
 import math
 import shutil
 import time
@@ -8,19 +9,21 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
+from hocket import manifest, transfer
 from hocket import tokenizer as tokenizers
-from hocket import transfer
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
 from hocket.config import AlgorithmConfig, Config
 from hocket.errors import TrainerError
-from hocket.protocol import AdapterConfig, Health, TensorLayout
+from hocket.protocol import AdapterConfig, Health, TensorLayout, TensorSpec
 from hocket.trainer import flops, guards, lora
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
 from hocket.trainer.engine import DeepSpeedEngine
-from hocket.trainer.policy import PREFIX, Policy, compute_dtype
+from hocket.trainer.policy import Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
 from hocket.types import StepStats, TrainSample
 
@@ -181,17 +184,21 @@ class Trainer:
         gap: float = self._together("logprob_gap", tuple(samples))
         return gap
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path) -> dict[str, TensorSpec]:
         """Writes the weights in Hugging Face format: safetensors in the compute dtype, config.json, tokenizer.
 
         Where an adapter is trained, only that, in PEFT's format.
 
+        Returns:
+            What the files are to hold, of the tensors in memory: a reader can prove the files with it.
+
         Raises:
             OSError, SafetensorError: it can't be written; the trainer goes on.
         """
-        failure: Exception | None = self._together("export", folder)
-        if failure is not None:
-            raise failure
+        written: dict[str, TensorSpec] | Exception = self._together("export", folder)
+        if isinstance(written, Exception):
+            raise written
+        return written
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
         """Describes the buckets that `stream` will give; no rank but 0 is needed for it."""
@@ -376,28 +383,34 @@ class Trainer:
             total += float(gap_bt.double().abs().sum()) / batch.num_tokens_global
         return self._ranks.sum([total])[0]
 
-    def _export(self, folder: Path) -> Exception | None:
-        tensors = {
-            name.removeprefix(PREFIX): tensor.to("cpu", copy=self._engine.stage == 3)  # else it stays what it is
+    def _export(self, folder: Path) -> dict[str, TensorSpec] | Exception:
+        named = [
+            (name, tensor.to("cpu", copy=self._engine.stage == 3))  # else it stays what it is
             for bucket in self._engine.buckets(EXPORT_BYTES)
             for name, tensor in bucket
-        }
-        try:
-            if self.is_main:
-                self._write(folder, tensors)
-        except (OSError, SafetensorError) as error:  # of rank 0's disk alone
-            return error
-        return None
+        ]
+        if not self.is_main:
+            return {}
+        # DeepSpeed's tensors are parts of one, and would be cloned or refused as shared ones.
+        published = {name: from_dlpack(tensor.contiguous()) for name, tensor in self._policy.as_published(named)}
+        with concurrent.futures.ThreadPoolExecutor(1) as sums:  # of the tensors, while they are written
+            specs = sums.submit(manifest.specs, published.items())
+            try:
+                self._write(folder, published)
+            except (OSError, SafetensorError) as error:  # of rank 0's disk alone
+                return error
+        return specs.result()
 
-    def _write(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+    def _write(self, folder: Path, published: dict[str, Tensor]) -> None:
         if self.adapter is not None:
-            lora.save(folder, self.adapter, tensors)
+            lora.save(folder, self.adapter, published)
             return
         model = self._policy.model
-        model.save_pretrained(folder, state_dict=tensors)
+        model.config.architectures = [type(model).__name__]
         model.config.dtype = self._dtype  # of the tensors; the live parameters of ZeRO-0 are float32
-        model.config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        for part in (model.config, model.generation_config, self.tokenizer):
+            part.save_pretrained(folder)
+        save_torch_state_dict(dict(published), folder)
         for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
             shutil.copymode(folder / "config.json", file)
 
