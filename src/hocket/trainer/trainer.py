@@ -20,6 +20,7 @@ from hocket.protocol import AdapterConfig, Health, TensorLayout
 from hocket.trainer import lora
 from hocket.trainer.batching import TrainBatch, check_fits, pack
 from hocket.trainer.engine import DeepSpeedEngine
+from hocket.trainer.flops import model_flops, step_flops
 from hocket.trainer.policy import PREFIX, Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
 from hocket.types import StepStats, TrainSample
@@ -100,12 +101,12 @@ class Trainer:
         self._policy = Policy(
             config.model,
             dtype=DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=device),
-            device=device,
             temperature=temperature,
             chunk_tokens=config.trainer.logprob_chunk_tokens,
             gradient_checkpointing=config.trainer.gradient_checkpointing,
             seed=config.trainer.seed,
         )
+        self._flops = model_flops(self._policy.model)
         with self._ranks.deadline("starting DeepSpeed"):
             self._engine = DeepSpeedEngine(self._policy, config.trainer, dtype=self._dtype, ranks=self._ranks)
             self._policy.check_architecture(device)
@@ -311,7 +312,7 @@ class Trainer:
             samples,
             micro_batch_tokens=self._config.micro_batch_tokens,
             num_ranks=self._ranks.size,
-            pad_id=self.tokenizer.pad_token_id or 0,
+            cost=lambda length: step_flops(self._flops, [length], length),
         )[self._ranks.rank]
 
     @torch.no_grad()
