@@ -132,6 +132,8 @@ def test_an_architecture_with_more_in_its_attention_is_refused(
         policy.check_architecture(CPU)
 
 
-def test_a_model_that_does_not_hand_the_segments_on_is_refused(inputs: Inputs) -> None:
-    with pytest.raises(TrainerError, match="has an attention of its own"):
-        attend(nn.Module(), *inputs, None, scaling=0.3)
+def test_without_segments_the_row_is_one(inputs: Inputs) -> None:
+    result, _ = attend(nn.Module(), *inputs, None, scaling=0.3)
+    torch.testing.assert_close(result.double(), by_hand(*inputs, [sum(LENGTHS)], 1000), atol=1e-6, rtol=1e-5)
+    with pytest.raises(TrainerError, match="a mask of its own"):
+        attend(nn.Module(), *inputs, torch.zeros(1, 1, 1, 1), scaling=0.3)

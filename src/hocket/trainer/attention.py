@@ -76,15 +76,19 @@ def attend(
 
     Args:
         query: [1, heads, row, d]; of keys and values there may be fewer heads, each for as many heads of the query.
+        segments: default: the row is one.
         sliding_window: how many positions one sees, itself included.
 
     Raises:
         TrainerError: the model asks for what this function does not do.
     """
     asked = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-    if segments is None or attention_mask is not None or asked:
-        what = f"uses {' and '.join(asked)} in its attention" if asked else "has an attention of its own"
-        raise TrainerError(f"{type(module).__name__} {what}; its architecture can't be trained here")
+    if attention_mask is not None or asked:
+        what = " and ".join(asked) or "a mask of its own"
+        raise TrainerError(
+            f"{type(module).__name__} uses {what} in its attention; its architecture can't be trained here"
+        )
+    segments = segments or Segments.of([query.shape[2]], query.device)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query_rhd, key_rhd, value_rhd = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
