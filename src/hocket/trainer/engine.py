@@ -26,6 +26,8 @@ from hocket.trainer import offload
 from hocket.trainer.ranks import Ranks
 
 _TAG = "state"
+BUCKET_ELEMENTS = 50_000_000
+"""Gradients are summed over ranks in buckets of this size. DeepSpeed's own is ten times that, and allocated in full."""
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -51,9 +53,12 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
         "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer forms micro-batches and accumulates itself
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         "steps_per_print": 10**9,
     }
+    if config.offload_optimizer:
+        values["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        values["zero_force_ds_cpu_optimizer"] = False  # which would have to be compiled; torch's AdamW runs there too
     if dtype == torch.bfloat16 and stage == 0:
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}  # its own bf16 optimizer loses precision here
     elif dtype == torch.bfloat16:
@@ -113,6 +118,7 @@ class DeepSpeedEngine:
                 dist_init_required=False,
             )
         self._dtype = dtype
+        self._offloads = config.offload_optimizer and ranks.device.type == "cuda"
         self._offloaded: offload.Offloaded = ()
 
     @staticmethod
@@ -129,6 +135,13 @@ class DeepSpeedEngine:
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
         return float(self._scheduler.get_last_lr()[0])
+
+    def bytes_to_come(self) -> int:
+        """Returns the bytes that the first step will take on the device for good: AdamW's two moments."""
+        if self._offloads:
+            return 0
+        trained = sum(_shape(parameter).numel() for _, parameter in self._trained())
+        return 8 * trained // (1 if self.stage == 0 else self._ranks.size)
 
     def forward(self, *args: Any) -> Any:
         """Calls the module."""
@@ -152,6 +165,9 @@ class DeepSpeedEngine:
                 return None
         self._engine.step()
         if not self._engine.was_step_applied():
+            # With offload_optimizer and bfloat16, ZeRO-1 and 2 keep a broken gradient and would skip every later step.
+            averaged = getattr(self._engine.optimizer, "averaged_gradients", {})
+            averaged.update(dict.fromkeys(averaged))
             return None
         return float(self._engine.get_global_grad_norm()) if norm is None else norm
 

@@ -56,9 +56,8 @@ class Policy(nn.Module):
         transformers.utils.logging.disable_progress_bar()
         options = {"dtype": dtype, "attn_implementation": attention.NAME}
         if config.random_init:
-            architecture = _load(transformers.AutoConfig.from_pretrained, config.path)
             torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(architecture, **options)
+            model = _from_config(config, **options)
         else:
             model = _load(transformers.AutoModelForCausalLM.from_pretrained, config.path, **options)
         self.adapter = None if config.lora is None else lora.inject(model, config.lora, base=config.path, seed=seed)
@@ -69,6 +68,8 @@ class Policy(nn.Module):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()  # transformers recomputes activations in training mode only
         _switch_dropout_off(model)
+        if config.float32_head:
+            _compute_in_float32(model.get_output_embeddings())
 
     @property
     def vocab_size(self) -> int:
@@ -138,6 +139,28 @@ class Policy(nn.Module):
             raise TrainerError(f"{name} lets sequences that share a row see each other; it can't be trained here")
 
 
+def skeleton(config: ModelConfig) -> Any:
+    """Returns the model without weights (on the meta device), to learn its sizes. Raises ConfigError."""
+    with torch.device("meta"):
+        model = _from_config(config)
+        if config.lora is not None:
+            lora.inject(model, config.lora, base=config.path, seed=0)
+    return model
+
+
+def _compute_in_float32(head: nn.Module) -> None:
+    # Within the module's own call, so that hooks which gather its weights run.
+    if not isinstance(head, nn.Linear):
+        raise TrainerError(f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer")
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if head.bias is None else head.bias.float()
+            return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+    head.forward = forward  # type: ignore[method-assign, assignment]
+
+
 def _close(actual: Tensor, expected: Tensor) -> bool:
     # Relative to the spread of the logits: rounding in 16 bits stays far below this, a real difference does not.
     return bool((actual - expected).float().abs().mean() <= 0.05 * expected.float().std())
@@ -149,6 +172,11 @@ def _switch_dropout_off(model: nn.Module) -> None:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a number, which nn.Module is not typed to hold
+
+
+def _from_config(config: ModelConfig, **options: Any) -> Any:
+    architecture = _load(transformers.AutoConfig.from_pretrained, config.path)
+    return transformers.AutoModelForCausalLM.from_config(architecture, **options)
 
 
 def _load(loader: Any, path: str, **options: Any) -> Any:
