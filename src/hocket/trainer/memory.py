@@ -1,7 +1,8 @@
 """How much memory a step takes: estimated before anything is loaded, measured for trainer.micro_batch_tokens: auto.
 
 The estimate knows the architecture's sizes and what DeepSpeed keeps (measured with 0.19.8); it is good to some 15 % for
-the usual decoder, and high where 16 bits are autocast (ZeRO-0). The measurement runs a micro-batch and sees what is allocated. Never knows samples or losses.
+the usual decoder, and high where 16 bits are autocast (ZeRO-0). The measurement sees what is allocated while something
+runs. Never knows samples or losses.
 """
 
 import dataclasses
