@@ -54,6 +54,7 @@ def train(config: Config) -> int:
         from hocket.trainer.trainer import Trainer
 
         trainer = stack.enter_context(Trainer(config))
+        console.say(trainer.memory)
 
         async def run() -> None:
             async with _pool(config, **tell) as servers:

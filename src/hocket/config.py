@@ -66,6 +66,9 @@ class ModelConfig(Section):
     random_init: bool = Field(
         False, description="Start from random weights; path then needs only a config and a tokenizer."
     )
+    float32_head: bool = Field(
+        False, description="Compute logits in float32 on both sides, server and trainer, whatever the dtype."
+    )
     lora: LoraConfig | None = Field(
         None,
         description="Train and publish an adapter alone, beside frozen weights; {}: as below. Its learning rate is "
@@ -186,16 +189,26 @@ class TrainerConfig(Section):
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of AdamW.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decay rates.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this.")
-    micro_batch_tokens: int = Field(
-        8192, ge=2, description="Most tokens, padding included, in one forward pass of one rank."
+    micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
+        8192, description="Most tokens in one forward pass of one rank; auto: as many as fit, measured at the start."
     )
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None, description="DeepSpeed ZeRO stage; default: 1 on a CPU, 2 on a GPU."
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    offload_optimizer: bool = Field(
+        False,
+        description="Keep the optimizer's state in the CPU's memory and update the weights there: slow, but small.",
+    )
     max_skipped_steps: int = Field(5, ge=1, description="Non-finite steps in a row after which the run stops.")
     collective_timeout_s: float = Field(1800.0, gt=0, description="Deadline of any wait between trainer ranks.")
+
+    @pydantic.model_validator(mode="after")
+    def _offload_needs_zero(self) -> "TrainerConfig":
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
+        return self
 
 
 class SftConfig(Section):

@@ -53,6 +53,7 @@ def run(config: Config) -> None:
         console.say(
             f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters, on {trainer.num_ranks} rank(s)"
         )
+        console.say(trainer.memory)
         train(trainer, samples, config, recorder, console)
         export(trainer, output)
         console.say(f"wrote {output}")

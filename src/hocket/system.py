@@ -41,3 +41,22 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8", errors="replace")
     os.replace(partial, path)
+
+
+def free_memory() -> int:
+    """Returns the bytes of memory that this machine, or the control group that this process is in, has left (Linux)."""
+    info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(info["MemAvailable"].split()[0]) << 10
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            bounds = [Path(folder, name).read_text().strip() for name in (limit, used)]
+        except OSError:
+            continue
+        if bounds[0] != "max":
+            reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))  # cached files
+            free = min(free, int(bounds[0]) - int(bounds[1]) + reclaimable)
+    return max(free, 0)

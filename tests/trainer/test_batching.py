@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hocket.errors import TrainerError
-from hocket.trainer.batching import TrainBatch, pack
+from hocket.trainer.batching import TrainBatch, balance, pack
 from hocket.types import TrainSample
 
 
@@ -27,38 +27,39 @@ def random_samples(count: int, seed: int = 0) -> list[TrainSample]:
 
 
 def segments(batch: TrainBatch) -> list[tuple[list[int], list[int], list[bool], list[float], list[float]]]:
-    """Cuts each row at its position restarts: (inputs, targets, mask, log-probs, advantages) of every segment."""
-    found = []
-    for row in range(len(batch.input_ids_bt)):
-        positions = batch.position_ids_bt[row].tolist()
-        starts = [t for t, position in enumerate(positions) if position == 0]
-        for start, end in zip(starts, [*starts[1:], len(positions)], strict=True):
-            assert positions[start:end] == list(range(end - start))
-            found.append(
-                tuple(
-                    tensor[row, start:end].tolist()
-                    for tensor in (
-                        batch.input_ids_bt,
-                        batch.target_ids_bt,
-                        batch.mask_bt,
-                        batch.rollout_logprobs_bt,
-                        batch.advantages_bt,
-                    )
+    """(inputs, targets, mask, log-probs, advantages) of every segment."""
+    found, start = [], 0
+    for length in batch.segment_lengths:
+        part = slice(start, start + length)
+        assert batch.position_ids_bt[0, part].tolist() == list(range(length))
+        found.append(
+            tuple(
+                tensor[0, part].tolist()
+                for tensor in (
+                    batch.input_ids_bt,
+                    batch.target_ids_bt,
+                    batch.mask_bt,
+                    batch.rollout_logprobs_bt,
+                    batch.advantages_bt,
                 )
             )
+        )
+        start += length
+    assert batch.input_ids_bt.shape == (1, start)
     return found  # type: ignore[return-value]
 
 
 def test_a_hand_worked_batch() -> None:
     long, short, tiny = sample(5, 6, 7, 8, prompt=2, advantage=2.0), sample(1, 2, advantage=-1.0), sample(3, 4)
-    [[batch]] = pack([short, long, tiny], micro_batch_tokens=6, num_ranks=1, pad_id=9)
-    # the longest first; the two others share the second row, whose last position is padding
-    assert batch.input_ids_bt.tolist() == [[5, 6, 7], [1, 3, 9]]
-    assert batch.target_ids_bt.tolist() == [[6, 7, 8], [2, 4, 9]]
-    assert batch.position_ids_bt.tolist() == [[0, 1, 2], [0, 0, 0]]
-    assert batch.mask_bt.tolist() == [[False, True, True], [True, True, False]]
-    assert batch.rollout_logprobs_bt.tolist() == [[0.0, -7.0, -8.0], [-2.0, -4.0, 0.0]]
-    assert batch.advantages_bt.tolist() == [[0.0, 2.0, 2.0], [-1.0, 1.0, 0.0]]
+    [[batch]] = pack([short, long, tiny], micro_batch_tokens=6, num_ranks=1)
+    # the longest first, and no padding anywhere
+    assert batch.segment_lengths == (3, 1, 1)
+    assert batch.input_ids_bt.tolist() == [[5, 6, 7, 1, 3]]
+    assert batch.target_ids_bt.tolist() == [[6, 7, 8, 2, 4]]
+    assert batch.position_ids_bt.tolist() == [[0, 1, 2, 0, 0]]
+    assert batch.mask_bt.tolist() == [[False, True, True, True, True]]
+    assert batch.rollout_logprobs_bt.tolist() == [[0.0, -7.0, -8.0, -2.0, -4.0]]
+    assert batch.advantages_bt.tolist() == [[0.0, 2.0, 2.0, -1.0, 1.0]]
     assert (batch.num_tokens_global, batch.num_sequences_global, batch.max_tokens) == (4, 3, 4)
 
 
@@ -90,16 +91,39 @@ def test_every_sample_is_in_exactly_one_segment_and_no_batch_is_too_big(
     assert found == expected
 
 
-def test_several_short_sequences_share_a_row() -> None:
-    samples = [sample(*range(1, 18)), *(sample(1, 2, 3) for _ in range(8))]  # 16 positions and 8 times 2
-    [[batch]] = pack(samples, micro_batch_tokens=32, num_ranks=1)
-    assert batch.input_ids_bt.shape == (2, 16)
+def test_micro_batches_are_filled_longest_first_and_the_costliest_comes_first() -> None:
+    # 9, 6, 4, 3, 2 and 2 positions into tens: 9 | 6 + 4 | 3 + 2 + 2; the squares are 81, 52 and 17
+    samples = [sample(*range(1, length + 2)) for length in (2, 9, 3, 6, 2, 4)]
+    [batches] = pack(samples, micro_batch_tokens=10, num_ranks=1, cost=lambda length: length**2)
+    assert [batch.segment_lengths for batch in batches] == [(9,), (6, 4), (3, 2, 2)]
+    [batches] = pack(samples, micro_batch_tokens=10, num_ranks=1)
+    assert [batch.segment_lengths for batch in batches] == [(6, 4), (9,), (3, 2, 2)]
 
 
-def test_ranks_share_the_tokens_evenly() -> None:
-    ranks = pack(random_samples(64), micro_batch_tokens=10_000, num_ranks=4)
-    tokens = [sum(int((batch.target_ids_bt > 0).sum()) for batch in rank) for rank in ranks]
-    assert max(tokens) - min(tokens) < 20
+def test_differencing_is_done_as_karmarkar_and_karp_did_it() -> None:
+    # Their own example: 8, 7, 6, 5, 4 in two parts. 8 − 7 = 1 and 6 − 5 = 1 leave 4, 1, 1; then 3, 1; then 2.
+    parts = [sorted([8, 7, 6, 5, 4][index] for index in part) for part in balance([8, 7, 6, 5, 4], 2)]
+    assert sorted(parts) == [[4, 5, 7], [6, 8]]
+    assert balance([3.0], 3) == [[0], [], []]
+    assert sorted(balance([3.0, 1.0], 1)[0]) == [0, 1]
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 8])
+def test_no_part_costs_much_more_than_the_mean(num_parts: int) -> None:
+    rng = random.Random(num_parts)
+    lengths = [int(2000 ** rng.uniform(0.5, 1)) for _ in range(128)]
+    costs = [length + length**2 / 1000 for length in lengths]
+    parts = balance(costs, num_parts)
+    assert sorted(index for part in parts for index in part) == list(range(128))
+    sums = [sum(costs[index] for index in part) for part in parts]
+    assert max(sums) < 1.002 * sum(costs) / num_parts
+
+
+def test_ranks_share_the_cost_rather_than_the_tokens() -> None:
+    # With n² a sequence of 30 positions costs as much as nine of 10: tokens would put five of these beside it.
+    samples = [sample(*range(1, 32)), *(sample(*range(1, 12)) for _ in range(9))]
+    ranks = pack(samples, micro_batch_tokens=100, num_ranks=2, cost=lambda length: length**2)
+    assert sorted(batch.segment_lengths for [batch] in ranks) == [(10,) * 9, (30,)]
 
 
 def test_a_rank_that_runs_out_gets_masked_batches() -> None:

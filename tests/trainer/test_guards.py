@@ -268,14 +268,16 @@ def test_torchs_own_message_of_a_full_memory_is_understood() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(10**16)
     assert guards.is_out_of_memory(caught.value)
-    found = guards.out_of_memory(caught.value, TrainerConfig(), work="export", longest=0, vocab_size=64, on_gpu=True)
+    found = guards.out_of_memory(
+        caught.value, TrainerConfig(), micro_batch_tokens=8192, work="export", longest=0, vocab_size=64, on_gpu=True
+    )
     assert "for the export (asked for 3.64e+04 TiB)" in str(found)
     assert "server.gpu_memory_utilization" in str(found)
 
 
 def test_the_longest_sequence_bounds_the_smaller_micro_batch() -> None:
-    config = TrainerConfig(micro_batch_tokens=100, gradient_checkpointing=True)
-    arguments: Any = {"work": "step", "vocab_size": 64, "on_gpu": False}
+    config = TrainerConfig(gradient_checkpointing=True)
+    arguments: Any = {"micro_batch_tokens": 100, "work": "step", "vocab_size": 64, "on_gpu": False}
     error = RuntimeError(CPU_FULL.format(1))
     error.__traceback__ = None
     assert "micro_batch_tokens=70 (now 100)" in str(guards.out_of_memory(error, config, longest=70, **arguments))

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from hocket.algorithm.losses import LossConfig, policy_loss
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
+from hocket.trainer import attention
 from hocket.trainer.batching import pack
 from hocket.trainer.policy import Policy
 from hocket.types import TrainSample
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 def make_policy(path: str, **options: object) -> Policy:
     config = ModelConfig(path=path, random_init=bool(options.pop("random_init", False)))
     settings = {"temperature": 0.7, "chunk_tokens": 16} | options
-    return Policy(config, dtype=torch.float32, device=CPU, **settings)  # type: ignore[arg-type]
+    return Policy(config, dtype=torch.float32, **settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(tied_model: str, sam
     policy = make_policy(tied_model)
     model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
     [[batch]] = pack(samples, micro_batch_tokens=1000, num_ranks=1)
-    assert (batch.position_ids_bt[:, 1:] == 0).any()  # rows do hold several sequences
+    assert len(batch.segment_lengths) == 17
     with torch.no_grad():
         logprobs_bt, entropy_bt = policy(batch)
 
@@ -72,7 +73,7 @@ def loss_and_gradient(
 ) -> tuple[float, list[torch.Tensor]]:
     policy.zero_grad()
     total = 0.0
-    for batches in pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks, pad_id=62):
+    for batches in pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks):
         for batch in batches:
             logprobs_bt, _ = policy(batch)
             output = policy_loss(
@@ -113,14 +114,6 @@ def test_gradient_checkpointing_changes_no_gradient(tied_model: str, samples: li
         torch.testing.assert_close(grad, other)
 
 
-def test_a_batch_in_one_row_gives_the_same_logprobs(tied_model: str, samples: list[TrainSample]) -> None:
-    policy = make_policy(tied_model)
-    [[batch]] = pack(samples, micro_batch_tokens=1000, num_ranks=1)
-    expected, _ = policy(batch)
-    policy.single_row = True  # what flash attention needs
-    torch.testing.assert_close(policy(batch)[0], expected, atol=1e-5, rtol=0)
-
-
 def test_random_weights_depend_on_the_seed_only(tied_model: str) -> None:
     first, again, other = (make_policy(tied_model, random_init=True, seed=seed) for seed in (1, 1, 2))
     for a, b, c in zip(first.parameters(), again.parameters(), other.parameters(), strict=True):
@@ -152,6 +145,7 @@ def test_an_architecture_that_caps_its_logits_is_refused(tied_model: str) -> Non
 def test_an_architecture_that_mixes_packed_sequences_is_refused(
     tied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    original = attention.Segments.of
+    monkeypatch.setattr(attention.Segments, "of", lambda lengths, device: original([sum(lengths)], device))
     with pytest.raises(TrainerError, match="share a row"):
         make_policy(tied_model).check_architecture(CPU)

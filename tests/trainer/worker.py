@@ -37,6 +37,33 @@ SETTINGS = (
 )
 
 
+MATRIX = {
+    "ZeRO-0": ("trainer.zero_stage=0",),
+    "ZeRO-0, one micro-batch": ("trainer.zero_stage=0", "trainer.micro_batch_tokens=1000"),
+    "ZeRO-1": ("trainer.zero_stage=1",),
+    "ZeRO-1, smallest micro-batches, reversed": ("trainer.zero_stage=1", "trainer.micro_batch_tokens=19"),
+    "ZeRO-2": ("trainer.zero_stage=2",),
+    "ZeRO-2, one micro-batch, recomputed": (
+        "trainer.zero_stage=2",
+        "trainer.micro_batch_tokens=1000",
+        "trainer.gradient_checkpointing=true",
+    ),
+    "ZeRO-2, offloaded": ("trainer.zero_stage=2", "trainer.offload_optimizer=true"),
+    "ZeRO-3": ("trainer.zero_stage=3",),
+    "ZeRO-3, smallest micro-batches, whole logits": (
+        "trainer.zero_stage=3",
+        "trainer.micro_batch_tokens=19",
+        "trainer.logprob_chunk_tokens=1000",
+    ),
+    "ZeRO-3, offloaded, recomputed, reversed": (
+        "trainer.zero_stage=3",
+        "trainer.offload_optimizer=true",
+        "trainer.gradient_checkpointing=true",
+    ),
+}
+"""Ways to take the same steps in float32; every name says what is not as in SETTINGS."""
+
+
 def make_samples(step: int) -> list[TrainSample]:
     rng = random.Random(step)
     samples = []
@@ -110,6 +137,23 @@ def break_token(trainer: Trainer, token: int) -> None:
         return output.masked_fill((inputs[0] == token)[..., None], math.nan) if seen else output
 
     trainer._policy.model.get_input_embeddings().register_forward_hook(spoil)
+
+
+def matrix(model: str, output: Path) -> None:
+    """Two steps of every cell in MATRIX."""
+    shard_everything()
+    ranks = Ranks(timeout_s=60)
+    for name, settings in MATRIX.items():
+        trainer = Trainer(make_config(model, *settings), ranks=ranks)
+        if not trainer.is_main:
+            trainer.follow()
+            continue
+        with trainer:
+            order = -1 if "reversed" in name else 1
+            stats = [dataclasses.asdict(trainer.step(make_samples(step)[::order])) for step in range(2)]
+            trainer.export(output / name)
+            (output / name / "stats.json").write_text(json.dumps(stats))
+    ranks.close()
 
 
 def streams(model: str, output: Path) -> None:
@@ -228,6 +272,7 @@ def main(arguments: Sequence[str]) -> None:
     scenario, model, output = arguments
     scenarios = {
         "stages": stages,
+        "matrix": matrix,
         "streams": streams,
         "adapter": adapter,
         "main_fails": main_fails,

@@ -88,6 +88,8 @@ def engine_arguments(config: Config) -> Namespace:
         "host": server.host,
         "port": server.port,
     }
+    if config.model.float32_head:
+        settings["hf_overrides"] = {"head_dtype": "float32"}
     if lora_rank > 0:
         settings["max_lora_rank"] = min(allowed for allowed in get_args(MaxLoRARanks) if allowed >= lora_rank)
     kv_cache_mib = server.kv_cache_mib or (CPU_KV_CACHE_MIB if cpu else None)

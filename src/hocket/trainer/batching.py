@@ -1,12 +1,14 @@
 """Packs samples into micro-batches of bounded size; the only place where sequences move to the next-token axis.
 
-A sequence of n tokens becomes a segment of n − 1 positions: position t reads token t and predicts token t + 1. Several
-segments share a row, and `position_ids_bt` restarts at each of them, which is how the model keeps them apart: it lets a
-position attend within its segment only. Padding at the end of a row is a segment of its own.
+A sequence of n tokens becomes a segment of n − 1 positions: position t reads token t and predicts token t + 1. The
+segments of a micro-batch lie one after the other in a single row, without padding; `segment_lengths` is how the model
+keeps them apart, and `position_ids_bt` restarts at each of them. Which samples share a micro-batch or a rank changes no
+number that comes out, only how long it takes.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +19,10 @@ from hocket.types import TrainSample
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One forward pass of one rank. b rows, t next-token axis: everything at t is about the predicted token.
+    """One forward pass of one rank. b: one row; t next-token axis: everything at t is about the predicted token.
 
     Attributes:
+        segment_lengths: positions of each sequence, in their order in the row.
         mask_bt: true where the predicted token is trained.
         rollout_logprobs_bt: the engine's log-prob of the predicted token; 0 where the mask is false.
         advantages_bt: advantage of the predicted token; 0 where the mask is false.
@@ -29,6 +32,7 @@ class TrainBatch:
             calls the output head equally often, as ranks that share its weights must.
     """
 
+    segment_lengths: tuple[int, ...]
     input_ids_bt: Tensor
     target_ids_bt: Tensor
     position_ids_bt: Tensor
@@ -49,30 +53,6 @@ class TrainBatch:
         return dataclasses.replace(self, **tensors)
 
 
-class _MicroBatch:
-    """Rows of equal capacity, filled with samples."""
-
-    def __init__(self, capacity: int, max_rows: int) -> None:
-        self.capacity = capacity
-        self.max_rows = max_rows
-        self.rows: list[list[TrainSample]] = []
-        self.room: list[int] = []  # free positions per row
-
-    def add(self, sample: TrainSample) -> bool:
-        """Puts the sample into the first row with room for it; returns whether there was one."""
-        length = num_positions(sample)
-        for row, room in enumerate(self.room):
-            if length <= room:
-                self.rows[row].append(sample)
-                self.room[row] -= length
-                return True
-        if len(self.rows) == self.max_rows:
-            return False
-        self.rows.append([sample])
-        self.room.append(self.capacity - length)
-        return True
-
-
 def num_positions(sample: TrainSample) -> int:
     """Returns how many tokens the sample predicts: all but its first."""
     return len(sample.token_ids) - 1
@@ -91,71 +71,96 @@ def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int) -> None:
 
 
 def pack(
-    samples: Sequence[TrainSample], *, micro_batch_tokens: int, num_ranks: int, pad_id: int = 0
+    samples: Sequence[TrainSample],
+    *,
+    micro_batch_tokens: int,
+    num_ranks: int,
+    cost: Callable[[int], float] = float,
 ) -> list[list[TrainBatch]]:
     """Returns the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
-    Sequences, longest first, go to the rank with the fewest tokens so far; within a rank, into the first row with room
-    (first-fit decreasing). A row is as long as the longest sequence of its micro-batch, and a micro-batch has at most
-    `micro_batch_tokens` positions, padding included. A rank with fewer micro-batches gets fully masked ones.
+    Ranks get about the same cost; within a rank, sequences go longest first into the first micro-batch with room
+    (first-fit decreasing). A rank's costliest micro-batch comes first, so that what the ranks run at the same time is
+    about as long. A rank with fewer micro-batches gets fully masked ones.
+
+    Args:
+        micro_batch_tokens: most positions in a micro-batch.
+        cost: of a segment of so many positions, in any unit.
 
     Raises:
         TrainerError: there is no trained token, or a sample is too long.
     """
     check_fits(samples, micro_batch_tokens)
-    ordered = sorted(samples, key=num_positions, reverse=True)  # stable: equal lengths keep their order
-    shares: list[list[TrainSample]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for sample in ordered:
-        rank = loads.index(min(loads))
-        shares[rank].append(sample)
-        loads[rank] += num_positions(sample)
-
-    plans = [_fill(share, micro_batch_tokens) for share in shares]
+    plans = [
+        _fill([samples[index] for index in share], micro_batch_tokens, cost)
+        for share in balance([cost(num_positions(sample)) for sample in samples], num_ranks)
+    ]
     trained = [sum(sample.mask[1:]) for sample in samples]
     num_tokens, num_sequences = sum(trained), sum(count > 0 for count in trained)
     result: list[list[TrainBatch]] = [[] for _ in range(num_ranks)]
     for index in range(max(len(plan) for plan in plans)):
-        rows_by_rank = [plan[index].rows if index < len(plan) else [] for plan in plans]
-        max_tokens = max(sum(sum(s.mask[1:]) for row in rows for s in row) for rows in rows_by_rank)
-        for rank, rows in enumerate(rows_by_rank):
+        members = [plan[index] if index < len(plan) else [] for plan in plans]
+        max_tokens = max(sum(sum(sample.mask[1:]) for sample in row) for row in members)
+        for rank, row in enumerate(members):
             result[rank].append(
-                _tensors(rows, pad_id, num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
+                _tensors(row, num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
             )
     return result
 
 
-def _fill(samples: Sequence[TrainSample], micro_batch_tokens: int) -> list[_MicroBatch]:
-    micro_batches: list[_MicroBatch] = []
-    for sample in samples:
-        if not any(micro_batch.add(sample) for micro_batch in micro_batches):
-            capacity = num_positions(sample)
-            micro_batches.append(_MicroBatch(capacity, micro_batch_tokens // capacity))
-            micro_batches[-1].add(sample)
-    return micro_batches
+def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Returns indices of the costs in parts of about equal sums: Karmarkar and Karp's differencing method.
+
+    Two partial solutions at a time, those whose sums differ most, become one: the largest part of either joins the
+    smallest of the other.
+    """
+    heap = []  # (−difference of the sums, tie-break, parts as (sum, indices) with the largest first)
+    for index, value in enumerate(costs):
+        parts = [(value, [index]), *((0.0, []) for _ in range(num_parts - 1))]
+        heap.append((-value if num_parts > 1 else 0.0, index, parts))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, order, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = [(a + b, [*p, *q]) for (a, p), (b, q) in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], order, joined))
+    return [indices for _, indices in heap[0][2]]
 
 
-def _tensors(
-    rows: Sequence[Sequence[TrainSample]], pad_id: int, *, num_tokens: int, num_sequences: int, max_tokens: int
-) -> TrainBatch:
-    """Returns the batch of these rows; without rows, one masked position, so that every rank has something to run."""
-    width = max((sum(num_positions(s) for s in row) for row in rows), default=1)
-    inputs, targets, positions, masks, logprobs, advantages = ([] for _ in range(6))
-    for row in rows or [[]]:
-        padding = width - sum(num_positions(s) for s in row)
-        inputs.append([i for s in row for i in s.token_ids[:-1]] + [pad_id] * padding)
-        targets.append([i for s in row for i in s.token_ids[1:]] + [pad_id] * padding)
-        positions.append([t for s in row for t in range(num_positions(s))] + list(range(padding)))
-        masks.append([m for s in row for m in s.mask[1:]] + [False] * padding)
-        logprobs.append([lp for s in row for lp in s.rollout_logprobs[1:]] + [0.0] * padding)
-        advantages.append([s.advantage if m else 0.0 for s in row for m in s.mask[1:]] + [0.0] * padding)
+def _fill(
+    samples: Sequence[TrainSample], micro_batch_tokens: int, cost: Callable[[int], float]
+) -> list[list[TrainSample]]:
+    """Returns the samples in micro-batches, the costliest first."""
+    micro_batches: list[list[TrainSample]] = []
+    room: list[int] = []  # free positions of each
+    for sample in sorted(samples, key=num_positions, reverse=True):
+        length = num_positions(sample)
+        index = next((i for i, free in enumerate(room) if free >= length), len(room))
+        if index == len(room):
+            micro_batches.append([])
+            room.append(micro_batch_tokens)
+        micro_batches[index].append(sample)
+        room[index] -= length
+    return sorted(micro_batches, key=lambda row: -sum(cost(num_positions(sample)) for sample in row))
+
+
+def _tensors(row: Sequence[TrainSample], *, num_tokens: int, num_sequences: int, max_tokens: int) -> TrainBatch:
+    """Returns the batch of this row; without samples, one masked position, so that every rank has something to run."""
+    lengths = tuple(num_positions(sample) for sample in row)
+    inputs = [i for s in row for i in s.token_ids[:-1]]
+    targets = [i for s in row for i in s.token_ids[1:]]
+    positions = [t for length in lengths for t in range(length)]
+    mask = [m for s in row for m in s.mask[1:]]
+    logprobs = [lp for s in row for lp in s.rollout_logprobs[1:]]
+    advantages = [s.advantage if m else 0.0 for s in row for m in s.mask[1:]]
     return TrainBatch(
-        input_ids_bt=torch.tensor(inputs, dtype=torch.long),
-        target_ids_bt=torch.tensor(targets, dtype=torch.long),
-        position_ids_bt=torch.tensor(positions, dtype=torch.long),
-        mask_bt=torch.tensor(masks, dtype=torch.bool),
-        rollout_logprobs_bt=torch.tensor(logprobs, dtype=torch.float32),
-        advantages_bt=torch.tensor(advantages, dtype=torch.float32),
+        segment_lengths=lengths or (1,),
+        input_ids_bt=torch.tensor([inputs or [0]], dtype=torch.long),
+        target_ids_bt=torch.tensor([targets or [0]], dtype=torch.long),
+        position_ids_bt=torch.tensor([positions or [0]], dtype=torch.long),
+        mask_bt=torch.tensor([mask or [False]], dtype=torch.bool),
+        rollout_logprobs_bt=torch.tensor([logprobs or [0.0]], dtype=torch.float32),
+        advantages_bt=torch.tensor([advantages or [0.0]], dtype=torch.float32),
         num_tokens_global=num_tokens,
         num_sequences_global=num_sequences,
         max_tokens=max_tokens,

@@ -26,6 +26,8 @@ from hocket.trainer import offload
 from hocket.trainer.ranks import Ranks
 
 _TAG = "state"
+BUCKET_ELEMENTS = 50_000_000
+"""Gradients are summed over ranks in buckets of this size. DeepSpeed's own is ten times that, and allocated in full."""
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -51,9 +53,12 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
         "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer forms micro-batches and accumulates itself
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         "steps_per_print": 10**9,
     }
+    if config.offload_optimizer:
+        values["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        values["zero_force_ds_cpu_optimizer"] = False  # which would have to be compiled; torch's AdamW runs there too
     if dtype == torch.bfloat16 and stage == 0:
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}  # its own bf16 optimizer loses precision here
     elif dtype == torch.bfloat16:
@@ -115,6 +120,7 @@ class DeepSpeedEngine:
         if dtype == torch.float16:  # at the lowest scale a step is skipped like any other, and whoever calls decides
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._dtype = dtype
+        self._offloads = config.offload_optimizer and ranks.device.type == "cuda"
         self._offloaded: offload.Offloaded = ()
 
     @staticmethod
@@ -136,6 +142,13 @@ class DeepSpeedEngine:
     def loss_scale(self) -> float | None:
         """Factor on float16 losses, which DeepSpeed halves after a gradient that is not finite; else None."""
         return float(self._engine.optimizer.loss_scaler.cur_scale) if self._dtype == torch.float16 else None
+
+    def bytes_to_come(self) -> int:
+        """Returns the bytes that the first step will take on the device for good: AdamW's two moments."""
+        if self._offloads:
+            return 0
+        trained = sum(_shape(parameter).numel() for _, parameter in self._trained())
+        return 8 * trained // (1 if self.stage == 0 else self._ranks.size)
 
     def forward(self, *args: Any) -> Any:
         """Calls the module."""

@@ -172,11 +172,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(
-    error: BaseException, config: TrainerConfig, *, work: str, longest: int, vocab_size: int, on_gpu: bool
+    error: BaseException,
+    config: TrainerConfig,
+    *,
+    micro_batch_tokens: int,
+    work: str,
+    longest: int,
+    vocab_size: int,
+    on_gpu: bool,
 ) -> TrainerError:
     """Returns the error that says what there was no room for, and which setting to change to what.
 
     Args:
+        micro_batch_tokens: what it is now.
         work: what the trainer was doing, e.g. "step".
         longest: positions of the longest sequence in this work; 0 where there is none.
         vocab_size: logits of one token.
@@ -193,15 +201,17 @@ def out_of_memory(
             "step": "the optimizer's states",
         }.get(place, f"the {work}")
 
-    smaller = max(longest, config.micro_batch_tokens // 2)
+    smaller = max(longest, micro_batch_tokens // 2)
     fixes = []
     if what.startswith("the logits") and config.logprob_chunk_tokens > 1:
         fixes.append(f"trainer.logprob_chunk_tokens={config.logprob_chunk_tokens // 2}")
-    if longest and smaller < config.micro_batch_tokens and place != "step":
-        fixes.append(f"trainer.micro_batch_tokens={smaller} (now {config.micro_batch_tokens})")
+    if longest and smaller < micro_batch_tokens and place != "step":
+        fixes.append(f"trainer.micro_batch_tokens={smaller} (now {micro_batch_tokens})")
     if place in ("forward", "backward") and not config.gradient_checkpointing:
         fixes.append("trainer.gradient_checkpointing=true")
     if place not in ("forward", "logits"):
+        if on_gpu and not config.offload_optimizer:
+            fixes.append("trainer.offload_optimizer=true")
         fixes.append("trainer.zero_stage=3 on more ranks, or model.lora={}")
     if on_gpu:
         fixes.append("a lower server.gpu_memory_utilization, or launch.share_gpu=true, where a server is on this GPU")

@@ -7,11 +7,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import is_flash_attn_2_available
 
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer import lora
+from hocket.trainer import attention, lora
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import token_logprobs
 
@@ -35,7 +34,6 @@ class Policy(nn.Module):
     Args:
         config: which model; with random_init only its architecture is read.
         dtype: of the parameters.
-        device: where it will run, which decides the attention kernel.
         temperature: logits are divided by it.
         chunk_tokens: positions whose logits exist at the same time.
         seed: of random weights, and of a new adapter.
@@ -49,21 +47,17 @@ class Policy(nn.Module):
         config: ModelConfig,
         *,
         dtype: torch.dtype,
-        device: torch.device,
         temperature: float,
         chunk_tokens: int,
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        # Sequences share rows. flash_attention_2 keeps them apart only where the whole batch is a single row.
-        self.single_row = device.type == "cuda" and dtype != torch.float32 and is_flash_attn_2_available()
         transformers.utils.logging.disable_progress_bar()
-        options = {"dtype": dtype, "attn_implementation": "flash_attention_2" if self.single_row else "sdpa"}
+        options = {"dtype": dtype, "attn_implementation": attention.NAME}
         if config.random_init:
-            architecture = _load(transformers.AutoConfig.from_pretrained, config.path)
             torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(architecture, **options)
+            model = _from_config(config, **options)
         else:
             model = _load(transformers.AutoModelForCausalLM.from_pretrained, config.path, **options)
         self.adapter = None if config.lora is None else lora.inject(model, config.lora, base=config.path, seed=seed)
@@ -74,6 +68,8 @@ class Policy(nn.Module):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()  # transformers recomputes activations in training mode only
         _switch_dropout_off(model)
+        if config.float32_head:
+            _compute_in_float32(model.get_output_embeddings())
 
     @property
     def vocab_size(self) -> int:
@@ -92,7 +88,7 @@ class Policy(nn.Module):
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Returns (logprobs_bt, entropy_bt) of the batch's targets, 0 where its mask is false."""
-        hidden_bth = self._hidden(batch.input_ids_bt, batch.position_ids_bt)
+        hidden_bth = self._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
         return token_logprobs(
             hidden_bth,
             self.model.get_output_embeddings(),
@@ -103,36 +99,66 @@ class Policy(nn.Module):
             max_tokens=batch.max_tokens,
         )
 
-    def _hidden(self, input_ids_bt: Tensor, position_ids_bt: Tensor) -> Tensor:
-        shape = (1, -1) if self.single_row else input_ids_bt.shape
-        # Without mask and cache, transformers reads segments off the positions: each restart begins a new one.
+    def _hidden(self, input_ids_bt: Tensor, position_ids_bt: Tensor, segment_lengths: Sequence[int]) -> Tensor:
         output = self.model.base_model(
-            input_ids=input_ids_bt.reshape(shape),
-            position_ids=position_ids_bt.reshape(shape),
-            attention_mask=None,
+            input_ids=input_ids_bt,
+            position_ids=position_ids_bt,
+            segments=attention.Segments.of(segment_lengths, input_ids_bt.device),
             use_cache=False,
         )
         hidden_bth: Tensor = output.last_hidden_state
-        return hidden_bth.view(*input_ids_bt.shape, -1)
+        return hidden_bth
 
     @torch.no_grad()
     def check_architecture(self, device: torch.device) -> None:
         """Raises TrainerError where this class's shortcuts don't hold for the architecture.
 
-        The shortcuts are: logits are the output head of the last hidden state, and segments of a row don't see each
-        other. Some architectures scale or cap logits, or carry a state along the row; they would train silently wrong.
+        The shortcuts are: logits are the output head of the last hidden state, attention is what `attention.attend`
+        computes, and segments of a row don't see each other. Some architectures scale or cap logits, have terms of
+        their own in the attention, or carry a state along the row; they would train silently wrong.
         """
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         positions_bt = torch.arange(8, device=device).repeat(2)[None]
         head = self.model.get_output_embeddings()
-        alone = [head(self._hidden(ids_bt[:, part], positions_bt[:, part])) for part in (slice(0, 8), slice(8, 16))]
-        expected = self.model(input_ids=ids_bt[:, 8:], position_ids=positions_bt[:, 8:], use_cache=False).logits
-        packed = head(self._hidden(ids_bt, positions_bt))
+        halves = (slice(0, 8), slice(8, 16))
+        alone = [head(self._hidden(ids_bt[:, half], positions_bt[:, half], [8])) for half in halves]
+        packed = head(self._hidden(ids_bt, positions_bt, [8, 8]))
+        self.model.set_attn_implementation("eager")  # the model's own
+        try:
+            inputs = {"input_ids": ids_bt[:, 8:], "position_ids": positions_bt[:, 8:]}
+            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            expected = self.model(**inputs, use_cache=False).logits
+        finally:
+            self.model.set_attn_implementation(attention.NAME)
         name = type(self.model).__name__
-        if not _close(alone[1], expected):
+        if not _close(head(hidden), expected):
             raise TrainerError(f"{name} changes its logits after the output head; it can't be trained here")
+        if not _close(alone[1], expected):
+            raise TrainerError(f"{name} has more in its attention than is computed here; it can't be trained")
         if not _close(packed, torch.cat(alone, dim=1)):
             raise TrainerError(f"{name} lets sequences that share a row see each other; it can't be trained here")
+
+
+def skeleton(config: ModelConfig) -> Any:
+    """Returns the model without weights (on the meta device), to learn its sizes. Raises ConfigError."""
+    with torch.device("meta"):
+        model = _from_config(config)
+        if config.lora is not None:
+            lora.inject(model, config.lora, base=config.path, seed=0)
+    return model
+
+
+def _compute_in_float32(head: nn.Module) -> None:
+    # Within the module's own call, so that hooks which gather its weights run.
+    if not isinstance(head, nn.Linear):
+        raise TrainerError(f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer")
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if head.bias is None else head.bias.float()
+            return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+    head.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
@@ -146,6 +172,11 @@ def _switch_dropout_off(model: nn.Module) -> None:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a number, which nn.Module is not typed to hold
+
+
+def _from_config(config: ModelConfig, **options: Any) -> Any:
+    architecture = _load(transformers.AutoConfig.from_pretrained, config.path)
+    return transformers.AutoModelForCausalLM.from_config(architecture, **options)
 
 
 def _load(loader: Any, path: str, **options: Any) -> Any:

@@ -87,6 +87,12 @@ class Ranks:
         result: list[float] = total.tolist()
         return result
 
+    def smallest(self, value: int) -> int:
+        """Returns the smallest of the ranks' values on every rank."""
+        least = torch.tensor(value)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
+        return int(least)
+
     def barrier(self) -> None:
         """Returns once every rank is here."""
         dist.barrier(group=self._control)

@@ -1,6 +1,7 @@
 """The trainer as the loop sees it: one object on rank 0; the other ranks follow and do the same work."""
 
 import concurrent.futures
+import functools
 import math
 import shutil
 import time
@@ -17,13 +18,13 @@ from torch.utils.dlpack import from_dlpack
 from hocket import manifest, transfer
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
-from hocket.config import AlgorithmConfig, Config
+from hocket.config import AlgorithmConfig, Config, TrainerConfig
 from hocket.errors import TrainerError
 from hocket.protocol import AdapterConfig, Health, TensorLayout, TensorSpec
-from hocket.trainer import flops, guards, lora
+from hocket.trainer import flops, guards, lora, memory
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
-from hocket.trainer.engine import DeepSpeedEngine
-from hocket.trainer.policy import Policy, compute_dtype
+from hocket.trainer.engine import DeepSpeedEngine, default_zero_stage
+from hocket.trainer.policy import Policy, compute_dtype, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.types import StepStats, TrainSample
 
@@ -70,6 +71,9 @@ class Trainer:
         loss: what is minimised; default: the configured policy loss.
         temperature: logits are divided by it; default: rollout.temperature.
         ranks: an existing connection to share, left open by `close`; default: a new one.
+
+    Attributes:
+        memory: in words, what a step was estimated to need.
     """
 
     def __init__(
@@ -100,10 +104,10 @@ class Trainer:
     def _build(self, config: Config, temperature: float) -> None:
         device = self._ranks.device
         self._dtype = compute_dtype(config.model, device)
+        self.memory = f"a step needs {self._estimate(config)}"
         self._policy = Policy(
             config.model,
             dtype=DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=device),
-            device=device,
             temperature=temperature,
             chunk_tokens=config.trainer.logprob_chunk_tokens,
             gradient_checkpointing=config.trainer.gradient_checkpointing,
@@ -114,6 +118,59 @@ class Trainer:
             (self._peak_flops,) = self._ranks.sum([flops.peak_flops(device, self._dtype)])
             self._engine = DeepSpeedEngine(self._policy, config.trainer, dtype=self._dtype, ranks=self._ranks)
             self._policy.check_architecture(device)
+            tokens = config.trainer.micro_batch_tokens
+            self._micro_batch_tokens = self._as_many_as_fit() if tokens == "auto" else tokens
+
+    def _estimate(self, config: Config) -> memory.Estimate:
+        """Returns what a step needs. Raises ConfigError where the device has clearly less."""
+        device = self._ranks.device
+        model = memory.Model.of(skeleton(config.model), self._dtype)
+
+        def needed(trainer: TrainerConfig) -> memory.Estimate:
+            return memory.estimate(
+                model,
+                trainer,
+                stage=default_zero_stage(trainer, device),
+                num_ranks=self._ranks.size,
+                offloads=trainer.offload_optimizer and device.type == "cuda",
+            )
+
+        return memory.check(needed, config.trainer, memory.available_bytes(device))
+
+    def _as_many_as_fit(self) -> int:
+        """Returns the micro-batch size that the memory of every rank has room for, by trying two sizes."""
+        device = self._ranks.device
+        size = max(512, self._config.logprob_chunk_tokens)
+        if device.type == "cuda":
+            self._rehearse(size)  # what libraries allocate once is not part of a micro-batch
+        small, large = ((n, memory.peak_bytes(functools.partial(self._rehearse, n), device)) for n in (size, 2 * size))
+        available = memory.available_bytes(device) - self._engine.bytes_to_come()
+        tokens = self._ranks.smallest(memory.largest_micro_batch(small, large, available))
+        if tokens < 2:
+            raise TrainerError(
+                "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; set "
+                "trainer.gradient_checkpointing=true, a smaller trainer.logprob_chunk_tokens, or take more ranks"
+            )
+        self.memory += f"; trainer.micro_batch_tokens=auto is {tokens}"
+        return tokens
+
+    def _rehearse(self, num_positions: int) -> None:
+        """Runs forward and backward of made-up sequences; a gradient that is not finite changes nothing."""
+        lengths = [32] * (num_positions // 32)
+        samples = [
+            TrainSample(
+                token_ids=(0,) * (n + 1), mask=(True,) * (n + 1), rollout_logprobs=(0.0,) * (n + 1), advantage=1.0
+            )
+            for n in lengths
+        ]
+        [[batch]] = pack(samples, micro_batch_tokens=num_positions, num_ranks=1)
+        batch = batch.to(self._ranks.device)
+        logprobs_bt, _ = self._engine.forward(batch)
+        self._engine.backward(self._loss(logprobs_bt, batch).loss * math.nan, last=True)
+        if self._engine.step() is not None:
+            raise TrainerError(
+                "the rehearsal of a step has changed the weights; set trainer.micro_batch_tokens to a number"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -164,7 +221,7 @@ class Trainer:
         Raises:
             TrainerError: no sample, a sample too long for a micro-batch, or trainer.max_skipped_steps skipped in a row.
         """
-        check_fits(samples, self._config.micro_batch_tokens)
+        check_fits(samples, self._micro_batch_tokens)
         stats, fault = self._together("step", tuple(samples))
         if fault is not None:
             if keep is not None:
@@ -180,7 +237,7 @@ class Trainer:
 
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
         """Returns the mean absolute difference of the engine's log-probs and the trainer's, over the sampled tokens."""
-        check_fits(samples, self._config.micro_batch_tokens)
+        check_fits(samples, self._micro_batch_tokens)
         gap: float = self._together("logprob_gap", tuple(samples))
         return gap
 
@@ -279,6 +336,7 @@ class Trainer:
                 raise guards.out_of_memory(
                     error,
                     self._config,
+                    micro_batch_tokens=self._micro_batch_tokens,
                     work=name,
                     longest=max(map(num_positions, samples), default=0),
                     vocab_size=self._policy.vocab_size,
@@ -368,9 +426,9 @@ class Trainer:
         """Returns this rank's micro-batches."""
         return pack(
             samples,
-            micro_batch_tokens=self._config.micro_batch_tokens,
+            micro_batch_tokens=self._micro_batch_tokens,
             num_ranks=self._ranks.size,
-            pad_id=self.tokenizer.pad_token_id or 0,
+            cost=lambda length: flops.step_flops(self._flops, [length], length),
         )[self._ranks.rank]
 
     @torch.no_grad()

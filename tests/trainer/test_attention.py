@@ -1,0 +1,139 @@
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+
+from hocket.config import ModelConfig
+from hocket.errors import TrainerError
+from hocket.trainer import attention
+from hocket.trainer.attention import Segments, attend
+from hocket.trainer.policy import Policy
+
+CPU = torch.device("cpu")
+LENGTHS = (40, 33, 3, 1, 40, 2, 70)  # several in a group, alone in one, and padded
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture
+def inputs() -> Inputs:
+    """Queries of four heads, keys and values of two, and values narrower than the others."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, sum(LENGTHS), d) for h, d in ((4, 8), (2, 8), (2, 8)))
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int) -> Tensor:
+    """Softmax over what each position sees, segment by segment and head by head, in float64: [1, row, heads, d]."""
+    segments, start = [], 0
+    for length in lengths:
+        q, k, v = (tensor[0, :, start : start + length].double() for tensor in (query, key, value))
+        index = torch.arange(length)
+        seen = (index[None] <= index[:, None]) & (index[None] > index[:, None] - window)
+        heads = []
+        for head in range(len(q)):
+            scores = 0.3 * q[head] @ k[head // 2].T
+            heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[head // 2])
+        segments.append(torch.stack(heads, dim=1))
+        start += length
+    return torch.cat(segments)[None]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40, 1000])
+def test_each_segment_attends_to_itself_alone_up_to_the_position(inputs: Inputs, window: int | None) -> None:
+    expected = by_hand(*inputs, LENGTHS, window or 1000)
+    weights = torch.randn(expected.shape)
+    gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    segments = Segments.of(LENGTHS, CPU)
+    result, _ = attend(nn.Module(), *inputs, None, scaling=0.3, segments=segments, sliding_window=window)
+    torch.testing.assert_close(result.double(), expected, atol=1e-6, rtol=1e-5)
+    found = torch.autograd.grad((result * weights).sum(), inputs)
+    torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_segments_of_about_the_same_length_are_attended_to_together() -> None:
+    segments = Segments.of((3, 33, 1, 32, 64), CPU)
+    assert segments.offsets.tolist() == [0, 3, 36, 37, 69, 133]
+    assert segments.longest == 64
+    assert [tuple(group.shape) for group in segments.groups] == [(3, 32), (2, 64)]
+    assert segments.groups[0][0].tolist() == [0, 1, 2] + 29 * [2]  # the last one repeated
+    assert segments.restore.tolist() == [0, 1, 2, *range(96, 129), 32, *range(64, 96), *range(160, 224)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_kernel_for_gpus_is_asked_for_the_same(
+    inputs: Inputs, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        """What torch documents: packed [row, heads, d], offsets, and a window (left, right) where -1 is no limit."""
+        starts, same, longest, same_longest = args
+        assert starts is same
+        assert longest == same_longest == 70
+        assert (options["enable_gqa"], options["scale"]) == (True, 0.3)
+        left, right = options["window_size"]
+        assert right == 0
+        whole = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        return by_hand(*whole, starts.diff().tolist(), 1000 if left == -1 else left + 1)[0].float()
+
+    monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: True)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    segments = Segments.of(LENGTHS, CPU)
+    result, _ = attend(nn.Module(), *inputs, None, scaling=0.3, segments=segments, sliding_window=window)
+    torch.testing.assert_close(result.double(), by_hand(*inputs, LENGTHS, window or 1000), atol=1e-6, rtol=1e-5)
+
+
+def save(model: nn.Module, folder: Path) -> Policy:
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return Policy(ModelConfig(path=str(folder)), dtype=torch.float32, temperature=1.0, chunk_tokens=16)
+
+
+def test_a_model_with_a_sliding_window_is_trained_with_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5, "initializer_range": 0.3}
+    policy = save(MistralForCausalLM(MistralConfig(**sizes, **heads)), tmp_path)
+    policy.check_architecture(CPU)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", sliding_window=100).eval()
+    ids = torch.randint(64, (1, 30))
+    with torch.no_grad():
+        packed = policy._hidden(ids, torch.cat([torch.arange(18), torch.arange(12)])[None], [18, 12])
+        for part in (slice(0, 18), slice(18, 30)):
+            expected = own.base_model(ids[:, part]).last_hidden_state
+            torch.testing.assert_close(packed[:, part], expected, atol=1e-4, rtol=1e-4)
+            assert not torch.allclose(wide.base_model(ids[:, part]).last_hidden_state, expected, atol=0.1)
+
+
+def test_an_architecture_that_caps_its_attention_is_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    policy = save(Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)), tmp_path)
+    with pytest.raises(TrainerError, match="uses softcap in its attention"):
+        policy.check_architecture(CPU)
+
+
+def test_an_architecture_with_more_in_its_attention_is_refused(
+    tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.qwen2 import modeling_qwen2
+
+    original = modeling_qwen2.eager_attention_forward
+
+    def biased(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(module, query, key + torch.linspace(-1, 1, key.shape[2])[:, None], *args, **kwargs)
+
+    policy = Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, chunk_tokens=16)
+    policy.check_architecture(CPU)
+    monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", biased)
+    with pytest.raises(TrainerError, match="more in its attention"):
+        policy.check_architecture(CPU)
+
+
+def test_without_segments_the_row_is_one(inputs: Inputs) -> None:
+    result, _ = attend(nn.Module(), *inputs, None, scaling=0.3)
+    torch.testing.assert_close(result.double(), by_hand(*inputs, [sum(LENGTHS)], 1000), atol=1e-6, rtol=1e-5)
+    with pytest.raises(TrainerError, match="a mask of its own"):
+        attend(nn.Module(), *inputs, torch.zeros(1, 1, 1, 1), scaling=0.3)
