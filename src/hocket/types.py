@@ -140,12 +140,24 @@ class TrainSample:
     mask: tuple[bool, ...]
     rollout_logprobs: tuple[float, ...]
     advantage: float
+    ref_logprobs: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    returns: tuple[float, ...] = ()
     version_min: int = 0
 
     def __post_init__(self) -> None:
         _same_length(token_ids=self.token_ids, mask=self.mask, rollout_logprobs=self.rollout_logprobs)
         if len(self.token_ids) < 2:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the trainer says of one rollout before the step: every field () or one number per token, 0.0 if masked."""
+
+    ref_logprobs: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +169,7 @@ class StepStats:
         grad_norm: norm of the global gradient before clipping; nan where the step was skipped.
         skipped: true where loss or gradient was not finite and the weights were left as they were.
         metrics: the loss function's own measurements, token-weighted over the whole batch.
+        critic: what the critic measured of itself; empty without one.
         num_tokens: trained (unmasked) tokens.
         seconds: wall time of forward, backward and update.
     """
@@ -166,6 +179,7 @@ class StepStats:
     learning_rate: float
     skipped: bool
     metrics: Mapping[str, float]
+    critic: Mapping[str, float] = dataclasses.field(default_factory=dict)
     num_tokens: int
     num_sequences: int
     num_micro_batches: int

@@ -101,6 +101,15 @@ def policy_loss(
         return LossOutput(loss=loss, metrics={name: (value * share_bt).sum() for name, value in metrics.items()})
 
 
+def value_loss(
+    values_bt: Tensor, old_values_bt: Tensor, returns_bt: Tensor, mask_bt: Tensor, *, clip: float, num_tokens: int
+) -> LossOutput:
+    """Returns ½ Σ mask · max((V − ret)², (V_old + clip(V − V_old, ±clip) − ret)²) / num_tokens."""
+    clipped_bt = old_values_bt + (values_bt - old_values_bt).clamp(-clip, clip)
+    worst_bt = torch.maximum((values_bt - returns_bt).square(), (clipped_bt - returns_bt).square())
+    return LossOutput(loss=0.5 * worst_bt.where(mask_bt, 0.0).sum() / max(num_tokens, 1), metrics={})
+
+
 def sft_loss(logprobs_bt: Tensor, mask_bt: Tensor, *, num_tokens: int) -> LossOutput:
     """Returns −Σ mask · logprobs / num_tokens: the mean cross-entropy of the demonstrated tokens, in nats."""
     return LossOutput(loss=-logprobs_bt.where(mask_bt, 0.0).sum() / max(num_tokens, 1), metrics={})
