@@ -124,8 +124,10 @@ class Trainer:
             )
 
         self._policy: Policy = load(config.model)
+        waits = config.critic.warmup_steps if config.algorithm.baseline == "critic" else 0
+        settings = config.trainer.model_copy(update={"steps": config.trainer.steps - waits})
         with ranks.deadline("starting DeepSpeed"):
-            self._engine = DeepSpeedEngine(self._policy, config.trainer, dtype=self._dtype, ranks=ranks)
+            self._engine = DeepSpeedEngine(self._policy, settings, dtype=self._dtype, ranks=ranks)
             self._policy.check_architecture(device)
         return load
 
