@@ -20,7 +20,7 @@ from hocket.trainer import engine
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import Prompt, Rollout, TrainSample
 
 SETTINGS = (
     "model.dtype=float32",
@@ -151,6 +151,55 @@ def adapter(model: str, output: Path) -> None:
     ranks.close()
 
 
+def beside(model: str, output: Path) -> None:
+    """Two steps with a reference, which is reset after the second one, and a critic; what is measured around them."""
+    shard_everything()
+    ranks = Ranks(timeout_s=60)
+    settings = ("algorithm.kl=k1", "algorithm.reference_reset_every=2", "algorithm.baseline=critic")
+    for stage in range(4):
+        trainer = Trainer(
+            make_config(model, *settings, "critic.learning_rate=1e-2", f"trainer.zero_stage={stage}"), ranks=ranks
+        )
+        if not trainer.is_main:
+            trainer.follow()
+            continue
+        with trainer:
+            rollouts = [rollout_of(sample) for sample in make_samples(0)]
+            seen = [[dataclasses.asdict(measured) for measured in trainer.measure(rollouts)]]
+            stats = []
+            for _ in range(2):
+                samples = [
+                    dataclasses.replace(
+                        sample,
+                        ref_logprobs=measured["ref_logprobs"],
+                        values=measured["values"],
+                        returns=tuple(float(m) for m in sample.mask),
+                    )
+                    for sample, measured in zip(make_samples(0), seen[-1], strict=True)
+                ]
+                stats.append(dataclasses.asdict(trainer.step(samples)))
+                seen.append([dataclasses.asdict(measured) for measured in trainer.measure(rollouts)])
+            folder = output / str(stage)
+            trainer.export(folder / "policy")
+            (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
+    ranks.close()
+
+
+def rollout_of(sample: TrainSample) -> Rollout:
+    return Rollout(
+        id="r",
+        group_id="g",
+        prompt=Prompt(id="p", token_ids=sample.token_ids[:1]),
+        token_ids=sample.token_ids,
+        mask=sample.mask,
+        logprobs=sample.rollout_logprobs,
+        finish_reason="stop",
+        version_min=0,
+        version_max=0,
+        text="",
+    )
+
+
 def main_fails(model: str, output: Path) -> None:
     """Rank 0 raises between two steps."""
     trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
@@ -199,6 +248,7 @@ def main(arguments: Sequence[str]) -> None:
         "stages": stages,
         "streams": streams,
         "adapter": adapter,
+        "beside": beside,
         "main_fails": main_fails,
         "rank_dies": rank_dies,
         "rank_hangs": rank_hangs,
