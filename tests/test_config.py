@@ -191,6 +191,7 @@ def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> N
         "model.lora",
         "model.lora.rank",
         "model.lora.alpha",
+        "model.lora.quantize",
         "model.lora.targets",
         "server.max_lora_rank",
     ]

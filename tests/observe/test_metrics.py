@@ -90,6 +90,7 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
         learning_rate=0.1,
         skipped=False,
         metrics=loss_metrics(),
+        critic=dict.fromkeys(("loss", "grad_norm", "skipped", "explained_variance", "value_mean", "return_mean"), 1.0),
         num_tokens=1,
         num_sequences=1,
         num_micro_batches=1,

@@ -211,6 +211,48 @@ def test_targets_and_rank_are_what_the_config_says(ranks: Ranks, tied_model: str
     assert transfer.num_bytes(buckets[0]) < 4 * (3 * 32 * 4 + 3 * 64 * 2 + 3 * 32 * 2) * 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_four_bits_without_a_gpu_are_refused(ranks: Ranks, tied_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.quantize needs a CUDA device"):
+        make_trainer(ranks, tied_model, "model.lora.quantize=nf4")
+
+
+def test_four_bits_without_the_package_are_refused_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"model\.lora\.quantize needs the package bitsandbytes"):
+        lora.quantization(torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
+    ranks: Ranks, untied_model: str, stage: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    settings = (f"trainer.zero_stage={stage}", "model.dtype=bfloat16")
+    with make_trainer(ranks, untied_model, *settings) as trainer:
+        exact = trainer.logprob_gap(make_samples())
+        full = sum(p.nbytes for p in trainer._policy.parameters())
+    with make_trainer(ranks, untied_model, *settings, "model.lora.quantize=nf4") as trainer:
+        held = {name: p for name, p in trainer._policy.named_parameters() if not p.requires_grad}
+        packed = [name for name, p in held.items() if p.dtype == torch.uint8]
+        assert len(packed) == 2 * len(LAYERS)  # not the output head, embeddings and norms
+        before = {name: p.detach().clone() for name, p in held.items()}
+        assert sum(p.nbytes for p in trainer._policy.parameters()) < 0.7 * full
+        # Rounding to 4 bits shows, but little: both are about |log p + 3|.
+        assert 0 < abs(trainer.logprob_gap(make_samples()) - exact) < 0.5
+        losses = [trainer.step(make_samples()).loss for _ in range(5)]
+        trainer.offload()
+        trainer.onload()
+        assert trainer.step(make_samples()).loss < losses[0]
+        trainer.export(tmp_path / "adapter")
+    assert all(torch.equal(p, before[name]) for name, p in held.items()), "a frozen weight has moved"
+    with_peft(untied_model, tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all((tensors[name] != 0).any() for name in tensors if "lora_B" in name)
+
+
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "proj", "nothing"])
 def test_a_target_that_is_no_inner_linear_layer_is_refused(ranks: Ranks, tied_model: str, target: str) -> None:
     with pytest.raises(ConfigError, match=rf"no linear layer '{target}'.*q_proj"):
