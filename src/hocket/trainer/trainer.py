@@ -14,7 +14,7 @@ from torch import Tensor
 from hocket import tokenizer as tokenizers
 from hocket import transfer
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
-from hocket.config import AlgorithmConfig, Config
+from hocket.config import Config
 from hocket.errors import TrainerError
 from hocket.protocol import AdapterConfig, Health, TensorLayout
 from hocket.trainer import lora
@@ -26,22 +26,17 @@ from hocket.types import StepStats, TrainSample
 
 Bucket = Sequence[tuple[str, Tensor]]
 Sink = Callable[[Bucket], None]
-BatchLoss = Callable[[Tensor, TrainBatch], LossOutput]
-"""(logprobs_bt with gradient, batch) → this micro-batch's share of the global loss."""
+BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
+"""(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
 EXPORT_BYTES = 64 << 20
 """ZeRO-3 gathers parameters for export in groups of this size."""
 
 
-def grpo_loss(config: AlgorithmConfig) -> BatchLoss:
+def configured_loss(config: Config) -> BatchLoss:
     """Returns the configured policy loss as a function of a batch."""
-    settings = LossConfig(
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        correction=config.correction,
-        correction_high=config.correction_high,
-    )
+    settings = LossConfig.of(config)
 
-    def loss(logprobs_bt: Tensor, batch: TrainBatch) -> LossOutput:
+    def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
         return policy_loss(
             logprobs_bt,
             batch.rollout_logprobs_bt,
@@ -50,6 +45,9 @@ def grpo_loss(config: AlgorithmConfig) -> BatchLoss:
             config=settings,
             num_tokens=batch.num_tokens_global,
             num_sequences=batch.num_sequences_global,
+            ref_logprobs_bt=batch.ref_logprobs_bt,
+            entropy_bt=entropy_bt,
+            sample_bt=batch.sample_bt,
         )
 
     return loss
@@ -81,7 +79,7 @@ class Trainer:
         self.tokenizer = tokenizers.load(config.model.path)
         self._owns_ranks = ranks is None
         self._ranks = ranks or Ranks(config.trainer.collective_timeout_s)
-        self._loss = loss or grpo_loss(config.algorithm)
+        self._loss = loss or configured_loss(config)
         self._closed = self._broken = self._away = False
         self._skipped_in_row = 0
         self._sink: Sink | None = None
@@ -104,6 +102,7 @@ class Trainer:
             temperature=temperature,
             chunk_tokens=config.trainer.logprob_chunk_tokens,
             gradient_checkpointing=config.trainer.gradient_checkpointing,
+            entropy_gradient=config.algorithm.entropy_coef > 0,
             seed=config.trainer.seed,
         )
         with self._ranks.deadline("starting DeepSpeed"):
@@ -291,8 +290,8 @@ class Trainer:
         for index, batch in enumerate(batches):
             batch = batch.to(self._ranks.device)
             logprobs_bt, entropy_bt = self._engine.forward(batch)
-            output = self._loss(logprobs_bt, batch)
-            share = {"loss": output.loss.detach(), "entropy": entropy_bt.sum() / batch.num_tokens_global}
+            output = self._loss(logprobs_bt, entropy_bt, batch)
+            share = {"loss": output.loss.detach(), "entropy": entropy_bt.detach().sum() / batch.num_tokens_global}
             share |= output.metrics
             shares.append(torch.stack([value.double() for value in share.values()]))
             loss = output.loss
