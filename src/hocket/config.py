@@ -45,6 +45,11 @@ class RunConfig(Section):
 class LoraConfig(Section):
     rank: int = Field(16, ge=1, le=MAX_LORA_RANK, description="Rank of each adapted layer's update.")
     alpha: float = Field(32.0, gt=0, description="The update is scaled by alpha / rank.")
+    quantize: Literal["nf4"] | None = Field(
+        None,
+        description="The trainer holds the frozen weights in 4 bits (QLoRA); needs a GPU and the package bitsandbytes. "
+        "The server keeps them as they are, so log-probs differ by the rounding, which the correction makes up for.",
+    )
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         "all-linear", description="Adapted layers: all-linear (all but the output head), or names such as [q_proj]."
     )
@@ -79,6 +84,11 @@ class ModelConfig(Section):
         if self.lora is not None and self.random_init:
             raise ValueError("lora adapts weights that the server has too; with random_init there are none")
         return self
+
+    def beside(self, path: str | None) -> "ModelConfig":
+        """Returns the config of a model beside the policy, without adapter: another, or what the run starts from."""
+        other = {} if path is None else {"path": path, "random_init": False}
+        return self.model_copy(update={"lora": None, **other})
 
 
 class DataConfig(Section):
@@ -259,6 +269,14 @@ class AlgorithmConfig(Section):
     )
     kl_horizon: int = Field(10_000, ge=1, description="With kl_target, rollouts over which kl_coef adapts.")
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the policy's entropy, which is then rewarded.")
+    reference: UserPath | None = Field(
+        None,
+        description="Model that a KL divergence is measured from, such as an older version; default: the one that the "
+        "run starts from, with model.lora the base without the adapter.",
+    )
+    reference_reset_every: int = Field(
+        0, ge=0, description="The policy becomes its own reference after every so many steps; 0: never."
+    )
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -328,6 +346,17 @@ class AlgorithmConfig(Section):
             "k1 in the loss has an expected gradient of zero: set kl_in=reward, or kl=k2",
         )
         yield self.kl_target is not None and not in_reward, "kl_target adapts the KL of the rewards: set kl_in=reward"
+
+
+class CriticConfig(Section):
+    path: UserPath | None = Field(
+        None, description="Model whose layers the critic of ppo starts from, under a new head; default: model.path."
+    )
+    learning_rate: float = Field(1e-5, gt=0, description="Constant learning rate of the critic's AdamW.")
+    warmup_steps: int = Field(0, ge=0, description="Steps at the start in which only the critic learns.")
+    value_clip: float = Field(
+        0.5, gt=0, description="A value moves by at most this much from the one before the step, or gains nothing."
+    )
 
 
 class TrainerConfig(Section):
@@ -478,6 +507,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     sft: SftConfig = SftConfig()
     sync: SyncConfig = SyncConfig()
@@ -508,16 +538,37 @@ class Config(Section):
             raise ValueError("sync.delta=true needs sync.backend=disk: from memory, all weights are sent")
         if self.sync.delta and self.model.lora is not None:
             raise ValueError("sync.delta=true has nothing to save with model.lora: an adapter is small already")
+        if self.trainer.zero_stage == 3 and self.model.lora is not None and self.model.lora.quantize is not None:
+            raise ValueError("trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2")
+        self._has_its_reference()
         waits = self.server.start_timeout_s + self.rollout.timeout_s + self.sync.timeout_s
         if waits >= self.trainer.collective_timeout_s:
             raise ValueError(
                 f"trainer.collective_timeout_s must exceed server.start_timeout_s + rollout.timeout_s + sync.timeout_s "
                 f"= {waits:g}: the other ranks wait that long"
             )
+        if self.algorithm.baseline == "critic" and self.critic.warmup_steps >= self.trainer.steps:
+            raise ValueError(
+                f"critic.warmup_steps={self.critic.warmup_steps} leaves no step of trainer.steps={self.trainer.steps} "
+                "for the policy"
+            )
         if self.launch.share_gpu:
             self._can_share_gpu()
         _ = self.token  # a weak one is refused now
         return self
+
+    def _has_its_reference(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.kl == "off" and (algorithm.reference is not None or algorithm.reference_reset_every):
+            raise ValueError(
+                "algorithm.reference and algorithm.reference_reset_every are of no use while algorithm.kl is off; "
+                "set algorithm.kl=k2, or leave them out"
+            )
+        if algorithm.reference_reset_every and self.model.lora is not None:
+            raise ValueError(
+                "algorithm.reference_reset_every can't copy an adapter into its own base; merge what was trained with "
+                "`python3 run.py export` and start the next run from it as model.path"
+            )
 
     def _can_share_gpu(self) -> None:
         if self.sync.backend != "disk":

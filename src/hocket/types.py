@@ -183,6 +183,7 @@ class StepStats:
         grad_norm: norm of the global gradient before clipping; nan where the step was skipped.
         skipped: true where loss or gradient was not finite and the weights were left as they were.
         metrics: the loss function's own measurements, token-weighted over the whole batch.
+        critic: what the critic measured of itself; empty without one.
         num_tokens: trained (unmasked) tokens.
         seconds: wall time of forward, backward and update.
     """
@@ -192,6 +193,7 @@ class StepStats:
     learning_rate: float
     skipped: bool
     metrics: Mapping[str, float]
+    critic: Mapping[str, float] = dataclasses.field(default_factory=dict)
     num_tokens: int
     num_sequences: int
     num_micro_batches: int

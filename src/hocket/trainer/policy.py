@@ -61,7 +61,12 @@ class Policy(nn.Module):
         # Sequences share rows. flash_attention_2 keeps them apart only where the whole batch is a single row.
         self.single_row = device.type == "cuda" and dtype != torch.float32 and is_flash_attn_2_available()
         transformers.utils.logging.disable_progress_bar()
-        options = {"dtype": dtype, "attn_implementation": "flash_attention_2" if self.single_row else "sdpa"}
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "attn_implementation": "flash_attention_2" if self.single_row else "sdpa",
+        }
+        if config.lora is not None and config.lora.quantize is not None:
+            options |= lora.quantization(dtype, device)
         if config.random_init:
             architecture = _load(transformers.AutoConfig.from_pretrained, config.path)
             torch.manual_seed(seed)
@@ -129,18 +134,18 @@ class Policy(nn.Module):
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         positions_bt = torch.arange(8, device=device).repeat(2)[None]
         head = self.model.get_output_embeddings()
-        alone = [head(self._hidden(ids_bt[:, part], positions_bt[:, part])) for part in (slice(0, 8), slice(8, 16))]
+        alone = [self._hidden(ids_bt[:, part], positions_bt[:, part]) for part in (slice(0, 8), slice(8, 16))]
         expected = self.model(input_ids=ids_bt[:, 8:], position_ids=positions_bt[:, 8:], use_cache=False).logits
-        packed = head(self._hidden(ids_bt, positions_bt))
+        packed = self._hidden(ids_bt, positions_bt)
         name = type(self.model).__name__
-        if not _close(alone[1], expected):
+        if not _close(head(alone[1]), expected):
             raise TrainerError(f"{name} changes its logits after the output head; it can't be trained here")
         if not _close(packed, torch.cat(alone, dim=1)):
             raise TrainerError(f"{name} lets sequences that share a row see each other; it can't be trained here")
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
-    # Relative to the spread of the logits: rounding in 16 bits stays far below this, a real difference does not.
+    # Relative to the spread of the numbers: rounding in 16 bits stays far below this, a real difference does not.
     return bool((actual - expected).float().abs().mean() <= 0.05 * expected.float().std())
 
 

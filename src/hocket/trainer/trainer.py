@@ -14,18 +14,24 @@ from torch import Tensor
 from hocket import tokenizer as tokenizers
 from hocket import transfer
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
-from hocket.config import Config
+from hocket.config import Config, ModelConfig
 from hocket.errors import TrainerError
 from hocket.protocol import AdapterConfig, Health, TensorLayout
-from hocket.trainer import lora
+from hocket.trainer import lora, measure
+from hocket.trainer.accumulate import accumulate
 from hocket.trainer.batching import TrainBatch, check_fits, pack
+from hocket.trainer.critic import Critic
 from hocket.trainer.engine import DeepSpeedEngine
+from hocket.trainer.frozen import FrozenEngine
 from hocket.trainer.policy import PREFIX, Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
-from hocket.types import StepStats, TrainSample
+from hocket.trainer.reference import Reference
+from hocket.types import Measured, Rollout, StepStats, TrainSample
 
 Bucket = Sequence[tuple[str, Tensor]]
 Sink = Callable[[Bucket], None]
+Load = Callable[..., Any]
+"""(which model, its class, its dtype) → a model with the trainer's settings."""
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
 EXPORT_BYTES = 64 << 20
@@ -62,7 +68,8 @@ class Trainer:
 
     Args:
         config: the run's config.
-        loss: what is minimised; default: the configured policy loss.
+        loss: what is minimised; default: the configured policy loss, with the reference policy and the critic that the
+            algorithm asks for.
         temperature: logits are divided by it; default: rollout.temperature.
         ranks: an existing connection to share, left open by `close`; default: a new one.
     """
@@ -80,34 +87,64 @@ class Trainer:
         self._owns_ranks = ranks is None
         self._ranks = ranks or Ranks(config.trainer.collective_timeout_s)
         self._loss = loss or configured_loss(config)
+        self._beside: dict[str, DeepSpeedEngine | FrozenEngine] = {}  # models other than the policy
+        self._reference: Reference | None = None
+        self._critic: Critic | None = None
+        self._measures: dict[str, Callable[[TrainBatch], Tensor]] = {}
         self._closed = self._broken = self._away = False
         self._skipped_in_row = 0
         self._sink: Sink | None = None
         self._sink_failure: Exception | None = None
 
         try:
-            self._build(config, config.rollout.temperature if temperature is None else temperature)
+            load = self._build(config, config.rollout.temperature if temperature is None else temperature)
+            if loss is None:
+                self._build_beside(config, load)
         except BaseException:
             if self._owns_ranks:
                 self._ranks.destroy()
             raise
 
-    def _build(self, config: Config, temperature: float) -> None:
-        device = self._ranks.device
+    def _build(self, config: Config, temperature: float) -> Load:
+        device, ranks = self._ranks.device, self._ranks
         self._dtype = compute_dtype(config.model, device)
-        self._policy = Policy(
-            config.model,
-            dtype=DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=device),
-            device=device,
-            temperature=temperature,
-            chunk_tokens=config.trainer.logprob_chunk_tokens,
-            gradient_checkpointing=config.trainer.gradient_checkpointing,
-            entropy_gradient=config.algorithm.entropy_coef > 0,
-            seed=config.trainer.seed,
-        )
-        with self._ranks.deadline("starting DeepSpeed"):
-            self._engine = DeepSpeedEngine(self._policy, config.trainer, dtype=self._dtype, ranks=self._ranks)
+        trained_dtype = DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=device)
+
+        def load(model: ModelConfig, kind: type[Policy] = Policy, dtype: torch.dtype = trained_dtype) -> Any:
+            return kind(
+                model,
+                dtype=dtype,
+                device=device,
+                temperature=temperature,
+                chunk_tokens=config.trainer.logprob_chunk_tokens,
+                gradient_checkpointing=config.trainer.gradient_checkpointing,
+                entropy_gradient=config.algorithm.entropy_coef > 0,
+                seed=config.trainer.seed,
+            )
+
+        self._policy: Policy = load(config.model)
+        waits = config.critic.warmup_steps if config.algorithm.baseline == "critic" else 0
+        settings = config.trainer.model_copy(update={"steps": config.trainer.steps - waits})
+        with ranks.deadline("starting DeepSpeed"):
+            self._engine = DeepSpeedEngine(self._policy, settings, dtype=self._dtype, ranks=ranks)
             self._policy.check_architecture(device)
+        return load
+
+    def _build_beside(self, config: Config, load: Load) -> None:
+        """Adds the models that the algorithm needs beside the policy, and says what is measured with them."""
+        ranks = self._ranks
+        with ranks.deadline("starting DeepSpeed"):
+            if config.algorithm.kl != "off":
+                self._reference = Reference(config, self._policy, self._engine, load, dtype=self._dtype, ranks=ranks)
+                self._measures["ref_logprobs"] = self._reference.logprobs
+                if self._reference.frozen is not None:
+                    self._beside["reference"] = self._reference.frozen
+            if config.algorithm.baseline == "critic":
+                self._critic = Critic(config, load, dtype=self._dtype, ranks=ranks)
+                self._measures["values"] = self._critic.values
+                self._beside["critic"] = self._critic.engine
+            if config.algorithm.top_entropy < 1:
+                self._measures["entropies"] = lambda batch: self._engine.forward(batch)[1]
 
     def __enter__(self) -> Self:
         return self
@@ -166,6 +203,19 @@ class Trainer:
         result: StepStats = stats
         return result
 
+    def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
+        """Returns what the algorithm has to know of each rollout before the step, in their order; [] where nothing.
+
+        Raises:
+            TrainerError: a rollout is too long for a micro-batch.
+        """
+        if not rollouts or not self._measures:
+            return []
+        samples = measure.samples_of(rollouts)
+        check_fits(samples, self._config.micro_batch_tokens)
+        measured: dict[int, Measured] = self._together("measure", samples)
+        return [measured[index] for index in range(len(samples))]
+
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
         """Returns the mean absolute difference of the engine's log-probs and the trainer's, over the sampled tokens."""
         check_fits(samples, self._config.micro_batch_tokens)
@@ -219,6 +269,8 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote, by as many ranks as wrote it."""
         self._engine.check_saved(folder)
+        for name, engine in self._kept().items():
+            engine.check_saved(folder / name)
         self._together("load", folder)
 
     def close(self) -> None:
@@ -261,11 +313,20 @@ class Trainer:
     def _step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, list[str]]:
         start = time.perf_counter()
         batches = self._batches(samples)
-        learning_rate = self._engine.learning_rate
-        totals = self._accumulate(batches)
-        broken = self._engine.broken_gradients() if self._skipped_in_row else []  # costly, so only once it is likely
-        grad_norm = self._engine.step()
-        self._skipped_in_row = self._skipped_in_row + 1 if grad_norm is None else 0
+        look = self._skipped_in_row > 0  # for gradients that are not finite: costly, so only once it is likely
+        waits = self._critic is not None and self._critic.learns_alone
+        learning_rate = 0.0 if waits else self._engine.learning_rate
+        totals = accumulate(self._engine, self._policy_loss, batches, self._ranks, learn=not waits)
+        broken = self._engine.broken_gradients() if look and not waits else []
+        grad_norm = 0.0 if waits else self._engine.step()
+        critic: dict[str, float] = {}
+        if self._critic is not None:
+            critic, critic_broken = self._critic.step(batches, look=look)
+            broken += [f"critic: {name}" for name in critic_broken]
+        if self._reference is not None and grad_norm is not None and not waits:
+            self._reference.reset_if_due()
+        skipped = grad_norm is None
+        self._skipped_in_row = self._skipped_in_row + 1 if skipped or critic.get("skipped") else 0
         loss = totals.pop("loss")
         if "importance_square" in totals:
             totals["ess"] = effective_sample_size(totals)
@@ -274,8 +335,9 @@ class Trainer:
             loss=loss,
             grad_norm=math.nan if grad_norm is None else grad_norm,
             learning_rate=learning_rate,
-            skipped=grad_norm is None,
+            skipped=skipped,
             metrics=totals,
+            critic=critic,
             num_tokens=batches[0].num_tokens_global,
             num_sequences=batches[0].num_sequences_global,
             num_micro_batches=len(batches),
@@ -283,26 +345,18 @@ class Trainer:
         )
         return stats, broken
 
-    def _accumulate(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """Runs forward and backward on this rank's micro-batches. Returns loss and metrics, summed over all ranks."""
-        shares: list[Tensor] = []
-        totals: dict[str, float] = {}
-        for index, batch in enumerate(batches):
-            batch = batch.to(self._ranks.device)
-            logprobs_bt, entropy_bt = self._engine.forward(batch)
-            output = self._loss(logprobs_bt, entropy_bt, batch)
-            share = {"loss": output.loss.detach(), "entropy": entropy_bt.detach().sum() / batch.num_tokens_global}
-            share |= output.metrics
-            shares.append(torch.stack([value.double() for value in share.values()]))
-            loss = output.loss
-            last = index == len(batches) - 1
-            if last:
-                sums = self._ranks.sum(torch.stack(shares).sum(dim=0).tolist())
-                totals = dict(zip(share, sums, strict=True))
-                if not math.isfinite(totals["loss"]):
-                    loss = loss * math.nan  # a loss of inf can have finite gradients; this way the step is skipped
-            self._engine.backward(loss, last=last)
-        return totals
+    def _policy_loss(self, batch: TrainBatch) -> LossOutput:
+        logprobs_bt, entropy_bt = self._engine.forward(batch)
+        output = self._loss(logprobs_bt, entropy_bt, batch)
+        entropy = entropy_bt.detach().sum() / batch.num_tokens_global
+        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
+
+    @torch.no_grad()
+    def _measure(self, samples: Sequence[TrainSample]) -> dict[int, Measured]:
+        batches = [batch.to(self._ranks.device) for batch in self._batches(samples)]
+        columns = {name: [of(batch) for batch in batches] for name, of in self._measures.items()}
+        shares = self._ranks.gather(measure.unpack(batches, columns))
+        return {index: measured for share in shares for index, measured in share.items()}
 
     def _batches(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
         """Returns this rank's micro-batches."""
@@ -359,22 +413,34 @@ class Trainer:
                     self._sink_failure = error
 
     def _offload(self) -> None:
-        self._engine.offload()
+        for engine in (self._engine, *self._beside.values()):
+            engine.offload()
         self._away = True
 
     def _onload(self) -> None:
-        self._engine.onload()
+        for engine in (self._engine, *self._beside.values()):
+            engine.onload()
         self._away = False
+
+    def _kept(self) -> dict[str, DeepSpeedEngine | FrozenEngine]:
+        """Returns the models beside the policy whose weights no other file holds."""
+        resets = self._reference is not None and self._reference.reset_every > 0
+        return {name: engine for name, engine in self._beside.items() if name == "critic" or resets}
 
     def _save(self, folder: Path) -> None:
         self._engine.save(folder)
+        for name, engine in self._kept().items():
+            engine.save(folder / name)
 
     def _load(self, folder: Path) -> None:
         self._engine.load(folder)
+        for name, engine in self._kept().items():
+            engine.load(folder / name)
         self._skipped_in_row = 0
 
     def _close(self) -> None:
-        self._engine.close()
+        for engine in (self._engine, *self._beside.values()):
+            engine.close()
         if self._owns_ranks:
             self._ranks.close()
         self._closed = True
