@@ -134,26 +134,40 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One sequence to train on. `rollout_logprobs` is 0.0 where the mask is false."""
+    """One sequence to train on. Every number is per token, 0.0 where the mask is false.
+
+    Attributes:
+        rollout_logprobs: the engine's, of each sampled token.
+        ref_logprobs: the reference policy's; () where there is none.
+        values: the critic's estimate before the step; () without a critic.
+        returns: what the critic should have estimated, likewise.
+    """
 
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
     rollout_logprobs: tuple[float, ...]
-    advantage: float
+    advantages: tuple[float, ...]
     ref_logprobs: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
     returns: tuple[float, ...] = ()
     version_min: int = 0
 
     def __post_init__(self) -> None:
-        _same_length(token_ids=self.token_ids, mask=self.mask, rollout_logprobs=self.rollout_logprobs)
+        optional = {name: getattr(self, name) for name in ("ref_logprobs", "values", "returns") if getattr(self, name)}
+        _same_length(
+            token_ids=self.token_ids,
+            mask=self.mask,
+            rollout_logprobs=self.rollout_logprobs,
+            advantages=self.advantages,
+            **optional,
+        )
         if len(self.token_ids) < 2:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the trainer says of one rollout before the step: every field () or one number per token, 0.0 if masked."""
+    """What the trainer says of one rollout before the step; each () or one number per token, 0.0 where not sampled."""
 
     ref_logprobs: tuple[float, ...] = ()
     values: tuple[float, ...] = ()

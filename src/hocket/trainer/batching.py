@@ -177,7 +177,7 @@ def _tensors(
         masks.append([m for s in row for m in s.mask[1:]] + [False] * padding)
         logprobs.append([lp for s in row for lp in s.rollout_logprobs[1:]] + [0.0] * padding)
         numbers.append([i for i, s in numbered for _ in range(num_positions(s))] + [-1] * padding)
-        advantages.append([s.advantage if m else 0.0 for s in row for m in s.mask[1:]] + [0.0] * padding)
+        advantages.append([a for s in row for a in s.advantages[1:]] + [0.0] * padding)
     return TrainBatch(
         input_ids_bt=torch.tensor(inputs, dtype=torch.long),
         target_ids_bt=torch.tensor(targets, dtype=torch.long),

@@ -15,7 +15,12 @@ from hocket.types import Measured, Rollout, TrainSample
 def samples_of(rollouts: Sequence[Rollout]) -> tuple[TrainSample, ...]:
     """Returns the rollouts as they are packed: with nothing to learn from yet."""
     return tuple(
-        TrainSample(token_ids=rollout.token_ids, mask=rollout.mask, rollout_logprobs=rollout.logprobs, advantage=0.0)
+        TrainSample(
+            token_ids=rollout.token_ids,
+            mask=rollout.mask,
+            rollout_logprobs=rollout.logprobs,
+            advantages=(0.0,) * len(rollout.token_ids),
+        )
         for rollout in rollouts
     )
 

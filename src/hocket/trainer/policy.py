@@ -38,6 +38,7 @@ class Policy(nn.Module):
         device: where it will run, which decides the attention kernel.
         temperature: logits are divided by it.
         chunk_tokens: positions whose logits exist at the same time.
+        entropy_gradient: whether something is learned from the entropy.
         seed: of random weights, and of a new adapter.
 
     Attributes:
@@ -53,6 +54,7 @@ class Policy(nn.Module):
         temperature: float,
         chunk_tokens: int,
         gradient_checkpointing: bool = False,
+        entropy_gradient: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -75,6 +77,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
+        self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()  # transformers recomputes activations in training mode only
@@ -106,6 +109,7 @@ class Policy(nn.Module):
             chunk_tokens=self.chunk_tokens,
             mask_bt=batch.mask_bt,
             max_tokens=batch.max_tokens,
+            entropy_gradient=self.entropy_gradient,
         )
 
     def _hidden(self, input_ids_bt: Tensor, position_ids_bt: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hocket import tokenizer as tokenizers
 from hocket import transfer
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
-from hocket.config import AlgorithmConfig, Config, ModelConfig
+from hocket.config import Config, ModelConfig
 from hocket.errors import TrainerError
 from hocket.protocol import AdapterConfig, Health, TensorLayout
 from hocket.trainer import lora, measure
@@ -32,22 +32,17 @@ Bucket = Sequence[tuple[str, Tensor]]
 Sink = Callable[[Bucket], None]
 Load = Callable[..., Any]
 """(which model, its class, its dtype) → a model with the trainer's settings."""
-BatchLoss = Callable[[Tensor, TrainBatch], LossOutput]
-"""(logprobs_bt with gradient, batch) → this micro-batch's share of the global loss."""
+BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
+"""(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
 EXPORT_BYTES = 64 << 20
 """ZeRO-3 gathers parameters for export in groups of this size."""
 
 
-def grpo_loss(config: AlgorithmConfig) -> BatchLoss:
+def configured_loss(config: Config) -> BatchLoss:
     """Returns the configured policy loss as a function of a batch."""
-    settings = LossConfig(
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        correction=config.correction,
-        correction_high=config.correction_high,
-    )
+    settings = LossConfig.of(config)
 
-    def loss(logprobs_bt: Tensor, batch: TrainBatch) -> LossOutput:
+    def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
         return policy_loss(
             logprobs_bt,
             batch.rollout_logprobs_bt,
@@ -56,6 +51,9 @@ def grpo_loss(config: AlgorithmConfig) -> BatchLoss:
             config=settings,
             num_tokens=batch.num_tokens_global,
             num_sequences=batch.num_sequences_global,
+            ref_logprobs_bt=batch.ref_logprobs_bt,
+            entropy_bt=entropy_bt,
+            sample_bt=batch.sample_bt,
         )
 
     return loss
@@ -88,7 +86,7 @@ class Trainer:
         self.tokenizer = tokenizers.load(config.model.path)
         self._owns_ranks = ranks is None
         self._ranks = ranks or Ranks(config.trainer.collective_timeout_s)
-        self._loss = loss or grpo_loss(config.algorithm)
+        self._loss = loss or configured_loss(config)
         self._beside: dict[str, DeepSpeedEngine | FrozenEngine] = {}  # models other than the policy
         self._reference: Reference | None = None
         self._critic: Critic | None = None
@@ -120,6 +118,7 @@ class Trainer:
                 temperature=temperature,
                 chunk_tokens=config.trainer.logprob_chunk_tokens,
                 gradient_checkpointing=config.trainer.gradient_checkpointing,
+                entropy_gradient=config.algorithm.entropy_coef > 0,
                 seed=config.trainer.seed,
             )
 
@@ -144,6 +143,8 @@ class Trainer:
                 self._critic = Critic(config, load, dtype=self._dtype, ranks=ranks)
                 self._measures["values"] = self._critic.values
                 self._beside["critic"] = self._critic.engine
+            if config.algorithm.top_entropy < 1:
+                self._measures["entropies"] = lambda batch: self._engine.forward(batch)[1]
 
     def __enter__(self) -> Self:
         return self
@@ -346,7 +347,7 @@ class Trainer:
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         logprobs_bt, entropy_bt = self._engine.forward(batch)
-        output = self._loss(logprobs_bt, batch)
+        output = self._loss(logprobs_bt, entropy_bt, batch)
         entropy = entropy_bt.detach().sum() / batch.num_tokens_global
         return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
 
