@@ -16,6 +16,7 @@ from hocket import tokenizer as tokenizers
 from hocket import transfer
 from hocket.errors import ConfigError
 from hocket.trainer import lora
+from hocket.trainer.engine import gathered
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
@@ -44,7 +45,7 @@ def make_samples() -> list[TrainSample]:
             token_ids=tuple(rng.randrange(62) for _ in range(9)),
             mask=(False, False, *[True] * 7),
             rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
-            advantage=rng.gauss(0, 1),
+            advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
         )
         for _ in range(5)
     ]
@@ -56,7 +57,7 @@ def with_peft(base: str, folder: Path) -> Any:
 
 def frozen_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     named = dict(trainer._policy.model.named_parameters())
-    with trainer._engine._gathered(list(named.values())):
+    with gathered(list(named.values())):
         return {name.replace(".base_layer", ""): p.detach().clone() for name, p in named.items() if "lora" not in name}
 
 

@@ -20,7 +20,10 @@ from hocket.types import Prompt, Rollout, TrainSample
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 CPU = torch.device("cpu")
 SAMPLE = TrainSample(
-    token_ids=(3, 1, 4, 1, 5), mask=(False, True, True, True, True), rollout_logprobs=(0, -3, -3, -3, -3), advantage=1.0
+    token_ids=(3, 1, 4, 1, 5),
+    mask=(False, True, True, True, True),
+    rollout_logprobs=(0, -3, -3, -3, -3),
+    advantages=(0, 1, 1, 1, 1),
 )
 
 
@@ -110,7 +113,7 @@ def test_nothing_of_the_training_state_stays(ranks: Ranks, untied_model: str, st
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_reference_and_critic_leave_and_come_back_with_the_policy(ranks: Ranks, untied_model: str, stage: int) -> None:
-    settings = ("algorithm.kl=k1", "algorithm.baseline=critic")
+    settings = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
     rollout = Rollout(
         id="r",
         group_id="g",
@@ -127,7 +130,8 @@ def test_reference_and_critic_leave_and_come_back_with_the_policy(ranks: Ranks, 
     before = bytes_held()
     with make_trainer(ranks, untied_model, stage, "float32", *settings) as trainer:
         (measured,) = trainer.measure([rollout])
-        trainer.step([dataclasses.replace(SAMPLE, values=measured.values, returns=(0.0, 1.0, 1.0, 1.0, 1.0))])
+        known = {"ref_logprobs": measured.ref_logprobs, "values": measured.values}
+        trainer.step([dataclasses.replace(SAMPLE, **known, returns=(0.0, 1.0, 1.0, 1.0, 1.0))])
         expected = trainer.measure([rollout])
         assert expected[0].ref_logprobs == measured.ref_logprobs
         assert expected[0].values != measured.values

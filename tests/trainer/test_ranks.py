@@ -166,7 +166,7 @@ def test_training_equals_plain_torch(runs: dict[int, Path], tied_model: str) -> 
             logprobs = full.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
             weight = (logprobs.detach() - torch.tensor(sample.rollout_logprobs[1:])).exp().clamp(max=2)
             mask = torch.tensor(sample.mask[1:])
-            loss = loss - (weight * sample.advantage * logprobs)[mask].sum()
+            loss = loss - (weight * torch.tensor(sample.advantages[1:]) * logprobs)[mask].sum()
             num_tokens += int(mask.sum())
         optimizer.zero_grad()
         (loss / num_tokens).backward()

@@ -36,6 +36,10 @@ SETTINGS = (
 )
 
 
+def constant(advantage: float, mask: tuple[bool, ...]) -> tuple[float, ...]:
+    return tuple(advantage if m else 0.0 for m in mask)
+
+
 def make_samples(step: int) -> list[TrainSample]:
     rng = random.Random(step)
     samples = []
@@ -47,7 +51,7 @@ def make_samples(step: int) -> list[TrainSample]:
                 token_ids=tuple(rng.randrange(62) for _ in range(length)),
                 mask=mask,
                 rollout_logprobs=tuple(-2 - 4 * rng.random() if m else 0.0 for m in mask),
-                advantage=rng.gauss(0, 1),
+                advantages=constant(rng.gauss(0, 1), mask),
             )
         )
     return samples
@@ -85,7 +89,7 @@ def stages(model: str, output: Path) -> None:
             stats = [trainer.step(make_samples(step)) for step in range(3)]
             trainer.export(folder / "before")
             bad = make_samples(3)
-            bad[4] = dataclasses.replace(bad[4], advantage=math.nan)
+            bad[4] = dataclasses.replace(bad[4], advantages=constant(math.nan, bad[4].mask))
             stats.append(trainer.step(bad))
             trainer.export(folder / "skipped")
             trainer.save(folder / "checkpoint")
@@ -155,10 +159,11 @@ def beside(model: str, output: Path) -> None:
     """Two steps with a reference, which is reset after the second one, and a critic; what is measured around them."""
     shard_everything()
     ranks = Ranks(timeout_s=60)
-    settings = ("algorithm.kl=k1", "algorithm.reference_reset_every=2", "algorithm.baseline=critic")
+    kl = ("algorithm.kl=k1", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.reference_reset_every=2")
     for stage in range(4):
         trainer = Trainer(
-            make_config(model, *settings, "critic.learning_rate=1e-2", f"trainer.zero_stage={stage}"), ranks=ranks
+            make_config(model, "algorithm.preset=ppo", *kl, "critic.learning_rate=1e-2", f"trainer.zero_stage={stage}"),
+            ranks=ranks,
         )
         if not trainer.is_main:
             trainer.follow()
@@ -227,7 +232,7 @@ def rank_hangs(model: str, output: Path) -> None:
 def break_down(model: str, happen: Callable[[], object], *settings: str) -> None:
     micro_batches = 0
 
-    def deadly(logprobs_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    def deadly(logprobs_bt: torch.Tensor, entropy_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
         nonlocal micro_batches
         micro_batches += 1
         if micro_batches == 2 and os.environ["RANK"] == "1":
