@@ -34,7 +34,7 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
         "model.dtype=float32",
         "trainer.learning_rate=1e-3",
         "trainer.micro_batch_tokens=40",
-        "algorithm.baseline=critic",
+        "algorithm.preset=ppo",
         "critic.learning_rate=3e-3",
     )
     return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks)
@@ -76,7 +76,7 @@ def make_samples(trainer: Trainer, returns: Returns) -> list[TrainSample]:
                 token_ids=rollout.token_ids,
                 mask=rollout.mask,
                 rollout_logprobs=rollout.logprobs,
-                advantage=0.5,
+                advantages=tuple(0.5 if m else 0.0 for m in rollout.mask),
                 values=measured.values,
                 returns=tuple(value if m else 0.0 for value, m in zip(wanted, rollout.mask, strict=True)),
             )
@@ -241,6 +241,8 @@ def test_a_critic_may_start_from_another_model_and_stays_whole_beside_an_adapter
 
 
 def test_a_trainer_without_need_of_a_critic_has_none(ranks: Ranks, tied_model: str) -> None:
-    with make_trainer(ranks, tied_model, "algorithm.baseline=mean") as trainer:
+    with make_trainer(
+        ranks, tied_model, "algorithm.preset=grpo", "algorithm.baseline=mean", "algorithm.scale=group"
+    ) as trainer:
         assert trainer.measure(ROLLOUTS) == []
         assert not trainer._beside

@@ -44,7 +44,7 @@ def make_samples() -> list[TrainSample]:
             token_ids=tuple(rng.randrange(62) for _ in range(9)),
             mask=(False, False, *[True] * 7),
             rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
-            advantage=rng.gauss(0, 1),
+            advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
         )
         for _ in range(5)
     ]

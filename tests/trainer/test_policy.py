@@ -27,12 +27,13 @@ def samples() -> list[TrainSample]:
     for _ in range(17):
         length, prompt = rng.randint(4, 24), rng.randint(1, 3)
         mask = tuple(index >= prompt and rng.random() < 0.9 for index in range(length))
+        advantage = rng.gauss(0, 1)
         made.append(
             TrainSample(
                 token_ids=tuple(rng.randrange(62) for _ in range(length)),
                 mask=mask,
                 rollout_logprobs=tuple(-4 * rng.random() if m else 0.0 for m in mask),
-                advantage=rng.gauss(0, 1),
+                advantages=tuple(advantage if m else 0.0 for m in mask),
             )
         )
     return made

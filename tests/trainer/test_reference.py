@@ -1,6 +1,7 @@
 """The reference policy against transformers' own log-probs, wherever it comes from and whatever the policy does."""
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
         "model.dtype=float32",
         "trainer.learning_rate=1e-2",
         "trainer.micro_batch_tokens=40",
-        "algorithm.kl=k1",
+        "algorithm.preset=reinforce_pp",
     )
     return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks)
 
@@ -63,11 +64,18 @@ def make_rollouts() -> list[Rollout]:
 ROLLOUTS = make_rollouts()
 
 
+def constant(advantage: float, mask: tuple[bool, ...]) -> tuple[float, ...]:
+    return tuple(advantage if m else 0.0 for m in mask)
+
+
 def make_samples() -> list[TrainSample]:
     rng = random.Random(2)
     return [
         TrainSample(
-            token_ids=rollout.token_ids, mask=rollout.mask, rollout_logprobs=rollout.logprobs, advantage=rng.gauss(0, 1)
+            token_ids=rollout.token_ids,
+            mask=rollout.mask,
+            rollout_logprobs=rollout.logprobs,
+            advantages=constant(rng.gauss(0, 1), rollout.mask),
         )
         for rollout in ROLLOUTS
     ]
@@ -169,7 +177,7 @@ def test_a_reset_makes_the_policy_its_own_reference_bit_for_bit(
         first = trainer.measure(ROLLOUTS)
         trainer.step(make_samples())
         assert trainer.measure(ROLLOUTS) == first
-        bad = dataclasses.replace(make_samples()[0], advantage=float("nan"))
+        bad = dataclasses.replace(make_samples()[0], advantages=constant(math.nan, ROLLOUTS[0].mask))
         assert trainer.step([bad]).skipped
         assert trainer.measure(ROLLOUTS) == first, "a skipped step does not count"
         trainer.step(make_samples())

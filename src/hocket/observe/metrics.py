@@ -103,6 +103,22 @@ METRICS = (
         advice="a few tokens decide the step: rollouts are too old, or engine and trainer disagree",
     ),
     Metric(name="train/entropy", meaning="mean entropy of the policy's next-token distribution, in nats"),
+    Metric(name="critic/loss", meaning="value loss: half the squared error of the values, mean over trained tokens"),
+    Metric(
+        name="critic/explained_variance",
+        meaning="1 − Var(return − value) / Var(return) over trained tokens: 1 is perfect, 0 no better than a constant",
+        low=-0.5,
+        advice="the critic misleads the policy: raise critic.warmup_steps or critic.learning_rate",
+    ),
+    Metric(name="critic/value_mean", meaning="mean value of the trained tokens"),
+    Metric(name="critic/return_mean", meaning="mean return of the trained tokens, which the values should come to"),
+    Metric(name="critic/grad_norm", meaning="global gradient norm of the critic before clipping"),
+    Metric(
+        name="critic/skipped",
+        meaning="1 where the critic's loss or gradient was not finite and it was left as it was",
+        high=0,
+        advice="lower critic.learning_rate; look at the step's rollouts",
+    ),
     Metric(name="sync/servers", meaning="servers that hold the newest version"),
     Metric(name="sync/mebibytes", meaning="what each server was sent, in MiB"),
     Metric(
@@ -164,7 +180,7 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float
 
 
 def train_metrics(stats: StepStats) -> dict[str, float]:
-    """Returns the train/* metrics and time/train of one optimiser step."""
+    """Returns the train/* and critic/* metrics and time/train of one optimiser step."""
     return {
         "train/loss": stats.loss,
         "train/grad_norm": stats.grad_norm,
@@ -174,7 +190,9 @@ def train_metrics(stats: StepStats) -> dict[str, float]:
         "train/sequences": float(stats.num_sequences),
         "train/micro_batches": float(stats.num_micro_batches),
         "time/train": stats.seconds,
-    } | {f"train/{name}": value for name, value in stats.metrics.items()}
+        **{f"train/{name}": value for name, value in stats.metrics.items()},
+        **{f"critic/{name}": value for name, value in stats.critic.items()},
+    }
 
 
 def alarms(metrics: Mapping[str, float]) -> dict[str, str]:

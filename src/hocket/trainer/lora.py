@@ -64,15 +64,16 @@ def inject(model: transformers.PreTrainedModel, config: LoraConfig, *, base: str
     )
 
 
-def quantization(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Returns the options with which transformers loads frozen weights in 4 bits (QLoRA, arXiv 2305.14314).
+def quantization(dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the options with which transformers loads frozen weights in 4 bits, onto this rank's GPU (QLoRA).
 
-    NormalFloat with quantised scales, in all linear layers but the output head; products are computed in `dtype`.
+    NormalFloat with quantised scales (arXiv 2305.14314), in all linear layers but the output head; products are
+    computed in `dtype`.
 
     Raises:
         ConfigError: there is no CUDA device, or no package bitsandbytes.
     """
-    if device.type != "cuda":
+    if not torch.cuda.is_available():
         raise ConfigError(
             "model.lora.quantize needs a CUDA device: bitsandbytes multiplies 4-bit weights on a GPU; leave it out here"
         )
@@ -87,7 +88,7 @@ def quantization(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
-    return {"quantization_config": settings, "device_map": {"": device.index or 0}}  # this rank's GPU
+    return {"quantization_config": settings, "device_map": {"": torch.cuda.current_device()}}
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class Policy(nn.Module):
             "attn_implementation": "flash_attention_2" if self.single_row else "sdpa",
         }
         if config.lora is not None and config.lora.quantize is not None:
-            options |= lora.quantization(dtype, device)
+            options |= lora.quantization(dtype)
         if config.random_init:
             architecture = _load(transformers.AutoConfig.from_pretrained, config.path)
             torch.manual_seed(seed)
