@@ -86,7 +86,7 @@ class ModelConfig(Section):
         return self
 
     def beside(self, path: str | None) -> "ModelConfig":
-        """Returns the config of a model beside the policy, without adapter: another, or what the run starts from."""
+        """Returns the config of a whole model beside the policy: another one, or what the run starts with."""
         other = {} if path is None else {"path": path, "random_init": False}
         return self.model_copy(update={"lora": None, **other})
 
