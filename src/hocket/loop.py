@@ -76,7 +76,7 @@ class Run:
                         metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
                     measured = trainer.measure([rollout for group in groups for rollout in group.rollouts])
                     samples, shaping = train_samples(
-                        groups, measured, config, kl_coef=self.kl.coef
+                        groups, measured, config, self.kl.coef
                     )  # 4 advantages   algorithm/
                     self.kl.update(shaping.get("rollout/kl"), len(samples))
                     stats = trainer.step(samples)  # 5 batches, 6 update      trainer/

@@ -74,7 +74,7 @@ def informative(groups: Sequence[Group], config: Config) -> tuple[list[Group], d
 
 
 def train_samples(
-    groups: Sequence[Group], measured: Sequence[Measured], config: Config, *, kl_coef: float
+    groups: Sequence[Group], measured: Sequence[Measured], config: Config, kl_coef: float
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Returns one sample per rollout that is trained, and what its rewards and advantages were shaped by.
 

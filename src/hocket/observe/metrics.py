@@ -34,10 +34,15 @@ METRICS = (
     ),
     Metric(
         name="rollout/zero_variance",
-        meaning="share of groups whose rewards are all alike; they carry no signal and are not trained",
+        meaning="share of groups whose rewards are all alike; not trained where a reward is compared with its group",
         high=0.95,
         advice="the prompts are too easy or too hard for the policy: change the data or the reward",
     ),
+    Metric(
+        name="rollout/overlong_penalty", meaning="algorithm.overlong_share: mean of what was taken from the rewards"
+    ),
+    Metric(name="rollout/kl", meaning="algorithm.kl_in=reward: mean penalty of a token, before its coefficient"),
+    Metric(name="rollout/kl_coef", meaning="algorithm.kl_in=reward: that coefficient"),
     Metric(name="rollout/length_mean", meaning="mean number of sampled tokens"),
     Metric(name="rollout/length_stopped", meaning="the same over rollouts that ended by themselves"),
     Metric(
@@ -59,7 +64,7 @@ METRICS = (
     ),
     Metric(name="eval/length_mean", meaning="held-out prompts: mean number of sampled tokens"),
     Metric(name="eval/truncated", meaning="held-out prompts: share cut off at rollout.max_tokens"),
-    Metric(name="train/loss", meaning="clipped policy loss, mean over trained tokens of all ranks"),
+    Metric(name="train/loss", meaning="the loss that is minimised, over all micro-batches and ranks"),
     Metric(name="train/grad_norm", meaning="global gradient norm before clipping"),
     Metric(name="train/learning_rate", meaning="AdamW's learning rate in this step"),
     Metric(name="train/tokens", meaning="trained tokens"),
@@ -79,10 +84,11 @@ METRICS = (
     ),
     Metric(name="train/mismatch_kl", meaning="k3 estimate of KL(engine ‖ trainer)", high=0.01),
     Metric(
-        name="train/clip_low", meaning="share of tokens whose ratio is below 1 − clip_low with a negative advantage"
+        name="train/clip_low", meaning="share of tokens clipped below: with clip ppo those of a negative advantage only"
     ),
     Metric(
-        name="train/clip_high", meaning="share of tokens whose ratio is above 1 + clip_high with a positive advantage"
+        name="train/clip_high",
+        meaning="share of tokens clipped above: with clip ppo those of a positive advantage only",
     ),
     Metric(
         name="train/ratio_mean",
@@ -95,13 +101,14 @@ METRICS = (
         high=2.0,
         advice="see train/logprob_gap",
     ),
-    Metric(name="train/importance_capped", meaning="share of tokens whose importance weight is capped"),
+    Metric(name="train/importance_capped", meaning="share of tokens whose importance weight is capped or masked"),
     Metric(
         name="train/ess",
         meaning="effective sample size of the importance weights, (Σw)² / (n·Σw²)",
         low=0.5,
         advice="a few tokens decide the step: rollouts are too old, or engine and trainer disagree",
     ),
+    Metric(name="train/kl", meaning="k3 estimate of KL(policy ‖ reference), mean over trained tokens"),
     Metric(name="train/entropy", meaning="mean entropy of the policy's next-token distribution, in nats"),
     Metric(name="critic/loss", meaning="value loss: half the squared error of the values, mean over trained tokens"),
     Metric(
