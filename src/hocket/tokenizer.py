@@ -23,8 +23,14 @@ def load(path: str, setting: str = "model.path") -> Any:
 
 
 def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:
-    """Raises ConfigError where a token has another id, or none, for the model at `path`, which `setting` names."""
-    if not load(model.path).get_vocab().items() <= load(path, setting).get_vocab().items():
+    """Raises ConfigError where an id is another token to the model at `path`, which `setting` names.
+
+    Tokens that only one of them knows are no difference: tokenizer classes add some of their own.
+    """
+    known, others = (
+        {id_: token for token, id_ in t.get_vocab().items()} for t in (load(model.path), load(path, setting))
+    )
+    if any(others.get(id_, token) != token for id_, token in known.items()):
         raise ConfigError(
             f"{setting}={path} has another vocabulary than model.path={model.path}: ids are other words to it; "
             "name a model with the same tokenizer, such as an older version"
