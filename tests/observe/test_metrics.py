@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from hocket.algorithm.losses import LossConfig, policy_loss
+from hocket.algorithm.samples import informative, train_samples
+from hocket.config import load
 from hocket.observe.metrics import METRICS, alarms, reference, rollout_metrics, train_metrics
-from hocket.types import FinishReason, Group, Prompt, Rollout, Score, StepStats
+from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, StepStats
 
 
 def rollout(length: int, finish_reason: FinishReason, version_min: int) -> Rollout:
@@ -77,6 +79,7 @@ def loss_metrics() -> dict[str, float]:
         config=LossConfig(),
         num_tokens=1,
         num_sequences=1,
+        ref_logprobs_bt=zeros_bt,
     )
     return dict.fromkeys(output.metrics.keys() - {"importance_square"} | {"entropy", "ess"}, 1.0)
 
@@ -96,6 +99,10 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
         num_micro_batches=1,
         seconds=0.5,
     )
-    measured = rollout_metrics([group], version=1).keys() | train_metrics(stats).keys()
+    settings = load(None, ["algorithm.preset=reinforce_pp", "algorithm.overlong_share=0.5"])
+    shaping = train_samples([group], [Measured(ref_logprobs=(0.0, -1.0, -1.0))], settings, 0.01)[1]
+    assert len(shaping) == 3
+    signal = informative([group], settings)[1]
+    measured = rollout_metrics([group], version=1).keys() | train_metrics(stats).keys() | shaping.keys() | signal.keys()
     assert measured <= known
     assert all(f"| `{name}` |" in reference() for name in known)

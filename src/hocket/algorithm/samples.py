@@ -134,7 +134,8 @@ def overlong_penalty(rollout: Rollout, config: Config) -> float:
 
 
 def _is_trained(rollout: Rollout, reward: float, algorithm: AlgorithmConfig) -> bool:
-    return not math.isnan(reward) and not (algorithm.mask_truncated and rollout.finish_reason == "length")
+    cut = algorithm.mask_truncated and rollout.finish_reason == "length"
+    return any(rollout.mask) and not cut and not math.isnan(reward)
 
 
 def _episodes(groups: Sequence[Group], measured: Sequence[Measured], config: Config) -> list[_Episode]:
