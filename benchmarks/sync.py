@@ -217,7 +217,8 @@ class Bench:
 def sample(seed: int) -> TrainSample:
     """A sequence that gives the step a gradient everywhere."""
     ids = tuple(random.Random(seed).choices(range(32_000), k=64))
-    return TrainSample(token_ids=ids, mask=(False,) * 8 + (True,) * 56, rollout_logprobs=(-10.0,) * 64, advantage=1.0)
+    mask = (False,) * 8 + (True,) * 56
+    return TrainSample(token_ids=ids, mask=mask, rollout_logprobs=(-10.0,) * 64, advantages=(0.0,) * 8 + (1.0,) * 56)
 
 
 def report(name: str, rows: Sequence[dict[str, float]], ratios: dict[str, Callable[[dict[str, float]], float]]) -> None:

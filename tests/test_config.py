@@ -1,11 +1,13 @@
 """One YAML file, overrides, and answers that name the key."""
 
 from pathlib import Path
+from typing import get_args
 
 import pydantic
 import pytest
+import yaml
 
-from hocket import config
+from hocket import config, presets
 from hocket.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +17,91 @@ def load(tmp_path: Path, text: str, *overrides: str) -> config.Config:
     file = tmp_path / "run.yaml"
     file.write_text(text, encoding="utf-8")
     return config.load(file, overrides)
+
+
+def algorithm(*overrides: str) -> config.AlgorithmConfig:
+    return config.load(None, [f"algorithm.{override}" for override in overrides]).algorithm
+
+
+def test_a_preset_fills_what_is_not_set_and_the_resolved_config_shows_it(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "algorithm: {preset: gspo, clip_high: 0.1}\n", "algorithm.baseline=leave_one_out")
+    found = loaded.algorithm
+    assert (found.preset, found.ratio, found.clip_low, found.clip_high) == ("gspo", "sequence", 3e-4, 0.1)
+    assert (found.baseline, found.aggregate, found.correction) == ("leave_one_out", "seq_mean_token_mean", "none")
+    shown = yaml.safe_load(config.dump(loaded))["algorithm"]
+    assert shown["ratio"] == "sequence"
+    assert shown["clip_low"] == 3e-4
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_every_preset_is_a_config_that_reads_back(tmp_path: Path, name: str) -> None:
+    loaded = config.load(None, [f"algorithm.preset={name}"])
+    row = presets.PRESETS[name].knobs  # type: ignore[index]
+    assert {key: getattr(loaded.algorithm, key) for key in row} == row
+    assert load(tmp_path, config.dump(loaded)) == loaded
+
+
+def test_the_table_has_a_row_for_every_name_and_the_defaults_are_its_first() -> None:
+    assert set(presets.PRESETS) == set(get_args(presets.PresetName))
+    assert {key: getattr(config.AlgorithmConfig(), key) for key in presets.DEFAULT.knobs} == presets.DEFAULT.knobs
+    rows = presets.reference().splitlines()
+    assert len(rows) == 2 + 1 + len(presets.PRESETS)
+    assert rows[2].startswith("| (none) | mean | group | token | ppo | -0.2 / +0.28 | token_mean | truncate | off |")
+    assert any(row.startswith("| `reinforce_pp` | none | batch |") and "k1 in reward, 0.01" in row for row in rows)
+
+
+def test_each_correction_has_a_range_of_its_own_until_one_is_set() -> None:
+    ranges = {name: algorithm(f"correction={name}") for name in ("truncate", "mask", "sequence_mask")}
+    assert {name: (a.correction_low, a.correction_high) for name, a in ranges.items()} == {
+        "truncate": (0.0, 2.0),
+        "mask": (0.5, 5.0),
+        "sequence_mask": (0.99, 1.01),
+    }
+    found = algorithm("correction=mask", "correction_high=3")
+    assert (found.correction_low, found.correction_high) == (0.5, 3.0)
+
+
+def test_a_presets_kl_can_be_switched_off_with_one_word() -> None:
+    for word in ("off", "'off'"):  # YAML 1.1 reads the first one as false
+        assert algorithm("preset=reinforce_pp", f"kl={word}").kl == "off"
+
+
+def test_without_a_group_one_rollout_per_prompt_is_enough() -> None:
+    assert config.load(None, ["rollout.group_size=1", "algorithm.preset=reinforce_pp"]).rollout.group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        (["preset=grop"], "algorithm.preset: Input should be 'grpo', 'dapo'"),
+        (["preset=[grpo]"], "algorithm.preset: Input should be"),
+        (["correction=[]"], "algorithm.correction: Input should be"),
+        (["baseline=none"], "set scale to batch or none"),
+        (["baseline=critic"], "set scale to batch or none"),
+        (["discount=0.9"], "discount is for baseline none or critic"),
+        (["preset=reinforce_pp", "gae_lambda=0.9"], "gae_lambda is for baseline critic"),
+        (["reward_clip=[1, 0]"], "reward_clip is [low, high]"),
+        (["ratio=sequence"], "set correction=none"),
+        (["preset=gspo", "correction=mask"], "set correction=none"),
+        (["dual_clip=3"], "set clip=ppo and correction=none"),
+        (["preset=cispo", "dual_clip=3"], "set clip=ppo and correction=none"),
+        (["preset=grpo", "dual_clip=0.5"], "dual_clip: Input should be greater than 1"),
+        (["constant_length=9"], "constant_length is for aggregate=constant"),
+        (["correction_low=3"], "correction_low=3 must be below correction_high=2"),
+        (["kl_in=reward"], "set kl, e.g. to k1 in the reward"),
+        (["kl_coef=0.1"], "set kl, e.g. to k1 in the reward"),
+        (["kl=k2"], "kl=k2 needs a weight"),
+        (["kl=k1", "kl_coef=0.1"], "set kl_in=reward, or kl=k2"),
+        (["kl=k2", "kl_coef=0.1", "kl_target=1"], "set kl_in=reward"),
+        (["top_entropy=0"], "top_entropy: Input should be greater than 0"),
+        (["top_entropy=1.5"], "top_entropy: Input should be less than or equal to 1"),
+        (["clip_low=1.5"], "clip_low: Input should be less than or equal to 1"),
+    ],
+)
+def test_a_combination_that_means_nothing_is_refused_with_the_fix(overrides: list[str], answer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        algorithm(*overrides)
+    assert answer in str(caught.value)
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("config/**/*.yaml")), ids=lambda path: path.name)
@@ -66,7 +153,7 @@ def test_a_value_may_hold_equals_signs() -> None:
         ("trainer.steps=0", "trainer.steps: Input should be greater than or equal to 1"),
         ("server.port=70000", "server.port"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
-        ("rollout.group_size=1", "rollout.group_size"),
+        ("rollout.group_size=1", "set it to 2 or more, or the baseline to none or critic"),
         ("rollout.top_p=0.9", "lower the temperature"),
         ("rollout.top_k=20", "top_k -1 while training"),
         ("rewards.functions={}", "name at least one reward"),
@@ -191,6 +278,7 @@ def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> N
         "model.lora",
         "model.lora.rank",
         "model.lora.alpha",
+        "model.lora.quantize",
         "model.lora.targets",
         "server.max_lora_rank",
     ]
@@ -206,6 +294,29 @@ def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> N
     ],
 )
 def test_an_adapter_that_makes_no_sense_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.load(None, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["algorithm.reference=a"], "of no use while algorithm.kl is off.*set algorithm.kl=k2"),
+        (["algorithm.reference_reset_every=5"], "of no use while algorithm.kl is off"),
+        (
+            ["algorithm.kl=k2", "algorithm.kl_coef=0.1", "algorithm.reference_reset_every=5", "model.lora={}"],
+            "can't copy an adapter into its own base; merge",
+        ),
+        (
+            ["algorithm.preset=ppo", "critic.warmup_steps=10", "trainer.steps=10"],
+            "critic.warmup_steps=10 leaves no step of trainer.steps=10",
+        ),
+        (["critic.value_clip=0"], "critic.value_clip"),
+        (["model.lora.quantize=int3"], "nf4"),
+        (["model.lora.quantize=nf4", "trainer.zero_stage=3"], "set stage 2"),
+    ],
+)
+def test_models_beside_the_policy_that_make_no_sense_are_refused(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config.load(None, settings)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket import config
+from hocket import config, presets
 from hocket.observe import metrics
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
@@ -15,9 +15,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_reference_pages_are_up_to_date() -> None:
-    for page, content in (("configuration", config.reference()), ("metrics", metrics.reference())):
+    for page, option, content in (
+        ("configuration", "--reference", config.reference()),
+        ("metrics", "--metrics", metrics.reference()),
+        ("algorithms", "--presets", presets.reference()),
+    ):
         written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-        option = "--reference" if page == "configuration" else "--metrics"
         assert written.endswith(content + "\n"), f"refresh docs/{page}.md: python3 run.py config {option}"
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from hocket import config as config_module
+from hocket.algorithm.kl import KlController
 from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.recorder import Recorder
-from hocket.types import Completion, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
+from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -29,6 +30,7 @@ class World:
         self.version = 4  # the server was used before
         self.taken = 0
         self.keep: list[Path] = []
+        self.reference: tuple[float, float] | None = None  # its log-probs of every completion
 
     async def wait_up(self) -> None:
         self.diary.append("wait")
@@ -62,6 +64,12 @@ class World:
         self.taken += n
         return [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(self.taken - n, self.taken)]
 
+    def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
+        if self.reference is None:
+            return []
+        self.diary.append(("measure", len(rollouts)))
+        return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in rollouts]
+
     def step(self, samples: Sequence[TrainSample], *, keep: Path) -> StepStats:
         self.keep.append(keep)
         self.diary.append(("train", len(samples), sorted({sample.version_min for sample in samples})))
@@ -89,7 +97,12 @@ class World:
 
 
 async def trained(
-    tmp_path: Path, reward: Reward, *settings: str, held_out: int = 2, score_s: float = 0.0
+    tmp_path: Path,
+    reward: Reward,
+    *settings: str,
+    held_out: int = 2,
+    score_s: float = 0.0,
+    reference: tuple[float, float] | None = None,
 ) -> tuple[World, list[Any], Any]:
     config = config_module.load(
         None,
@@ -104,6 +117,7 @@ async def trained(
     )
     world: Any = World(reward)
     world.score_s = score_s
+    world.reference = reference
     with Recorder(config) as recorder, Console("plain", config.trainer.steps) as console:
         summary = await Run(
             config=config,
@@ -114,6 +128,7 @@ async def trained(
             scorer=world,
             judge=world,
             sync=world,
+            kl=KlController(config.algorithm),
             recorder=recorder,
             console=console,
         ).train()
@@ -177,6 +192,15 @@ async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Pat
     assert step["share/reward"] == pytest.approx(step["time/reward"] / step["time/step"])
     assert step["step/tokens_per_s"] == pytest.approx(8 / step["time/step"])
     assert world.keep == [tmp_path / "runs/a/skipped/step_000001.json"]
+
+
+async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_adapts(tmp_path: Path) -> None:
+    settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1", "algorithm.kl_horizon=40"]
+    world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), *settings, held_out=0, reference=(-0.4, -0.5))
+    assert world.diary[2:6] == [("generate", 2, 2, 5), ("measure", 4), ("train", 4, [5]), ("publish", 6)]
+    assert [line["rollout/kl"] for line in metrics[1:]] == pytest.approx([0.3, 0.3])  # −0.1 + 0.4 and −0.2 + 0.5
+    # 0.3 is too far by more than 20 %: · (1 + 0.2 · 4 rollouts / 40)
+    assert [line["rollout/kl_coef"] for line in metrics[1:]] == pytest.approx([0.01, 0.0102])
 
 
 async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_only_the_response_is_trained() -> None:
         token_ids=(1, 2, 3, 4, 5),
         mask=(False, False, True, True, True),
         rollout_logprobs=(0.0,) * 5,
-        advantage=1.0,
+        advantages=(0.0,) * 5,
     )
 
 

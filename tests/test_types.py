@@ -50,12 +50,16 @@ def test_a_group_has_one_score_per_rollout() -> None:
 @pytest.mark.parametrize("length", [0, 1])
 def test_a_sample_has_a_token_to_predict_from(length: int) -> None:
     with pytest.raises(ValueError, match="at least two tokens"):
-        TrainSample(token_ids=(1,) * length, mask=(True,) * length, rollout_logprobs=(0.0,) * length, advantage=1.0)
+        TrainSample(
+            token_ids=(1,) * length, mask=(True,) * length, rollout_logprobs=(0.0,) * length, advantages=(0.0,) * length
+        )
 
 
 def test_a_sample_has_one_mask_and_logprob_per_token() -> None:
     with pytest.raises(ValueError, match="'rollout_logprobs': 2"):
-        TrainSample(token_ids=(1, 2, 3), mask=(False, True, True), rollout_logprobs=(0.0, -1.0), advantage=1.0)
+        TrainSample(
+            token_ids=(1, 2, 3), mask=(False, True, True), rollout_logprobs=(0.0, -1.0), advantages=(0.0, 1.0, 1.0)
+        )
 
 
 @pytest.mark.parametrize("value", [PROMPT, ROLLOUT, Score(total=1.0)])

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hocket import config as config_module
+from hocket import presets
 from hocket.config import Config
 from hocket.errors import ConfigError, HocketError
 
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--metrics", action="store_true", help="print every metric with meaning and healthy range instead"
     )
+    show.add_argument("--presets", action="store_true", help="print the settings of every published algorithm instead")
     add(
         "export",
         _export,
@@ -182,6 +184,8 @@ def _config(args: argparse.Namespace) -> int:
         from hocket.observe.metrics import reference
 
         print(reference())
+    elif args.presets:
+        print(presets.reference())
     else:
         print(config_module.dump(read_settings(args.settings)[0]), end="")
     return 0

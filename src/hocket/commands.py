@@ -50,6 +50,7 @@ def train(config: Config) -> int:
         asyncio.run(_make_room(config, **tell))
         console.doing(f"loading {config.model.path} into the trainer")
 
+        from hocket.algorithm.kl import KlController
         from hocket.loop import Run
         from hocket.trainer.trainer import Trainer
 
@@ -68,6 +69,7 @@ def train(config: Config) -> int:
                     scorer=scorer,
                     judge=judge,
                     sync=_sync(config, trainer, servers, prompts, turns, console),
+                    kl=KlController(config.algorithm),
                     recorder=recorder,
                     console=console,
                     turns=turns,

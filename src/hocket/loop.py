@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hocket.algorithm.samples import train_samples
+from hocket.algorithm.kl import KlController
+from hocket.algorithm.samples import informative, train_samples
 from hocket.config import Config
 from hocket.data import PromptStream
 from hocket.observe.console import Console
@@ -35,6 +36,7 @@ class Run:
         held_out: prompts of the evaluation; none: no evaluation.
         scorer: rewards of the training rollouts.
         judge: the one reward whose mean over held-out prompts is the accuracy.
+        kl: weighs a KL in the rewards.
         turns: where server and trainer share a GPU; publishing ends the trainer's turn.
     """
 
@@ -46,6 +48,7 @@ class Run:
     scorer: RewardScorer
     judge: RewardScorer
     sync: WeightSync
+    kl: KlController
     recorder: Recorder
     console: Console
     turns: Turns | None = None
@@ -64,14 +67,20 @@ class Run:
                 prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
                 groups = await self._play(step, prompts, metrics)  # 2 rollouts     rollout/, 3 scores     rewards/
                 metrics |= rollout_metrics(groups, version=sync.version)
-                samples, signal = train_samples(groups, config.algorithm)  # 4 advantages   algorithm/
+                groups, signal = informative(groups, config)
                 metrics |= signal
-                if samples:
+                if groups:
                     self.console.progress(step, "training")
                     if self.turns is not None:
                         metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
+                    with timed(metrics, "time/measure"):
+                        measured = trainer.measure([rollout for group in groups for rollout in group.rollouts])
+                    samples, shaping = train_samples(
+                        groups, measured, config, self.kl.coef
+                    )  # 4 advantages   algorithm/
+                    self.kl.update(shaping.get("rollout/kl"), len(samples))
                     stats = trainer.step(samples, keep=self.recorder.skipped(step))  # 5 batches, 6 update      trainer/
-                    metrics |= train_metrics(stats)
+                    metrics |= shaping | train_metrics(stats)
                     with timed(metrics, "time/sync"):
                         metrics |= await sync.publish()  # 7 weights      sync/
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:

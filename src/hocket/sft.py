@@ -62,7 +62,8 @@ def run(config: Config) -> None:
 def make_trainer(config: Config) -> Trainer:
     """Returns a trainer that minimises the cross-entropy of the model as it is, without a sampling temperature."""
 
-    def loss(logprobs_bt: "Tensor", batch: "TrainBatch") -> LossOutput:
+    def loss(logprobs_bt: "Tensor", entropy_bt: "Tensor", batch: "TrainBatch") -> LossOutput:
+        del entropy_bt
         return sft_loss(logprobs_bt, batch.mask_bt, num_tokens=batch.num_tokens_global)
 
     return Trainer(config, loss=loss, temperature=1.0)
@@ -95,7 +96,7 @@ def demonstration(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tra
         token_ids=(*prompt_ids, *response_ids),
         mask=tuple(index >= len(prompt_ids) for index in range(length)),
         rollout_logprobs=(0.0,) * length,
-        advantage=1.0,
+        advantages=(0.0,) * length,
     )
 
 

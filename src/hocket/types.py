@@ -134,19 +134,46 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One sequence to train on. `rollout_logprobs` is 0.0 where the mask is false; `id` names its rollout."""
+    """One sequence to train on. Every number is per token, 0.0 where the mask is false.
+
+    Attributes:
+        rollout_logprobs: the engine's, of each sampled token.
+        ref_logprobs: the reference policy's; () where there is none.
+        values: the critic's estimate before the step; () without a critic.
+        returns: what the critic should have estimated, likewise.
+        id: names its rollout.
+    """
 
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
     rollout_logprobs: tuple[float, ...]
-    advantage: float
+    advantages: tuple[float, ...]
+    ref_logprobs: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    returns: tuple[float, ...] = ()
     version_min: int = 0
     id: str = ""
 
     def __post_init__(self) -> None:
-        _same_length(token_ids=self.token_ids, mask=self.mask, rollout_logprobs=self.rollout_logprobs)
+        optional = {name: getattr(self, name) for name in ("ref_logprobs", "values", "returns") if getattr(self, name)}
+        _same_length(
+            token_ids=self.token_ids,
+            mask=self.mask,
+            rollout_logprobs=self.rollout_logprobs,
+            advantages=self.advantages,
+            **optional,
+        )
         if len(self.token_ids) < 2:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the trainer says of one rollout before the step; each () or one number per token, 0.0 where not sampled."""
+
+    ref_logprobs: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +185,7 @@ class StepStats:
         grad_norm: norm of the global gradient before clipping; nan where the step was skipped.
         skipped: true where loss or gradient was not finite and the weights were left as they were.
         metrics: the loss function's own measurements, token-weighted over the whole batch; the loss scale in float16.
+        critic: what the critic measured of itself; empty without one.
         num_tokens: trained (unmasked) tokens.
         num_positions: tokens that went through forward and backward, prompts included, padding not.
         mfu: share of the devices' peak operations per second that the model's own operations took.
@@ -169,6 +197,7 @@ class StepStats:
     learning_rate: float
     skipped: bool
     metrics: Mapping[str, float]
+    critic: Mapping[str, float] = dataclasses.field(default_factory=dict)
     num_tokens: int
     num_positions: int
     num_sequences: int

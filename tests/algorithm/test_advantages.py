@@ -3,7 +3,14 @@ import math
 import pytest
 import torch
 
-from hocket.algorithm.advantages import group_advantages, zero_variance_groups
+from hocket.algorithm.advantages import (
+    discounted_returns,
+    gae,
+    group_advantages,
+    token_rewards,
+    whiten,
+    zero_variance_groups,
+)
 
 NAN = math.nan
 
@@ -44,7 +51,63 @@ def test_lists_of_different_length_are_refused() -> None:
     with pytest.raises(ValueError, match="equal lists"):
         group_advantages([1.0, 2.0], [0])
     with pytest.raises(ValueError, match="unknown advantage"):
-        group_advantages([1.0], [0], scale="batch")  # type: ignore[arg-type]
+        group_advantages([1.0], [0], scale="rank")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown advantage"):
+        group_advantages([1.0], [0], baseline="critic")
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
+    # 1 − (2 + 6)/2 = −3, 2 − (1 + 6)/2 = −1.5, 6 − (1 + 2)/2 = 4.5; the failed one is nobody's other
+    advantages = group_advantages([1.0, 2.0, NAN, 6.0], [4] * 4, baseline="leave_one_out", scale="none")
+    torch.testing.assert_close(advantages, torch.tensor([-3.0, -1.5, 0.0, 4.5]))
+
+
+def test_batch_scale_divides_by_the_unbiased_deviation_of_all_centred_rewards() -> None:
+    # centred: −1 1 | −3 3, mean 0, unbiased variance (1 + 1 + 9 + 9) / 3
+    advantages = group_advantages([0.0, 2.0, 4.0, 10.0, NAN], [0, 0, 1, 1, 1], scale="batch", eps=0.0)
+    deviation = math.sqrt(20 / 3)
+    torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0, -3.0, 3.0, 0.0]) / deviation)
+
+
+def test_without_a_baseline_the_reward_stays_and_is_divided_around_its_mean() -> None:
+    assert group_advantages([1.0, 3.0], [0, 1], baseline="none", scale="none").tolist() == [1.0, 3.0]
+    # around their mean 2: deviations ∓1, unbiased deviation √2
+    advantages = group_advantages([1.0, 3.0], [0, 1], baseline="none", scale="batch", eps=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([1.0, 3.0]) / math.sqrt(2))
+
+
+def test_the_last_token_earns_the_reward_and_each_pays_its_penalty() -> None:
+    penalties = torch.tensor([0.5, 0.0, -0.25])
+    assert token_rewards(2.0, penalties).tolist() == [-0.5, 0.0, 2.25]
+    assert penalties.tolist() == [0.5, 0.0, -0.25]
+
+
+def test_returns_sum_what_is_still_to_come() -> None:
+    # from the end: 4; 2 + ½·4 = 4; 1 + ½·4 = 3
+    assert discounted_returns(torch.tensor([1.0, 2.0, 4.0]), discount=0.5).tolist() == [3.0, 4.0, 4.0]
+    assert discounted_returns(torch.tensor([1.0, 2.0, 4.0]), discount=1.0).tolist() == [7.0, 6.0, 4.0]
+
+
+def test_generalised_advantages_of_three_tokens_by_hand() -> None:
+    # discount ½, λ ½. δ = 1 + ½·2 − 4 = −2, 0 + ½·1 − 2 = −1.5, 3 − 1 = 2
+    # A from the end: 2; −1.5 + ¼·2 = −1; −2 + ¼·(−1) = −2.25. Returns A + V
+    rewards, values = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([4.0, 2.0, 1.0])
+    advantages, returns = gae(rewards, values, discount=0.5, gae_lambda=0.5)
+    assert advantages.tolist() == [-2.25, -1.0, 2.0]
+    assert returns.tolist() == [1.75, 1.0, 3.0]
+
+
+def test_with_lambda_one_the_returns_are_the_rewards_to_come_and_with_zero_one_step_ahead() -> None:
+    rewards, values = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([4.0, 2.0, 1.0])
+    assert gae(rewards, values, discount=1.0, gae_lambda=1.0)[1].tolist() == [4.0, 3.0, 3.0]
+    assert gae(rewards, values, discount=1.0, gae_lambda=0.0)[1].tolist() == [3.0, 1.0, 3.0]
+
+
+def test_whitening_leaves_mean_zero_and_an_unbiased_deviation_of_one() -> None:
+    # mean 2, deviations −2 0 2, unbiased variance 8 / 2 = 4
+    assert whiten(torch.tensor([0.0, 2.0, 4.0])).tolist() == [-1.0, 0.0, 1.0]
+    assert whiten(torch.tensor([3.0, 3.0])).tolist() == [0.0, 0.0]
+    assert whiten(torch.tensor([3.0])).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
+import dataclasses
 import math
+import random
 
 import pytest
 import torch
 from torch import Tensor
 
-from hocket.algorithm.losses import LossConfig, effective_sample_size, policy_loss, sft_loss
+from hocket import config as config_module
+from hocket.algorithm.losses import LossConfig, effective_sample_size, policy_loss, sft_loss, value_loss
+from hocket.presets import CORRECTION_RANGES, PRESETS, Correction, PresetName
 
 RATIO = torch.tensor([[1.0, 1.5, 0.5], [1.1, 0.7, 1.0]])
 ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
@@ -61,43 +65,309 @@ def test_truncation_weighs_each_token_by_the_capped_detached_engine_ratio() -> N
     assert effective_sample_size(metrics) == pytest.approx(5.5**2 / (3 * (16 + 0.25 + 1)))
 
 
+# Each preset's loss and gradient on the batch above, worked by hand. The terms −min(rA, clip(r)A) under a clip of .2/.2
+# are −1, −1.2, −.5 | 1.1, .8 and their slopes −1, 0, −.5 | 1.1, 0. GSPO: s₁ = .75^⅓ = .9085603 below its clip, s₂ =
+# √.77 = .8774964 clipped to .9997. CISPO: r·A·lp with lp = −2 + ln r.
+CLIPPED = [[-1.0, 0.0, -0.5], [1.1, 0.0, 0.0]]
+BY_HAND = {
+    "grpo": ((-2.7 / 3 + 1.9 / 2) / 2, [[-1 / 6, 0, -0.5 / 6], [1.1 / 4, 0, 0]]),
+    "dapo": ((-1 - 1.28 - 0.5 + 1.1 + 0.8) / 5, [[g / 5 for g in row] for row in CLIPPED]),
+    "dr_grpo": (-0.8 / (2 * 4), [[g / 8 for g in row] for row in CLIPPED]),
+    "bnpo": (-0.16, [[g / 5 for g in row] for row in CLIPPED]),
+    "gspo": ((-0.9085603 + 0.9997) / 2, [[-0.9085603 / 6] * 3, [0, 0, 0]]),
+    "cispo": ((2 + 2.391803 + 1.346574 - 2.095159 - 1.649672) / 5, [[-0.2, -0.3, -0.1], [0.22, 0.14, 0]]),
+    "rloo": (-0.16, [[g / 5 for g in row] for row in CLIPPED]),
+    "reinforce_pp": (-0.16, [[g / 5 for g in row] for row in CLIPPED]),
+    "reinforce_pp_baseline": (-0.16, [[g / 5 for g in row] for row in CLIPPED]),
+    "ppo": (-0.16, [[g / 5 for g in row] for row in CLIPPED]),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_the_loss_and_gradient_that_one_works_out_by_hand(name: PresetName) -> None:
+    config = LossConfig.preset(name, constant_length=4)
+    rollout = torch.full((2, 3), -2.0)
+    logprobs = (rollout + RATIO.log()).requires_grad_()
+    output = policy_loss(logprobs, rollout, ADVANTAGES, MASK, config=config, num_tokens=5, num_sequences=2)
+    output.loss.backward()
+    loss, gradient = BY_HAND[name]
+    assert output.loss.item() == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(logprobs.grad, torch.tensor(gradient), rtol=1e-5, atol=1e-6)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
+    # A = −1: r = 5 → c·A = −3, no slope; r = 2 → rA = −2; r = .5 → clipped at .8. A = 1: as without
+    logprobs = torch.tensor([[5.0, 2.0, 0.5, 0.5]]).log().requires_grad_()
+    advantages, mask = torch.tensor([[-1.0, -1.0, -1.0, 1.0]]), torch.ones(1, 4, dtype=torch.bool)
+    config = dataclasses.replace(PPO, dual_clip=3.0)
+    output = policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, config=config, num_tokens=4, num_sequences=1)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, torch.tensor((3 + 2 + 0.8 - 0.5) / 4))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 0.5, 0.0, -0.125]]))
+
+
+@pytest.mark.parametrize(
+    ("correction", "low", "high", "weights"),
+    [
+        ("truncate", 0.5, 2.0, [[2.0, 0.5, 1.0], [1.25, 1.25, 1.25]]),
+        ("mask", 0.5, 5.0, [[4.0, 0.0, 1.0], [1.25, 1.25, 1.25]]),
+        # geometric means (4 · ¼ · 1)^⅓ = 1 and 1.25; a token of the one that is kept counts at most 2
+        ("sequence_mask", 0.99, 1.01, [[2.0, 0.25, 1.0], [0.0, 0.0, 0.0]]),
+    ],
+)
+def test_corrections_by_hand(correction: Correction, low: float, high: float, weights: list[list[float]]) -> None:
+    rollout = torch.full((2, 3), -3.0)
+    logprobs = (rollout + torch.tensor([[4.0, 0.25, 1.0], [1.25, 1.25, 1.25]]).log()).requires_grad_()
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    config = LossConfig(correction=correction, correction_low=low, correction_high=high)
+    output = policy_loss(logprobs, rollout, mask.float(), mask, config=config, num_tokens=6, num_sequences=2)
+    output.loss.backward()
+    expected = torch.tensor(weights)
+    torch.testing.assert_close(output.loss, -expected.sum() / 6)
+    torch.testing.assert_close(logprobs.grad, -expected / 6)
+    original = torch.tensor([[4.0, 0.25, 1.0], [1.25, 1.25, 1.25]])
+    torch.testing.assert_close(output.metrics["importance_capped"], ((expected - original).abs() > 1e-6).sum() / 6)
+
+
+def test_a_kl_in_the_loss_is_added_where_tokens_are_trained_and_is_aggregated_like_it() -> None:
+    # x = .5, −1 | 2: k2 = .125, .5 | 2, slopes x. Mean of sequences: (.625/2 + 2) / 2, slopes / (tokens · 2)
+    reference = torch.tensor([[-1.0, -1.0], [-1.0, -math.inf]])
+    logprobs = torch.tensor([[-0.5, -2.0], [1.0, -math.inf]], requires_grad=True)
+    mask, zeros = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2)
+    config = LossConfig(aggregate="seq_mean_token_mean", kl="k2", kl_coef=0.1)
+    known = {"config": config, "num_tokens": 3, "num_sequences": 2}
+    output = policy_loss(logprobs, zeros - 1, zeros, mask, ref_logprobs_bt=reference, **known)  # type: ignore[arg-type]
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, torch.tensor(0.1 * (0.625 / 2 + 2) / 2))
+    torch.testing.assert_close(logprobs.grad, 0.1 * torch.tensor([[0.5 / 4, -1 / 4], [2 / 2, 0.0]]))
+    k3 = (math.exp(-0.5) - 0.5 + math.e - 2 + math.exp(-2) + 1) / 3
+    assert output.metrics["kl"].item() == pytest.approx(k3)
+    with pytest.raises(ValueError, match="needs ref_logprobs_bt"):
+        policy_loss(logprobs, zeros - 1, zeros, mask, **known)  # type: ignore[arg-type]
+
+
+def test_the_entropy_is_rewarded_and_aggregated_like_the_loss() -> None:
+    entropy = torch.tensor([[1.0, 2.0], [4.0, math.nan]], requires_grad=True)
+    logprobs, mask = torch.zeros(2, 2, requires_grad=True), torch.tensor([[True, True], [True, False]])
+    config = LossConfig(aggregate="seq_mean_token_sum", entropy_coef=0.01)
+    known = {"config": config, "num_tokens": 3, "num_sequences": 2}
+    zeros = torch.zeros(2, 2)
+    output = policy_loss(logprobs, zeros, zeros, mask, entropy_bt=entropy, **known)  # type: ignore[arg-type]
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, torch.tensor(-0.01 * 7 / 2))
+    torch.testing.assert_close(entropy.grad, torch.tensor([[-0.005, -0.005], [-0.005, 0.0]]))
+    with pytest.raises(ValueError, match="needs entropy_bt"):
+        policy_loss(logprobs, zeros, zeros, mask, **known)  # type: ignore[arg-type]
+
+
+def test_the_value_loss_takes_the_worse_of_free_and_clipped_and_has_no_slope_where_that_is_clipped() -> None:
+    # V, V_old, return: (1, 0, 2): clipped .5: worse (.5 − 2)² = 2.25, no slope. (−1, 0, 2): free (−3)² = 9, slope −3.
+    # (.2, 0, 1): both (.8)² = .64, slope −.8. The masked one is not seen
+    values = torch.tensor([[1.0, -1.0, 0.2, math.inf]], requires_grad=True)
+    old, returns = torch.tensor([[0.0, 0.0, 0.0, math.nan]]), torch.tensor([[2.0, 2.0, 1.0, 0.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    output = value_loss(values, old, returns, mask, clip=0.5, num_tokens=4)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, torch.tensor(0.5 * (2.25 + 9 + 0.64) / 4))
+    torch.testing.assert_close(values.grad, torch.tensor([[0.0, -3.0, -0.8, 0.0]]) / 4)
+
+
+@dataclasses.dataclass
+class Token:
+    logprob: float
+    rollout: float
+    old: float
+    reference: float
+    advantage: float
+    trained: bool
+
+
 def plain_loss(
-    logprobs: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, old: Tensor | None, config: LossConfig, n: int
-) -> float:
-    """The same loss, token by token in plain Python."""
-    total = 0.0
-    for index in torch.nonzero(mask).tolist():
-        lp, mu, advantage = (float(x[tuple(index)]) for x in (logprobs, rollout, advantages))
-        corrected = config.correction == "truncate"
-        before = float(old[tuple(index)]) if old is not None else (lp if corrected else mu)
-        ratio = math.exp(lp - before)
-        weight = min(math.exp(before - mu), config.correction_high) if corrected else 1.0
-        clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-        total -= weight * min(ratio * advantage, clipped * advantage)
-    return total / n
+    sequences: list[list[Token]], config: LossConfig, *, with_old: bool, num_tokens: int, num_sequences: int
+) -> tuple[float, list[float]]:
+    """The same loss and its derivative by each log-prob, sequence by sequence and token by token in plain Python."""
+    loss, slopes = 0.0, []
+    corrected = config.correction != "none"
+    for sequence in sequences:
+        trained = [token for token in sequence if token.trained]
+        before = {id(t): t.old if with_old else (t.logprob if corrected else t.rollout) for t in trained}
+        mean_log_ratio = sum(t.logprob - before[id(t)] for t in trained) / max(len(trained), 1)
+        trainer = {id(t): t.old if with_old else t.logprob for t in trained}
+        geometric = math.exp(sum(trainer[id(t)] - t.rollout for t in trained) / max(len(trained), 1))
+        for token in sequence:
+            if not token.trained:
+                slopes.append(0.0)
+                continue
+            a = token.advantage
+            r = math.exp(mean_log_ratio if config.ratio == "sequence" else token.logprob - before[id(token)])
+            w = math.exp(trainer[id(token)] - token.rollout)
+            low, high = config.correction_low, config.correction_high
+            weight = {
+                "none": 1.0,
+                "truncate": min(max(w, low), high),
+                "mask": w if low <= w <= high else 0.0,
+                "sequence_mask": min(w, 2.0) if low <= geometric <= high else 0.0,
+            }[config.correction]
+            clipped = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
+            if config.clip == "none":
+                value, slope = r * a, r * a
+            elif config.clip == "cispo":
+                value, slope = clipped * a * token.logprob, clipped * a
+            else:
+                value, slope = (r * a, r * a) if r * a <= clipped * a else (clipped * a, 0.0)
+                if config.dual_clip is not None and a < 0 and value < config.dual_clip * a:
+                    value, slope = config.dual_clip * a, 0.0
+            value, slope = -weight * value, -weight * slope
+            x = token.logprob - token.reference
+            if config.kl == "k2":
+                value, slope = value + config.kl_coef * x * x / 2, slope + config.kl_coef * x
+            elif config.kl == "k3":
+                value += config.kl_coef * (math.exp(-x) - 1 + x)
+                slope += config.kl_coef * (1 - math.exp(-x))
+            share = {
+                "token_mean": 1 / num_tokens,
+                "seq_mean_token_mean": 1 / num_sequences / len(trained),
+                "seq_mean_token_sum": 1 / num_sequences,
+                "constant": 1 / num_sequences / (config.constant_length or 1),
+            }[config.aggregate]
+            loss += share * value
+            slopes.append(share * slope)
+    return loss, slopes
 
 
-@pytest.mark.parametrize("correction", ["none", "truncate"])
-@pytest.mark.parametrize("with_old", [False, True])
-def test_loss_equals_a_plain_python_implementation(correction: str, with_old: bool) -> None:
-    torch.manual_seed(0)
-    logprobs, rollout, old = (-torch.rand(5, 7, dtype=torch.float64) * 3 for _ in range(3))
-    advantages, mask = torch.randn(5, 7, dtype=torch.float64), torch.rand(5, 7) < 0.6
-    config = LossConfig(clip_low=0.1, clip_high=0.3, correction=correction, correction_high=1.5)  # type: ignore[arg-type]
-    before = old if with_old else None
-    expected = plain_loss(logprobs, rollout, advantages, mask, before, config, 50)
+def random_sequences(seed: int = 0) -> list[list[Token]]:
+    rng = random.Random(seed)
+
+    def token() -> Token:
+        rollout = -3 * rng.random()
+        near = rollout + rng.gauss(0, 0.3)
+        return Token(
+            logprob=near + rng.gauss(0, 0.2),
+            rollout=rollout,
+            old=near,
+            reference=rollout + rng.gauss(0, 0.5),
+            advantage=rng.gauss(0, 1),
+            trained=rng.random() < 0.7,
+        )
+
+    sequences = [[token() for _ in range(rng.randint(1, 9))] for _ in range(12)]
+    return [*sequences, [dataclasses.replace(token(), trained=False) for _ in range(3)]]
+
+
+def packed_loss(
+    sequences: list[list[Token]], rows: list[list[int]], config: LossConfig, *, with_old: bool, num_tokens: int
+) -> tuple[float, dict[int, list[float]]]:
+    """policy_loss of one micro-batch whose rows hold these sequences: its loss, and slopes by sequence."""
+    width = max(sum(len(sequences[i]) for i in row) for row in rows) + 1  # a padding position at least
+
+    def column(name: str, padding: float) -> Tensor:
+        filled = [[getattr(token, name) for i in row for token in sequences[i]] for row in rows]
+        return torch.tensor([v + [padding] * (width - len(v)) for v in filled], dtype=torch.float64)
+
+    sample = [[i for i in row for _ in sequences[i]] for row in rows]
+    logprobs = column("logprob", -math.inf).requires_grad_()
     output = policy_loss(
-        logprobs, rollout, advantages, mask, config=config, num_tokens=50, num_sequences=5, old_logprobs_bt=before
+        logprobs,
+        column("rollout", math.nan),
+        column("advantage", math.nan),
+        column("trained", 0.0).bool(),
+        config=config,
+        num_tokens=num_tokens,
+        num_sequences=sum(any(token.trained for token in sequence) for sequence in sequences),
+        old_logprobs_bt=column("old", math.nan) if with_old else None,
+        ref_logprobs_bt=column("reference", math.nan) if config.kl != "off" else None,
+        sample_bt=torch.tensor([v + [-1] * (width - len(v)) for v in sample]),
     )
-    assert output.loss.item() == pytest.approx(expected, rel=1e-12)
+    output.loss.backward()
+    assert logprobs.grad is not None
+    slopes = {}
+    for row, members in enumerate(rows):
+        start = 0
+        for i in members:
+            slopes[i] = logprobs.grad[row, start : start + len(sequences[i])].tolist()
+            start += len(sequences[i])
+        assert logprobs.grad[row, start:].abs().sum() == 0
+    return output.loss.item(), slopes
 
 
-@pytest.mark.parametrize("correction", ["none", "truncate"])
-def test_padding_may_hold_anything(correction: str) -> None:
+VARIANTS = [
+    *(LossConfig.preset(name, constant_length=7) for name in PRESETS),
+    LossConfig(),
+    LossConfig(correction_low=0.8, correction_high=1.2, aggregate="seq_mean_token_sum"),
+    LossConfig(correction="mask", correction_low=0.7, correction_high=1.4, aggregate="seq_mean_token_mean"),
+    LossConfig(correction="sequence_mask", correction_low=0.85, correction_high=1.15),
+    LossConfig(correction="none", clip="none", ratio="sequence", aggregate="seq_mean_token_sum"),
+    LossConfig(correction="none", dual_clip=1.1, clip_low=0.1, clip_high=0.1),
+    LossConfig(correction="none", kl="k3", kl_coef=0.3, clip="cispo", aggregate="constant", constant_length=5),
+    LossConfig(kl="k2", kl_coef=0.3),
+]
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize("with_old", [False, True])
+def test_loss_and_gradient_equal_a_plain_implementation_however_sequences_are_packed(
+    config: LossConfig, with_old: bool
+) -> None:
+    sequences = random_sequences()
+    num_tokens = sum(token.trained for sequence in sequences for token in sequence)
+    num_sequences = sum(any(token.trained for token in sequence) for sequence in sequences)
+    config = dataclasses.replace(config, kl="off") if config.kl_in == "reward" else config
+    loss, slopes = plain_loss(sequences, config, with_old=with_old, num_tokens=num_tokens, num_sequences=num_sequences)
+    every = list(range(len(sequences)))
+    for micro_batches in (
+        [[[i] for i in every]],  # one sequence a row
+        [[every]],  # all of them in one row
+        [[[3, 0], [7, 12, 1]], [[2, 11, 4, 5]], [[6], [8], [9, 10]]],
+    ):
+        results = [
+            packed_loss(sequences, rows, config, with_old=with_old, num_tokens=num_tokens) for rows in micro_batches
+        ]
+        assert sum(result for result, _ in results) == pytest.approx(loss, rel=1e-12)
+        found = {i: values for _, by_sequence in results for i, values in by_sequence.items()}
+        assert [value for i in every for value in found[i]] == pytest.approx(slopes, rel=1e-12, abs=1e-15)
+
+
+def test_a_sequence_ratio_lets_advantages_differ_within_a_sequence() -> None:
+    # s = exp((ln 1.5 + ln 1.2) / 2) = √1.8 for both tokens: slopes −s·A / 2
+    logprobs = torch.tensor([[1.5, 1.2]]).log().requires_grad_()
+    config = LossConfig(correction="none", ratio="sequence", clip="none")
+    mask, advantages = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -3.0]])
+    output = policy_loss(logprobs, torch.zeros(1, 2), advantages, mask, config=config, num_tokens=2, num_sequences=1)
+    output.loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, 3.0]]) * math.sqrt(1.8) / 2)
+
+
+def test_a_row_of_the_table_has_the_published_numbers_and_takes_changes() -> None:
+    gspo = LossConfig.preset("gspo", clip_high=5e-4)
+    assert (gspo.ratio, gspo.clip_low, gspo.clip_high, gspo.correction) == ("sequence", 3e-4, 5e-4, "none")
+    assert LossConfig.preset("dr_grpo", constant_length=9).constant_length == 9
+    with pytest.raises(ValueError, match="needs constant_length"):
+        policy_loss(RATIO, RATIO, ADVANTAGES, MASK, config=LossConfig.preset("dr_grpo"), num_tokens=5, num_sequences=2)
+
+
+def test_the_runs_settings_become_the_losses_knobs() -> None:
+    settings = config_module.load(None, ["algorithm.preset=dr_grpo", "rollout.max_tokens=99"])
+    assert LossConfig.of(settings) == LossConfig.preset("dr_grpo", constant_length=99)
+    settings = config_module.load(None, ["algorithm.preset=dr_grpo", "algorithm.constant_length=7"])
+    assert LossConfig.of(settings).constant_length == 7
+    assert LossConfig.of(config_module.Config()) == LossConfig()
+
+
+@pytest.mark.parametrize("wrong", [{"clip": "x"}, {"aggregate": "x"}, {"correction": "x"}])
+def test_an_unknown_knob_is_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        policy_loss(
+            RATIO, RATIO, ADVANTAGES, MASK, config=dataclasses.replace(PPO, **wrong), num_tokens=5, num_sequences=2
+        )
+
+
+@pytest.mark.parametrize("correction", ["none", "truncate", "mask", "sequence_mask"])
+def test_padding_may_hold_anything(correction: Correction) -> None:
     rollout = torch.tensor([[-1.0, -math.inf, math.nan]])
     logprobs = torch.tensor([[-1.0, -math.inf, -math.inf]], requires_grad=True)
     advantages, mask = torch.tensor([[1.0, math.nan, 5.0]]), torch.tensor([[True, False, False]])
-    config = LossConfig(correction=correction)  # type: ignore[arg-type]
+    low, high = CORRECTION_RANGES[correction]
+    config = LossConfig(correction=correction, correction_low=low, correction_high=high)
     output = policy_loss(logprobs, rollout, advantages, mask, config=config, num_tokens=1, num_sequences=1)
     output.loss.backward()
     torch.testing.assert_close(output.loss, torch.tensor(-1.0))

@@ -1,57 +1,236 @@
+import dataclasses
+import math
+
 import pytest
 
-from hocket.algorithm.samples import train_samples
-from hocket.config import AlgorithmConfig
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket import config as config_module
+from hocket.algorithm.samples import informative, overlong_penalty, train_samples
+from hocket.config import Config
+from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, TrainSample
+
+
+def settings(*overrides: str) -> Config:
+    return config_module.load(None, [f"algorithm.{override}" for override in overrides])
+
+
+def make_rollout(
+    *logprobs: float | None, name: str = "a", finish_reason: FinishReason = "stop", first: int = 10
+) -> Rollout:
+    """A prompt of two tokens, then one per log-prob; None is a token that the policy did not sample."""
+    return Rollout(
+        id=name,
+        group_id=name,
+        prompt=Prompt(id=name, token_ids=(1, 2)),
+        token_ids=(1, 2, *(first + i for i in range(len(logprobs)))),
+        mask=(False, False, *(logprob is not None for logprob in logprobs)),
+        logprobs=(0.0, 0.0, *(logprob or 0.0 for logprob in logprobs)),
+        finish_reason=finish_reason,
+        version_min=3,
+        version_max=4,
+        text="x",
+    )
+
+
+def score(reward: float | None) -> Score:
+    return Score(total=0.0, error="broke") if reward is None else Score(total=reward)
 
 
 def group(name: str, rewards: list[float | None]) -> Group:
-    prompt = Prompt(id=name, token_ids=(1, 2))
-    rollouts = tuple(
-        Rollout(
-            id=f"{name}/{i}",
-            group_id=name,
-            prompt=prompt,
-            token_ids=(1, 2, 10 + i),
-            mask=(False, False, True),
-            logprobs=(0.0, 0.0, -0.5),
-            finish_reason="stop",
-            version_min=3,
-            version_max=4,
-            text="x",
-        )
-        for i in range(len(rewards))
-    )
-    scores = tuple(Score(total=0.0, error="broke") if r is None else Score(total=r) for r in rewards)
-    return Group(id=name, rollouts=rollouts, scores=scores)
+    """Rollouts of one token each, which is 10, 11, …"""
+    rollouts = tuple(make_rollout(-0.5, name=name, first=10 + i) for i in range(len(rewards)))
+    return Group(id=name, rollouts=rollouts, scores=tuple(map(score, rewards)))
+
+
+def of_rollouts(*rollouts: Rollout, rewards: list[float | None]) -> Group:
+    return Group(id="g", rollouts=rollouts, scores=tuple(map(score, rewards)))
+
+
+def last_advantages(samples: list[TrainSample]) -> list[float]:
+    return [sample.advantages[-1] for sample in samples]
 
 
 def test_each_rollout_gets_its_group_normalised_advantage() -> None:
     # mean 0.5, unbiased deviation of (0, 0, 1, 1) = sqrt(4 * 0.25 / 3) = 0.57735; 0.5 / 0.57735 = 0.866025
-    samples, signal = train_samples([group("a", [0.0, 0.0, 1.0, 1.0])], AlgorithmConfig())
-    assert [s.advantage for s in samples] == pytest.approx([-0.866025, -0.866025, 0.866025, 0.866025], abs=1e-5)
+    samples, shaping = train_samples([group("a", [0.0, 0.0, 1.0, 1.0])], [], Config(), 0.0)
+    assert last_advantages(samples) == pytest.approx([-0.866025, -0.866025, 0.866025, 0.866025], abs=1e-5)
     assert [s.token_ids[-1] for s in samples] == [10, 11, 12, 13]
+    assert samples[0].advantages[:2] == (0.0, 0.0)
     assert samples[0].mask == (False, False, True)
     assert samples[0].rollout_logprobs == (0.0, 0.0, -0.5)
     assert samples[0].version_min == 3
-    assert signal == {"rollout/zero_variance": 0.0}
+    assert (samples[0].ref_logprobs, samples[0].values, samples[0].returns) == ((), (), ())
+    assert shaping == {}
 
 
 def test_a_group_whose_scores_are_alike_is_left_out() -> None:
-    samples, signal = train_samples([group("a", [1.0, 1.0]), group("b", [0.0, 1.0])], AlgorithmConfig())
-    assert len(samples) == 2
-    assert signal == {"rollout/zero_variance": 0.5}
+    groups = [group("a", [1.0, 1.0]), group("b", [0.0, 1.0]), group("c", [0.0, None])]
+    kept, signal = informative(groups, Config())
+    assert [g.id for g in kept] == ["b"]
+    assert signal == pytest.approx({"rollout/zero_variance": 2 / 3})
+
+
+@pytest.mark.parametrize("preset", ["reinforce_pp", "ppo"])
+def test_where_nothing_is_compared_within_a_group_only_groups_without_any_score_are_left_out(preset: str) -> None:
+    groups = [group("a", [1.0, 1.0]), group("b", [None, None]), group("c", [0.5, None])]
+    kept, signal = informative(groups, settings(f"preset={preset}"))
+    assert [g.id for g in kept] == ["a", "c"]
+    assert signal == {"rollout/zero_variance": 1.0}
+
+
+def test_a_kl_in_the_rewards_tells_rollouts_of_equal_scores_apart() -> None:
+    config = settings("kl=k1", "kl_in=reward", "kl_coef=0.5")
+    kept, _ = informative([group("a", [1.0, 1.0])], config)
+    # x = −0.5 − ref = 1, 3: rewards 1 − 0.5 · x = 0.5, −0.5; mean 0, unbiased deviation √0.5
+    measured = [Measured(ref_logprobs=(0.0, 0.0, -1.5)), Measured(ref_logprobs=(0.0, 0.0, -3.5))]
+    samples, shaping = train_samples(kept, measured, config, 0.5)
+    assert last_advantages(samples) == pytest.approx([0.5 / math.sqrt(0.5), -0.5 / math.sqrt(0.5)], abs=1e-5)
+    assert samples[0].ref_logprobs == (0.0, 0.0, -1.5)
+    assert shaping == {"rollout/kl": 2.0, "rollout/kl_coef": 0.5}
+
+
+def test_the_kl_of_all_tokens_of_a_rollout_is_taken_from_its_reward_before_it_is_compared() -> None:
+    config = settings("kl=k2", "kl_in=reward", "kl_coef=0.1", "scale=none")
+    rollouts = make_rollout(-1.0, None, -2.0), make_rollout(-3.0)
+    # k2: ½ · (1² + 3²) = 5 and ½ · 2² = 2; the token between was not sampled. Rewards 1 − 0.5, 0 − 0.2; mean 0.15
+    measured = [
+        Measured(ref_logprobs=(0.0, 0.0, -2.0, 0.0, -5.0)),
+        Measured(ref_logprobs=(0.0, 0.0, -5.0)),
+    ]
+    samples, shaping = train_samples([of_rollouts(*rollouts, rewards=[1.0, 0.0])], measured, config, 0.1)
+    assert samples[0].advantages == pytest.approx((0.0, 0.0, 0.35, 0.0, 0.35))
+    assert samples[1].advantages == pytest.approx((0.0, 0.0, -0.35))
+    assert shaping["rollout/kl"] == pytest.approx(7 / 3)
 
 
 def test_a_rollout_without_a_score_is_left_out_of_samples_and_mean() -> None:
     # scored rewards 0 and 1: mean 0.5, deviation sqrt(0.5) = 0.707107
-    samples, _ = train_samples([group("a", [0.0, None, 1.0])], AlgorithmConfig())
-    assert [s.token_ids[-1] for s in samples] == [10, 12]
-    assert [s.advantage for s in samples] == pytest.approx([-0.707106, 0.707106], abs=1e-5)
+    samples, _ = train_samples([group("a", [0.0, None, math.nan, 1.0])], [], Config(), 0.0)
+    assert [s.token_ids[-1] for s in samples] == [10, 13]
+    assert last_advantages(samples) == pytest.approx([-0.707106, 0.707106], abs=1e-5)
 
 
 def test_groups_without_any_signal_give_no_samples() -> None:
-    assert train_samples([group("a", [None, None]), group("b", [0.0, 0.0])], AlgorithmConfig()) == (
-        [],
-        {"rollout/zero_variance": 1.0},
+    kept, signal = informative([group("a", [None, None]), group("b", [0.0, 0.0])], Config())
+    assert (kept, signal) == ([], {"rollout/zero_variance": 1.0})
+
+
+def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -> None:
+    rollouts = make_rollout(-1.0, None, -1.0), make_rollout(-1.0)
+    measured = [Measured(ref_logprobs=(0.0, 0.0, -2.0, 0.0, 0.0)), Measured(ref_logprobs=(0.0, 0.0, -1.0))]
+    # k1 = 1, −1 | 0; token rewards with coefficient ½: −½, 1 + ½ | 0; returns with discount 1: 1, 1.5 | 0
+    # mean 2.5/3, unbiased variance (1/36 + 16/36 + 25/36) / 2 = 42/72
+    config = settings("preset=reinforce_pp", "kl_coef=0.5")
+    samples, shaping = train_samples([of_rollouts(*rollouts, rewards=[1.0, 0.0])], measured, config, 0.5)
+    deviation = math.sqrt(42 / 72)
+    assert samples[0].advantages == pytest.approx((0.0, 0.0, (1 / 6) / deviation, 0.0, (4 / 6) / deviation))
+    assert samples[1].advantages == pytest.approx((0.0, 0.0, (-5 / 6) / deviation))
+    assert shaping["rollout/kl"] == pytest.approx(0.0)
+    # with discount ½: 1.5 and −½ + ½ · 1.5 = ¼; not whitened
+    plain = settings("preset=reinforce_pp", "discount=0.5", "scale=none")
+    samples, _ = train_samples([of_rollouts(*rollouts, rewards=[1.0, 0.0])], measured, plain, 0.5)
+    assert samples[0].advantages == (0.0, 0.0, 0.25, 0.0, 1.5)
+
+
+def test_reinforce_pp_baseline_divides_by_the_deviation_of_the_batch() -> None:
+    # centred −1 1 | −3 3: unbiased deviation √(20/3)
+    groups = [group("a", [0.0, 2.0]), group("b", [4.0, 10.0])]
+    samples, _ = train_samples(groups, [], settings("preset=reinforce_pp_baseline"), 0.0)
+    expected = [x / math.sqrt(20 / 3) for x in (-1, 1, -3, 3)]
+    assert last_advantages(samples) == pytest.approx(expected, abs=1e-5)
+
+
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
+    samples, _ = train_samples([group("a", [1.0, 2.0, 6.0])], [], settings("preset=rloo"), 0.0)
+    assert last_advantages(samples) == pytest.approx([-3.0, -1.5, 4.5])
+
+
+def test_dr_grpo_only_centres() -> None:
+    samples, _ = train_samples([group("a", [1.0, 2.0, 6.0])], [], settings("preset=dr_grpo"), 0.0)
+    assert last_advantages(samples) == pytest.approx([-2.0, -1.0, 3.0])
+
+
+def test_ppo_passes_over_tokens_of_the_environment() -> None:
+    rollout = make_rollout(-1.0, None, None, -1.0, finish_reason="stop")
+    values = (0.0, 0.0, 2.0, 0.0, 0.0, 1.0)
+    # λ ½ over the two sampled tokens: δ = 0 + 1 − 2 = −1, 3 − 1 = 2; A = −1 + ½ · 2 = 0, 2; returns A + V = 2, 3
+    config = settings("preset=ppo", "gae_lambda=0.5", "scale=none")
+    (sample,), _ = train_samples([of_rollouts(rollout, rewards=[3.0])], [Measured(values=values)], config, 0.0)
+    assert sample.advantages == (0.0, 0.0, 0.0, 0.0, 0.0, 2.0)
+    assert sample.returns == (0.0, 0.0, 2.0, 0.0, 0.0, 3.0)
+    assert sample.values == values
+    # whitened: mean 1, unbiased deviation √2; the critic's targets stay
+    (white,), _ = train_samples(
+        [of_rollouts(rollout, rewards=[3.0])],
+        [Measured(values=values)],
+        settings("preset=ppo", "gae_lambda=0.5"),
+        0.0,
     )
+    assert white.advantages == pytest.approx((0.0, 0.0, -1 / math.sqrt(2), 0.0, 0.0, 1 / math.sqrt(2)))
+    assert white.returns == sample.returns
+
+
+def test_what_was_not_measured_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="critic's values"):
+        train_samples([group("a", [0.0, 1.0])], [], settings("preset=ppo"), 0.0)
+    with pytest.raises(ValueError, match="reference's log-probs"):
+        train_samples([group("a", [0.0, 1.0])], [], settings("preset=reinforce_pp"), 0.01)
+
+
+def test_rewards_are_clipped_before_they_are_compared() -> None:
+    # clipped to 0, 0.5, 1: mean 0.5, unbiased deviation 0.5; clipping afterwards would leave the outlier in both
+    samples, _ = train_samples([group("a", [-9.0, 0.5, 900.0])], [], settings("reward_clip=[0, 1]"), 0.0)
+    assert last_advantages(samples) == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
+    kept, _ = informative([group("a", [7.0, 900.0])], settings("reward_clip=[0, 1]"))
+    assert kept == []
+
+
+def test_advantages_are_limited_after_they_are_scaled() -> None:
+    config = settings("scale=none", "advantage_clip=1.5")
+    samples, _ = train_samples([group("a", [1.0, 2.0, 6.0])], [], config, 0.0)
+    assert last_advantages(samples) == pytest.approx([-1.5, -1.0, 1.5])
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0)])
+def test_the_overlong_penalty_grows_over_the_last_part_of_the_length(length: int, penalty: float) -> None:
+    config = config_module.load(None, ["rollout.max_tokens=10", "algorithm.overlong_share=0.4"])
+    assert overlong_penalty(make_rollout(*[-1.0] * length), config) == pytest.approx(penalty)
+    assert overlong_penalty(make_rollout(*[-1.0] * length), settings()) == 0.0
+
+
+def test_the_overlong_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
+    config = config_module.load(None, ["rollout.max_tokens=10", "algorithm.overlong_share=0.4", "algorithm.scale=none"])
+    equal = of_rollouts(make_rollout(-1.0), make_rollout(*[-1.0] * 8), rewards=[1.0, 1.0])
+    kept, _ = informative([equal], config)  # rewards 1 and 1 − 0.5
+    samples, shaping = train_samples(kept, [], config, 0.0)
+    assert last_advantages(samples) == pytest.approx([0.25, -0.25])
+    assert shaping == pytest.approx({"rollout/overlong_penalty": 0.25})
+
+
+def test_masked_truncated_rollouts_count_in_the_baseline_and_are_not_trained() -> None:
+    config = settings("mask_truncated=true", "scale=none")
+    cut = make_rollout(-1.0, finish_reason="length")
+    samples, _ = train_samples([of_rollouts(make_rollout(-1.0), cut, rewards=[1.0, 0.0])], [], config, 0.0)
+    assert last_advantages(samples) == [0.5]
+    kept, _ = informative([of_rollouts(cut, dataclasses.replace(cut, id="b"), rewards=[1.0, 0.0])], config)
+    assert kept == []
+
+
+def test_only_tokens_of_the_highest_entropy_keep_their_advantage() -> None:
+    # 5 sampled tokens, 0.4 of them: the two with 3.0 and 2.5; another 2.5 would stay, too
+    rollouts = make_rollout(-1.0, None, -1.0, -1.0), make_rollout(-1.0, -1.0)
+    measured = [
+        Measured(entropies=(0.0, 0.0, 1.0, 0.0, 3.0, 0.5)),
+        Measured(entropies=(0.0, 0.0, 2.5, 2.4)),
+    ]
+    config = settings("top_entropy=0.4", "scale=none")
+    samples, _ = train_samples([of_rollouts(*rollouts, rewards=[1.0, 0.0])], measured, config, 0.0)
+    assert samples[0].advantages == (0.0, 0.0, 0.0, 0.0, 0.5, 0.0)
+    assert samples[1].advantages == (0.0, 0.0, -0.5, 0.0)
+    assert samples[0].mask == rollouts[0].mask  # the denominators count them all
+
+
+def test_advantages_do_not_depend_on_the_order_of_groups() -> None:
+    groups = [group("a", [0.0, 2.0]), group("b", [4.0, 10.0, 5.0])]
+    config = settings("preset=reinforce_pp_baseline")
+    one, other = (train_samples(order, [], config, 0.0)[0] for order in (groups, groups[::-1]))
+    assert last_advantages(one) == pytest.approx(last_advantages(other)[3:] + last_advantages(other)[:3])

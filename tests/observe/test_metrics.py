@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from hocket.algorithm.losses import LossConfig, policy_loss
+from hocket.algorithm.samples import informative, train_samples
+from hocket.config import load
 from hocket.observe.metrics import METRICS, alarms, reference, rollout_metrics, step_metrics, train_metrics
-from hocket.types import FinishReason, Group, Prompt, Rollout, Score, StepStats
+from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, StepStats
 
 
 def rollout(length: int, finish_reason: FinishReason, version_min: int) -> Rollout:
@@ -77,6 +79,7 @@ def loss_metrics() -> dict[str, float]:
         config=LossConfig(),
         num_tokens=1,
         num_sequences=1,
+        ref_logprobs_bt=zeros_bt,
     )
     return dict.fromkeys(output.metrics.keys() - {"importance_square"} | {"entropy", "ess", "loss_scale"}, 1.0)
 
@@ -90,6 +93,7 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
         learning_rate=0.1,
         skipped=False,
         metrics=loss_metrics(),
+        critic=dict.fromkeys(("loss", "grad_norm", "skipped", "explained_variance", "value_mean", "return_mean"), 1.0),
         num_tokens=1,
         num_sequences=1,
         num_micro_batches=1,
@@ -97,8 +101,12 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
         mfu=0.25,
         seconds=0.5,
     )
+    settings = load(None, ["algorithm.preset=reinforce_pp", "algorithm.overlong_share=0.5"])
+    shaping = train_samples([group], [Measured(ref_logprobs=(0.0, -1.0, -1.0))], settings, 0.01)[1]
+    assert len(shaping) == 3
+    signal = informative([group], settings)[1]
     measured = rollout_metrics([group], version=1) | train_metrics(stats) | {"time/generate": 1.0, "time/step": 2.0}
-    measured |= step_metrics(measured)
+    measured |= step_metrics(measured) | shaping | signal
     assert measured.keys() <= known
     assert all(f"| `{name}` |" in reference() for name in known)
 

@@ -191,12 +191,14 @@ async def test_the_canary_scores_the_servers_own_completions_as_they_were_sample
     assert [tuple(prompt) for prompt in prompts] == [(1, 2, 3), (4,)]
     assert (sampling.temperature, sampling.max_tokens, session) == (0.7, 8, "s1")
     assert list(world.trainer.scored[0]) == [
-        TrainSample(token_ids=(4, 7, 8), mask=(False, True, True), rollout_logprobs=(0.0, -0.5, -0.25), advantage=0.0),
+        TrainSample(
+            token_ids=(4, 7, 8), mask=(False, True, True), rollout_logprobs=(0.0, -0.5, -0.25), advantages=(0.0,) * 3
+        ),
         TrainSample(
             token_ids=(1, 2, 3, 7, 8),
             mask=(False, False, False, True, True),
             rollout_logprobs=(0.0, 0.0, 0.0, -0.5, -0.25),
-            advantage=0.0,
+            advantages=(0.0,) * 5,
         ),
     ]
 

@@ -14,7 +14,7 @@ def sample(*token_ids: int, prompt: int = 1, advantage: float = 1.0) -> TrainSam
         token_ids=token_ids,
         mask=mask,
         rollout_logprobs=tuple(-float(i) if m else 0.0 for i, m in zip(token_ids, mask, strict=True)),
-        advantage=advantage,
+        advantages=tuple(advantage if m else 0.0 for m in mask),
     )
 
 
@@ -84,7 +84,7 @@ def test_every_sample_is_in_exactly_one_segment_and_no_batch_is_too_big(
             list(s.token_ids[1:]),
             list(s.mask[1:]),
             list(s.rollout_logprobs[1:]),
-            torch.tensor([s.advantage if m else 0.0 for m in s.mask[1:]]).tolist(),
+            torch.tensor(s.advantages[1:]).tolist(),
         )
         for s in samples
     )

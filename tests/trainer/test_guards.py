@@ -16,7 +16,7 @@ from hocket.algorithm.losses import LossOutput
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
 from hocket.trainer import engine, guards
-from hocket.trainer.batching import TrainBatch, pack
+from hocket.trainer.batching import TrainBatch
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import BatchLoss, Trainer
 from hocket.types import StepStats, TrainSample
@@ -42,7 +42,7 @@ def sample(first: int, advantage: float = 1.0) -> TrainSample:
         token_ids=tuple(range(first, first + 9)),
         mask=(False, False, *[True] * 7),
         rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
-        advantage=advantage,
+        advantages=(0.0, 0.0, *[advantage] * 7),
         id=f"step 1/0/{first}",
     )
 
@@ -53,7 +53,7 @@ SAMPLES = [sample(0), sample(10, -1.0), sample(20, 0.5)]
 def bad_loss(when: Callable[[], bool], value: float = math.inf) -> BatchLoss:
     """The mean log-prob, times `value` at those micro-batches for which `when` says so."""
 
-    def loss(logprobs_bt: Tensor, batch: TrainBatch) -> LossOutput:
+    def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
         factor = value if when() else 1.0
         return LossOutput(loss=-logprobs_bt.sum() * factor / batch.num_tokens_global, metrics={})
 
@@ -97,12 +97,12 @@ def test_samples_without_finite_log_probs_are_named_and_kept(
 def test_numbers_that_came_with_a_sample_are_told_apart_from_what_the_model_made(
     ranks: Ranks, tied_model: str, tmp_path: Path
 ) -> None:
-    bad = [SAMPLES[0], dataclasses.replace(SAMPLES[1], advantage=math.inf)]
+    bad = [SAMPLES[0], dataclasses.replace(SAMPLES[1], advantages=(0.0, 0.0, math.inf, *[1.0] * 6))]
     with make_trainer(ranks, tied_model, "trainer.max_skipped_steps=1") as trainer:
-        message = r"came with the samples step 1/0/10 \(advantage\); loss terms loss; gradients of .*rewards"
+        message = r"came with the samples step 1/0/10 \(advantages\); loss terms loss; gradients of .*rewards"
         with pytest.raises(TrainerError, match=message):
             trainer.step(bad, keep=tmp_path / "step_000001.json")
-    assert guards.read_batch(tmp_path / "step_000001.json")[1].advantage == math.inf
+    assert guards.read_batch(tmp_path / "step_000001.json")[1].advantages[2] == math.inf
 
 
 def test_gradients_that_are_not_finite_are_told_apart_from_the_loss(
@@ -164,7 +164,7 @@ def test_in_float16_an_overflow_lowers_the_scale_and_only_at_the_lowest_it_is_a_
     monkeypatch.setattr(engine.DeepSpeedEngine, "parameter_dtype", staticmethod(lambda *_, **__: torch.float16))
     factor = 0.01
 
-    def loss(logprobs_bt: Tensor, batch: TrainBatch) -> LossOutput:
+    def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
         # A loss that is finite, with a gradient of about `factor` in each log-prob.
         centred_bt = (logprobs_bt - logprobs_bt.detach()).where(batch.mask_bt, 0.0)
         return LossOutput(loss=centred_bt.sum() * factor, metrics={})
@@ -191,22 +191,6 @@ def test_a_folder_keeps_the_newest_batches(tmp_path: Path) -> None:
     for step in range(1, 12):
         guards.keep_batch(tmp_path / f"step_{step:06d}.json", SAMPLES, fault, str)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}.json" for step in range(4, 12)]
-
-
-def test_marks_find_their_sample_in_rows_that_several_share() -> None:
-    # Three sequences of eight positions in rows of 16: two share the first one.
-    short = TrainSample(
-        token_ids=(5, 6, 7), mask=(False, True, True), rollout_logprobs=(0.0, -1.0, -1.0), advantage=1.0, id="short"
-    )
-    samples = [*SAMPLES, short]
-    (batches,) = pack(samples, micro_batch_tokens=64, num_ranks=1)
-    for index, wanted in enumerate(samples):
-        marks = []
-        for batch in batches:
-            read = (batch.target_ids_bt == wanted.token_ids[2]) & (batch.input_ids_bt == wanted.token_ids[1])
-            marks.append(read & (batch.position_ids_bt == 1))
-        assert sum(int(mark.sum()) for mark in marks) == 1
-        assert guards.broken_samples(samples, batches, marks) == [float(i == index) for i in range(4)]
 
 
 CPU_FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes. Error code 12"

@@ -32,6 +32,23 @@ def test_values_and_gradients_equal_log_softmax_of_all_logits(inputs: Inputs, ch
     assert not entropy.requires_grad
 
 
+@pytest.mark.parametrize("chunk_tokens", [7, 1000])
+def test_the_entropys_gradient_where_it_is_asked_for(inputs: Inputs, chunk_tokens: int) -> None:
+    hidden, head, targets, mask = inputs
+    weights = torch.randn(3, 11)
+    full = torch.distributions.Categorical(logits=head(hidden) / TEMPERATURE)
+    expected = full.entropy().where(mask, 0.0)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), [hidden, head.weight])
+
+    options = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "mask_bt": mask, "entropy_gradient": True}
+    _, entropy = token_logprobs(hidden, head, targets, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(entropy, expected)
+    grads = torch.autograd.grad((entropy * weights).sum(), [hidden, head.weight])
+    torch.testing.assert_close(grads, expected_grads)
+    with torch.no_grad():
+        assert not token_logprobs(hidden, head, targets, **options)[1].requires_grad  # type: ignore[arg-type]
+
+
 def test_without_a_mask_every_position_is_computed(inputs: Inputs) -> None:
     hidden, head, targets, _ = inputs
     logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=5)

@@ -16,6 +16,7 @@ from hocket import tokenizer as tokenizers
 from hocket import transfer
 from hocket.errors import ConfigError
 from hocket.trainer import lora
+from hocket.trainer.engine import gathered
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
@@ -44,7 +45,7 @@ def make_samples() -> list[TrainSample]:
             token_ids=tuple(rng.randrange(62) for _ in range(9)),
             mask=(False, False, *[True] * 7),
             rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
-            advantage=rng.gauss(0, 1),
+            advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
         )
         for _ in range(5)
     ]
@@ -56,7 +57,7 @@ def with_peft(base: str, folder: Path) -> Any:
 
 def frozen_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     named = dict(trainer._policy.model.named_parameters())
-    with trainer._engine._gathered(list(named.values())):
+    with gathered(list(named.values())):
         return {name.replace(".base_layer", ""): p.detach().clone() for name, p in named.items() if "lora" not in name}
 
 
@@ -209,6 +210,48 @@ def test_targets_and_rank_are_what_the_config_says(ranks: Ranks, tied_model: str
     assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"] == [3, 32]
     assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] == [64, 3]
     assert transfer.num_bytes(buckets[0]) < 4 * (3 * 32 * 4 + 3 * 64 * 2 + 3 * 32 * 2) * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_four_bits_without_a_gpu_are_refused(ranks: Ranks, tied_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.quantize needs a CUDA device"):
+        make_trainer(ranks, tied_model, "model.lora.quantize=nf4")
+
+
+def test_four_bits_without_the_package_are_refused_and_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"model\.lora\.quantize needs the package bitsandbytes"):
+        lora.quantization(torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
+    ranks: Ranks, untied_model: str, stage: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    settings = (f"trainer.zero_stage={stage}", "model.dtype=bfloat16")
+    with make_trainer(ranks, untied_model, *settings) as trainer:
+        exact = trainer.logprob_gap(make_samples())
+        full = sum(p.nbytes for p in trainer._policy.parameters())
+    with make_trainer(ranks, untied_model, *settings, "model.lora.quantize=nf4") as trainer:
+        held = {name: p for name, p in trainer._policy.named_parameters() if not p.requires_grad}
+        packed = [name for name, p in held.items() if p.dtype == torch.uint8]
+        assert len(packed) == 2 * len(LAYERS)  # not the output head, embeddings and norms
+        before = {name: p.detach().clone() for name, p in held.items()}
+        assert sum(p.nbytes for p in trainer._policy.parameters()) < 0.7 * full
+        # Rounding to 4 bits shows, but little: both are about |log p + 3|.
+        assert 0 < abs(trainer.logprob_gap(make_samples()) - exact) < 0.5
+        losses = [trainer.step(make_samples()).loss for _ in range(5)]
+        trainer.offload()
+        trainer.onload()
+        assert trainer.step(make_samples()).loss < losses[0]
+        trainer.export(tmp_path / "adapter")
+    assert all(torch.equal(p, before[name]) for name, p in held.items()), "a frozen weight has moved"
+    with_peft(untied_model, tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all((tensors[name] != 0).any() for name in tensors if "lora_B" in name)
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "proj", "nothing"])

@@ -46,7 +46,10 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
 def samples(num_positions: int) -> list[TrainSample]:
     length = 65
     one = TrainSample(
-        token_ids=tuple(range(length)), mask=(True,) * length, rollout_logprobs=(-3.0,) * length, advantage=1.0
+        token_ids=tuple(range(length)),
+        mask=(True,) * length,
+        rollout_logprobs=(-3.0,) * length,
+        advantages=(1.0,) * length,
     )
     return [one] * (num_positions // 64)
 

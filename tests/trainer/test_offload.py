@@ -1,5 +1,6 @@
 """Training state leaves the device and comes back; the CPU runs the same code, and its storages are really emptied."""
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,15 @@ from hocket.errors import TrainerError
 from hocket.trainer.offload import offload, onload, tensors_in
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import Prompt, Rollout, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 CPU = torch.device("cpu")
 SAMPLE = TrainSample(
-    token_ids=(3, 1, 4, 1, 5), mask=(False, True, True, True, True), rollout_logprobs=(0, -3, -3, -3, -3), advantage=1.0
+    token_ids=(3, 1, 4, 1, 5),
+    mask=(False, True, True, True, True),
+    rollout_logprobs=(0, -3, -3, -3, -3),
+    advantages=(0, 1, 1, 1, 1),
 )
 
 
@@ -30,9 +34,9 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
-def make_trainer(ranks: Ranks, model: str, stage: int, dtype: str) -> Trainer:
+def make_trainer(ranks: Ranks, model: str, stage: int, dtype: str, *more: str) -> Trainer:
     settings = [f"model.path={model}", f"model.dtype={dtype}", f"trainer.zero_stage={stage}"]
-    return Trainer(config_module.load(None, [*settings, "trainer.learning_rate=1e-3"]), ranks=ranks)
+    return Trainer(config_module.load(None, [*settings, "trainer.learning_rate=1e-3", *more]), ranks=ranks)
 
 
 def bytes_held() -> int:
@@ -105,6 +109,40 @@ def test_nothing_of_the_training_state_stays(ranks: Ranks, untied_model: str, st
         assert stays < 0.02 * on
         trainer.onload()
         assert bytes_held() - before == on
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_reference_and_critic_leave_and_come_back_with_the_policy(ranks: Ranks, untied_model: str, stage: int) -> None:
+    settings = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
+    rollout = Rollout(
+        id="r",
+        group_id="g",
+        prompt=Prompt(id="p", token_ids=SAMPLE.token_ids[:1]),
+        token_ids=SAMPLE.token_ids,
+        mask=SAMPLE.mask,
+        logprobs=SAMPLE.rollout_logprobs,
+        finish_reason="stop",
+        version_min=0,
+        version_max=0,
+        text="",
+    )
+    gc.collect()
+    before = bytes_held()
+    with make_trainer(ranks, untied_model, stage, "float32", *settings) as trainer:
+        (measured,) = trainer.measure([rollout])
+        known = {"ref_logprobs": measured.ref_logprobs, "values": measured.values}
+        trainer.step([dataclasses.replace(SAMPLE, **known, returns=(0.0, 1.0, 1.0, 1.0, 1.0))])
+        expected = trainer.measure([rollout])
+        assert expected[0].ref_logprobs == measured.ref_logprobs
+        assert expected[0].values != measured.values
+        on = bytes_held() - before
+        trainer.offload()
+        engines = (trainer._engine, *trainer._beside.values())
+        assert len(engines) == 3
+        moved = sum(host.numel() for engine in engines for _, host in engine._offloaded)
+        assert bytes_held() - before - moved < 0.02 * on
+        trainer.onload()
+        assert trainer.measure([rollout]) == expected
 
 
 def test_while_it_is_away_it_refuses_to_work_and_can_be_closed(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:

@@ -28,12 +28,13 @@ def samples() -> list[TrainSample]:
     for _ in range(17):
         length, prompt = rng.randint(4, 24), rng.randint(1, 3)
         mask = tuple(index >= prompt and rng.random() < 0.9 for index in range(length))
+        advantage = rng.gauss(0, 1)
         made.append(
             TrainSample(
                 token_ids=tuple(rng.randrange(62) for _ in range(length)),
                 mask=mask,
                 rollout_logprobs=tuple(-4 * rng.random() if m else 0.0 for m in mask),
-                advantage=rng.gauss(0, 1),
+                advantages=tuple(advantage if m else 0.0 for m in mask),
             )
         )
     return made
@@ -69,30 +70,50 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(tied_model: str, sam
 
 
 def loss_and_gradient(
-    policy: Policy, samples: list[TrainSample], micro_batch_tokens: int, num_ranks: int
+    policy: Policy,
+    samples: list[TrainSample],
+    micro_batch_tokens: int,
+    num_ranks: int,
+    config: LossConfig = LossConfig(),  # noqa: B008 - frozen
 ) -> tuple[float, list[torch.Tensor]]:
     policy.zero_grad()
     total = 0.0
     for batches in pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks):
         for batch in batches:
-            logprobs_bt, _ = policy(batch)
+            logprobs_bt, entropy_bt = policy(batch)
             output = policy_loss(
                 logprobs_bt,
                 batch.rollout_logprobs_bt,
                 batch.advantages_bt,
                 batch.mask_bt,
-                config=LossConfig(),
+                config=config,
                 num_tokens=batch.num_tokens_global,
                 num_sequences=batch.num_sequences_global,
+                entropy_bt=entropy_bt,
+                sample_bt=batch.sample_bt,
             )
             output.loss.backward()
             total += output.loss.item()
     return total, [p.grad.clone() for p in policy.parameters() if p.grad is not None]
 
 
-def test_loss_and_gradient_do_not_depend_on_packing(tied_model: str, samples: list[TrainSample]) -> None:
-    policy = make_policy(tied_model)
-    expected_loss, expected_grads = loss_and_gradient(policy, samples, 1000, 1)
+@pytest.mark.parametrize(
+    "config",
+    [
+        LossConfig(),
+        LossConfig.preset("gspo"),
+        LossConfig(
+            correction="sequence_mask", correction_low=0.0, correction_high=0.05, aggregate="seq_mean_token_sum"
+        ),
+        LossConfig(entropy_coef=0.3, aggregate="seq_mean_token_mean"),
+    ],
+    ids=["default", "gspo", "sequence_mask", "entropy"],
+)
+def test_loss_and_gradient_do_not_depend_on_packing(
+    tied_model: str, samples: list[TrainSample], config: LossConfig
+) -> None:
+    policy = make_policy(tied_model, entropy_gradient=config.entropy_coef > 0)
+    expected_loss, expected_grads = loss_and_gradient(policy, samples, 1000, 1, config)
     assert abs(expected_loss) > 1e-3
     for shuffled, micro_batch_tokens, num_ranks in (
         (samples, 24, 1),
@@ -100,7 +121,7 @@ def test_loss_and_gradient_do_not_depend_on_packing(tied_model: str, samples: li
         (samples, 60, 3),
         (samples[5:] + samples[:5], 1000, 20),  # more ranks than sequences
     ):
-        loss, grads = loss_and_gradient(policy, shuffled, micro_batch_tokens, num_ranks)
+        loss, grads = loss_and_gradient(policy, shuffled, micro_batch_tokens, num_ranks, config)
         assert loss == pytest.approx(expected_loss, abs=1e-5)
         for grad, expected in zip(grads, expected_grads, strict=True):
             torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-4)

@@ -1,15 +1,18 @@
 """Several trainer processes on the CPU. One test starts both world sizes over all ZeRO stages, to pay start-up once."""
 
+import importlib.util
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from hocket.trainer import guards
 
@@ -99,16 +102,62 @@ def test_two_ranks_train_like_one_at_every_zero_stage(runs: dict[int, Path], sta
     assert_same_weights(weights_of(runs, 1, stage, "before"), weights_of(runs, 1, 0, "before"), 1e-5)
 
 
-def test_training_equals_plain_torch(runs: dict[int, Path], tied_model: str) -> None:
-    import importlib.util
+def test_two_ranks_measure_what_one_alone_would(tied_model: str, tmp_path: Path) -> None:
+    for output in outputs_of(start_two("beside", tied_model, tmp_path)):
+        assert "Error" not in output, output
+    samples = worker_module().make_samples(0)
+    start, returns = logprobs_of(tied_model, samples), [[float(m) for m in sample.mask] for sample in samples]
+    for stage in range(4):
+        seen = json.loads((tmp_path / str(stage) / "seen.json").read_text())
+        first, second, third = (
+            {name: [one[name] for one in measured] for name in ("ref_logprobs", "values", "entropies")}
+            for measured in seen["measured"]
+        )
+        # The reference is the start until, after the second step, it is the policy as it then is.
+        assert_same_numbers(first["ref_logprobs"], start)
+        assert_same_numbers(second["ref_logprobs"], start)
+        assert_same_numbers(third["ref_logprobs"], logprobs_of(str(tmp_path / str(stage) / "policy"), samples))
+        # The critic says 0 at first, and comes closer to 1 with each step: ½ (0 − 1)² is its first loss.
+        assert {value for values in first["values"] for value in values} == {0.0}
+        losses = [step["critic"]["loss"] for step in seen["stats"]]
+        assert losses[0] == pytest.approx(0.5)
+        tokens = [(v, r) for vs, rs in zip(second["values"], returns, strict=True) for v, r in zip(vs, rs, strict=True)]
+        assert losses[1] == pytest.approx(sum(0.5 * (v - r) ** 2 for v, r in tokens) / sum(map(sum, returns)), abs=1e-6)
+        assert losses[1] < losses[0]
+        assert first["entropies"] == [[]] * len(samples)
+        if stage > 0:
+            before = json.loads((tmp_path / "0" / "seen.json").read_text())
+            assert_same_numbers(third["values"], [one["values"] for one in before["measured"][2]])
 
-    from transformers import AutoModelForCausalLM
 
+def assert_same_numbers(actual: list[list[float]], expected: list[list[float]]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def logprobs_of(folder: str, samples: list[Any]) -> list[list[float]]:
+    """Returns transformers' log-probs of the tokens, 0 where the mask is false."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for sample in samples:
+        full = model(torch.tensor([sample.token_ids])).logits[0, :-1].log_softmax(dim=-1)
+        logprobs = full.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0].tolist()
+        found.append([0.0, *(value if m else 0.0 for value, m in zip(logprobs, sample.mask[1:], strict=True))])
+    return found
+
+
+def worker_module() -> Any:
     spec = importlib.util.spec_from_file_location("worker", WORKER)
     assert spec is not None
     assert spec.loader is not None
     worker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(worker)
+    return worker
+
+
+def test_training_equals_plain_torch(runs: dict[int, Path], tied_model: str) -> None:
+    worker = worker_module()
     model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     for step, rate in enumerate((0.5e-3, 1e-3, 1e-3)):  # two steps of warm-up, then the first of the linear decay
@@ -119,7 +168,7 @@ def test_training_equals_plain_torch(runs: dict[int, Path], tied_model: str) -> 
             logprobs = full.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
             weight = (logprobs.detach() - torch.tensor(sample.rollout_logprobs[1:])).exp().clamp(max=2)
             mask = torch.tensor(sample.mask[1:])
-            loss = loss - (weight * sample.advantage * logprobs)[mask].sum()
+            loss = loss - (weight * torch.tensor(sample.advantages[1:]) * logprobs)[mask].sum()
             num_tokens += int(mask.sum())
         optimizer.zero_grad()
         (loss / num_tokens).backward()

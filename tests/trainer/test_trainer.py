@@ -44,7 +44,7 @@ def make_samples(count: int = 5) -> list[TrainSample]:
             token_ids=tuple(rng.randrange(62) for _ in range(9)),
             mask=(False, False, *[True] * 7),
             rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
-            advantage=rng.gauss(0, 1),
+            advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
         )
         for _ in range(count)
     ]
@@ -109,7 +109,7 @@ def test_master_weights_keep_updates_that_16_bits_would_lose(ranks: Ranks, tied_
 
 
 def test_loss_falls_when_the_same_samples_are_rewarded_again_and_again(ranks: Ranks, tied_model: str) -> None:
-    samples = [dataclasses.replace(sample, advantage=1.0) for sample in make_samples()]
+    samples = [dataclasses.replace(sample, advantages=(0.0, 0.0, *[1.0] * 7)) for sample in make_samples()]
     with make_trainer(ranks, tied_model, "algorithm.correction=none", "algorithm.clip_high=1e6") as trainer:
         stats = [trainer.step(samples) for _ in range(20)]
     assert stats[-1].metrics["ratio_mean"] > 3 * stats[0].metrics["ratio_mean"]
@@ -127,7 +127,7 @@ def test_nothing_to_train_on_is_refused_and_the_trainer_goes_on(ranks: Ranks, ti
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_names(ranks: Ranks, tied_model: str, stage: int) -> None:
-    bad = [dataclasses.replace(make_samples()[0], advantage=math.inf)]
+    bad = [dataclasses.replace(make_samples()[0], advantages=(math.inf,) * 9)]
     settings = (f"trainer.zero_stage={stage}", "trainer.max_skipped_steps=2")
     with make_trainer(ranks, tied_model, *settings) as trainer:
         assert trainer.step(bad).skipped
@@ -295,7 +295,7 @@ def test_the_logprob_gap_is_the_mean_over_sampled_tokens_of_transformers_own_dif
         mask = tuple(index >= 2 for index in range(length))
         logprobs = tuple(-4 * rng.random() if m else 0.0 for m in mask)
         ids = tuple(rng.randrange(62) for _ in range(length))
-        samples.append(TrainSample(token_ids=ids, mask=mask, rollout_logprobs=logprobs, advantage=0.0))
+        samples.append(TrainSample(token_ids=ids, mask=mask, rollout_logprobs=logprobs, advantages=(0.0,) * len(ids)))
     model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
     gaps: list[float] = []
     for sample in samples:

@@ -21,7 +21,7 @@ from hocket.trainer import engine, ranks
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import Prompt, Rollout, TrainSample
 
 SETTINGS = (
     "model.dtype=float32",
@@ -64,6 +64,10 @@ MATRIX = {
 """Ways to take the same steps in float32; every name says what is not as in SETTINGS."""
 
 
+def constant(advantage: float, mask: tuple[bool, ...]) -> tuple[float, ...]:
+    return tuple(advantage if m else 0.0 for m in mask)
+
+
 def make_samples(step: int) -> list[TrainSample]:
     rng = random.Random(step)
     samples = []
@@ -75,7 +79,7 @@ def make_samples(step: int) -> list[TrainSample]:
                 token_ids=tuple(rng.randrange(62) for _ in range(length)),
                 mask=mask,
                 rollout_logprobs=tuple(-2 - 4 * rng.random() if m else 0.0 for m in mask),
-                advantage=rng.gauss(0, 1),
+                advantages=constant(rng.gauss(0, 1), mask),
             )
         )
     return samples
@@ -106,7 +110,7 @@ def stages(model: str, output: Path) -> None:
     for stage in range(4):
         trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=together)
         bad = make_samples(3)
-        bad[4] = dataclasses.replace(bad[4], advantage=math.nan)
+        bad[4] = dataclasses.replace(bad[4], advantages=constant(math.nan, bad[4].mask))
         break_token(trainer, bad[4].token_ids[1])
         if not trainer.is_main:
             trainer.follow()
@@ -209,6 +213,56 @@ def adapter(model: str, output: Path) -> None:
     together.close()
 
 
+def beside(model: str, output: Path) -> None:
+    """Two steps with a reference, which is reset after the second one, and a critic; what is measured around them."""
+    shard_everything()
+    ranks = Ranks(timeout_s=60)
+    kl = ("algorithm.kl=k1", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.reference_reset_every=2")
+    for stage in range(4):
+        trainer = Trainer(
+            make_config(model, "algorithm.preset=ppo", *kl, "critic.learning_rate=1e-2", f"trainer.zero_stage={stage}"),
+            ranks=ranks,
+        )
+        if not trainer.is_main:
+            trainer.follow()
+            continue
+        with trainer:
+            rollouts = [rollout_of(sample) for sample in make_samples(0)]
+            seen = [[dataclasses.asdict(measured) for measured in trainer.measure(rollouts)]]
+            stats = []
+            for _ in range(2):
+                samples = [
+                    dataclasses.replace(
+                        sample,
+                        ref_logprobs=measured["ref_logprobs"],
+                        values=measured["values"],
+                        returns=tuple(float(m) for m in sample.mask),
+                    )
+                    for sample, measured in zip(make_samples(0), seen[-1], strict=True)
+                ]
+                stats.append(dataclasses.asdict(trainer.step(samples)))
+                seen.append([dataclasses.asdict(measured) for measured in trainer.measure(rollouts)])
+            folder = output / str(stage)
+            trainer.export(folder / "policy")
+            (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
+    ranks.close()
+
+
+def rollout_of(sample: TrainSample) -> Rollout:
+    return Rollout(
+        id="r",
+        group_id="g",
+        prompt=Prompt(id="p", token_ids=sample.token_ids[:1]),
+        token_ids=sample.token_ids,
+        mask=sample.mask,
+        logprobs=sample.rollout_logprobs,
+        finish_reason="stop",
+        version_min=0,
+        version_max=0,
+        text="",
+    )
+
+
 def main_fails(model: str, output: Path) -> None:
     """Rank 0 raises between two steps."""
     trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
@@ -253,7 +307,7 @@ def no_room() -> None:
 def break_down(model: str, happen: Callable[[], object], *settings: str, all_ranks: bool = False) -> None:
     micro_batches = 0
 
-    def deadly(logprobs_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
+    def deadly(logprobs_bt: torch.Tensor, entropy_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
         nonlocal micro_batches
         micro_batches += 1
         if micro_batches == 2 and (all_ranks or os.environ["RANK"] == "1"):
@@ -275,6 +329,7 @@ def main(arguments: Sequence[str]) -> None:
         "matrix": matrix,
         "streams": streams,
         "adapter": adapter,
+        "beside": beside,
         "main_fails": main_fails,
         "rank_dies": rank_dies,
         "rank_hangs": rank_hangs,

@@ -1,35 +1,207 @@
-"""From scored groups to what is trained on: advantages attached, rollouts without signal left out."""
+"""From scored groups to what is trained on: rewards shaped, groups without signal left out, advantages attached.
 
+All of it is computed at one place from whole sequences, so that no advantage depends on how sequences are packed or on
+how many ranks train. Knows nothing of models: what only they can tell comes as `Measured`.
+"""
+
+import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 
-from hocket.algorithm.advantages import group_advantages, zero_variance_groups
-from hocket.config import AlgorithmConfig
-from hocket.types import Group, TrainSample
+import torch
+from torch import Tensor
+
+from hocket.algorithm.advantages import (
+    discounted_returns,
+    gae,
+    group_advantages,
+    token_rewards,
+    whiten,
+    zero_variance_groups,
+)
+from hocket.algorithm.kl import kl_penalty, masked_log_ratio
+from hocket.config import AlgorithmConfig, Config
+from hocket.types import Group, Measured, Rollout, Score, TrainSample
 
 
-def train_samples(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[TrainSample], dict[str, float]]:
-    """Returns one sample per rollout that carries signal, and the share of groups that carry none.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Episode:
+    """One rollout with what its advantages are made of.
 
-    Rollouts without a score are left out of the group's mean and deviation and of the samples. Groups whose scores
-    are all alike are left out of the loss's numerator and denominator: they would only shrink the others' gradient.
+    Attributes:
+        reward: shaped; nan without a score.
+        kl_n: what is taken from the reward of each sampled token, times its coefficient.
     """
-    rollouts = [(index, rollout) for index, group in enumerate(groups) for rollout in group.rollouts]
-    rewards = [score.total if score.error is None else math.nan for group in groups for score in group.scores]
-    group_ids = [index for index, _ in rollouts]
-    advantages = group_advantages(rewards, group_ids, scale=config.scale).tolist()
-    silent = zero_variance_groups(rewards, group_ids).tolist()
+
+    rollout: Rollout
+    group: int
+    reward: float
+    trained: bool
+    measured: Measured
+    kl_n: Tensor
+
+    def sampled(self, values_t: Sequence[float]) -> Tensor:
+        """Returns those of the values, one per token, that belong to sampled tokens."""
+        return torch.tensor(values_t, dtype=torch.float64)[torch.tensor(self.rollout.mask)]
+
+    def whole(self, values_n: Tensor) -> tuple[float, ...]:
+        """Returns one value per token, 0.0 where none was sampled."""
+        values_t = torch.zeros(len(self.rollout.mask), dtype=torch.float64)
+        return tuple(values_t.masked_scatter(torch.tensor(self.rollout.mask), values_n).tolist())
+
+
+def informative(groups: Sequence[Group], config: Config) -> tuple[list[Group], dict[str, float]]:
+    """Returns the groups that teach something, and the share of those whose rewards are all alike.
+
+    These are left out of the loss's numerator and denominator: they would only shrink the others' gradient. They stay
+    where advantages do not compare a reward with its group alone: baseline none or critic, KL in the reward. What has
+    no rollout to train (not scored, or truncated and masked) is left out in any case.
+    """
+    algorithm = config.algorithm
+    rewards = [[shaped_reward(r, s, config) for r, s in zip(g.rollouts, g.scores, strict=True)] for g in groups]
+    ids = [index for index, group in enumerate(groups) for _ in group.rollouts]
+    alike_n = zero_variance_groups([reward for row in rewards for reward in row], ids)
+    alike = {index for index, silent in zip(ids, alike_n.tolist(), strict=True) if silent}
+    relative = algorithm.baseline in ("mean", "leave_one_out") and algorithm.kl_in == "loss"
+    kept = [
+        group
+        for index, group in enumerate(groups)
+        if not (relative and index in alike)
+        and any(_is_trained(r, reward, algorithm) for r, reward in zip(group.rollouts, rewards[index], strict=True))
+    ]
+    return kept, {"rollout/zero_variance": len(alike) / len(groups)}
+
+
+def train_samples(
+    groups: Sequence[Group], measured: Sequence[Measured], config: Config, kl_coef: float
+) -> tuple[list[TrainSample], dict[str, float]]:
+    """Returns one sample per rollout that is trained, and what its rewards and advantages were shaped by.
+
+    Rollouts without a score are left out of baselines, deviations and samples.
+
+    Args:
+        groups: what `informative` kept.
+        measured: of each of their rollouts, in order; empty where the algorithm needs none of it.
+        kl_coef: weight of a KL in the rewards.
+    """
+    algorithm = config.algorithm
+    episodes = _episodes(groups, measured, config)
+    learners = [episode for episode in episodes if episode.trained]
+    returns: list[Tensor] = []
+    if algorithm.baseline in ("mean", "leave_one_out"):
+        advantages = _by_group(episodes, algorithm, kl_coef)
+    else:
+        advantages, returns = _by_token(learners, algorithm, kl_coef)
+    if algorithm.advantage_clip is not None:
+        advantages = [a_n.clamp(-algorithm.advantage_clip, algorithm.advantage_clip) for a_n in advantages]
+    if algorithm.top_entropy < 1:
+        advantages = _of_top_entropy(learners, advantages, algorithm.top_entropy)
     samples = [
         TrainSample(
-            token_ids=rollout.token_ids,
-            mask=rollout.mask,
-            rollout_logprobs=rollout.logprobs,
-            advantage=advantage,
-            version_min=rollout.version_min,
-            id=rollout.id,
+            token_ids=episode.rollout.token_ids,
+            mask=episode.rollout.mask,
+            rollout_logprobs=episode.rollout.logprobs,
+            advantages=episode.whole(advantages[index]),
+            ref_logprobs=episode.measured.ref_logprobs,
+            values=episode.measured.values,
+            returns=episode.whole(returns[index]) if returns else (),
+            version_min=episode.rollout.version_min,
+            id=episode.rollout.id,
         )
-        for (_, rollout), reward, advantage, no_signal in zip(rollouts, rewards, advantages, silent, strict=True)
-        if not no_signal and not math.isnan(reward)
+        for index, episode in enumerate(learners)
     ]
-    num_silent = len({index for index, no_signal in zip(group_ids, silent, strict=True) if no_signal})
-    return samples, {"rollout/zero_variance": num_silent / len(groups)}
+    metrics = {}
+    if algorithm.overlong_share:
+        metrics["rollout/overlong_penalty"] = statistics.fmean(overlong_penalty(e.rollout, config) for e in episodes)
+    if algorithm.kl_in == "reward":
+        metrics |= {"rollout/kl": float(torch.cat([e.kl_n for e in learners]).mean()), "rollout/kl_coef": kl_coef}
+    return samples, metrics
+
+
+def shaped_reward(rollout: Rollout, score: Score, config: Config) -> float:
+    """Returns the clipped reward minus the penalty for length; nan without a score."""
+    if score.error is not None:
+        return math.nan
+    low, high = config.algorithm.reward_clip or (-math.inf, math.inf)
+    return min(max(score.total, low), high) - overlong_penalty(rollout, config)
+
+
+def overlong_penalty(rollout: Rollout, config: Config) -> float:
+    """Returns 0 up to the last C = overlong_share · max_tokens tokens, from there a line to 1 (arXiv 2503.14476)."""
+    longest = config.rollout.max_tokens
+    last = config.algorithm.overlong_share * longest
+    return min(max(rollout.num_sampled - (longest - last), 0.0) / last, 1.0) if last else 0.0
+
+
+def _is_trained(rollout: Rollout, reward: float, algorithm: AlgorithmConfig) -> bool:
+    cut = algorithm.mask_truncated and rollout.finish_reason == "length"
+    return any(rollout.mask) and not cut and not math.isnan(reward)
+
+
+def _episodes(groups: Sequence[Group], measured: Sequence[Measured], config: Config) -> list[_Episode]:
+    rollouts = [
+        (index, rollout, shaped_reward(rollout, score, config))
+        for index, group in enumerate(groups)
+        for rollout, score in zip(group.rollouts, group.scores, strict=True)
+    ]
+    return [
+        _Episode(
+            rollout=rollout,
+            group=index,
+            reward=reward,
+            trained=_is_trained(rollout, reward, config.algorithm),
+            measured=known,
+            kl_n=_kl_in_reward(rollout, known, config.algorithm),
+        )
+        for (index, rollout, reward), known in zip(rollouts, measured or [Measured()] * len(rollouts), strict=True)
+    ]
+
+
+def _kl_in_reward(rollout: Rollout, measured: Measured, algorithm: AlgorithmConfig) -> Tensor:
+    """Returns the distance of the policy that sampled from the reference at each sampled token; 0 if it costs none."""
+    mask_t = torch.tensor(rollout.mask)
+    if algorithm.kl_in == "loss":
+        return torch.zeros(rollout.num_sampled, dtype=torch.float64)
+    if not measured.ref_logprobs:
+        raise ValueError(f"algorithm.kl={algorithm.kl} in the reward needs the reference's log-probs")
+    sampled_t, reference_t = (torch.tensor(x, dtype=torch.float64) for x in (rollout.logprobs, measured.ref_logprobs))
+    return kl_penalty(masked_log_ratio(sampled_t, reference_t, mask_t)[mask_t], algorithm.kl)
+
+
+def _by_group(episodes: Sequence[_Episode], algorithm: AlgorithmConfig, kl_coef: float) -> list[Tensor]:
+    """Returns one advantage per trained rollout, the same for each of its tokens; baselines count the others, too."""
+    rewards = [episode.reward - kl_coef * float(episode.kl_n.sum()) for episode in episodes]
+    groups = [episode.group for episode in episodes]
+    advantages = group_advantages(rewards, groups, baseline=algorithm.baseline, scale=algorithm.scale).tolist()
+    return [torch.full_like(e.kl_n, a) for e, a in zip(episodes, advantages, strict=True) if e.trained]
+
+
+def _by_token(
+    episodes: Sequence[_Episode], algorithm: AlgorithmConfig, kl_coef: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns an advantage for each token, and with a critic its target."""
+    advantages, returns = [], []
+    for episode in episodes:
+        rewards_n = token_rewards(episode.reward, kl_coef * episode.kl_n)
+        if algorithm.baseline == "none":
+            advantages.append(discounted_returns(rewards_n, discount=algorithm.discount))
+            continue
+        if not episode.measured.values:
+            raise ValueError("algorithm.baseline=critic needs the critic's values")
+        values_n = episode.sampled(episode.measured.values)
+        a_n, returns_n = gae(rewards_n, values_n, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda)
+        advantages.append(a_n)
+        returns.append(returns_n)
+    if algorithm.scale == "batch":
+        lengths = [len(a_n) for a_n in advantages]
+        advantages = list(torch.split(whiten(torch.cat(advantages)), lengths))
+    return advantages, returns
+
+
+def _of_top_entropy(episodes: Sequence[_Episode], advantages: Sequence[Tensor], share: float) -> list[Tensor]:
+    """Returns the advantages, but 0 for tokens whose entropy is not among the highest `share` (arXiv 2506.01939)."""
+    entropies = [episode.sampled(episode.measured.entropies) for episode in episodes]
+    every_n = torch.cat(entropies)
+    threshold = every_n.topk(math.ceil(share * len(every_n))).values[-1]
+    return [a_n.where(h_n >= threshold, 0.0) for a_n, h_n in zip(advantages, entropies, strict=True)]

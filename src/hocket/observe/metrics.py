@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from hocket.types import Group, StepStats
 
-PHASES = ("generate", "reward", "turn", "train", "sync", "eval")
+PHASES = ("generate", "reward", "turn", "measure", "train", "sync", "eval")
 """What the seconds of a step are spent on, one after the other; the rest is "other"."""
 
 
@@ -37,10 +37,15 @@ METRICS = (
     ),
     Metric(
         name="rollout/zero_variance",
-        meaning="share of groups whose rewards are all alike; they carry no signal and are not trained",
+        meaning="share of groups whose rewards are all alike; not trained where a reward is compared with its group",
         high=0.95,
         advice="the prompts are too easy or too hard for the policy: change the data or the reward",
     ),
+    Metric(
+        name="rollout/overlong_penalty", meaning="algorithm.overlong_share: mean of what was taken from the rewards"
+    ),
+    Metric(name="rollout/kl", meaning="algorithm.kl_in=reward: mean penalty of a token, before its coefficient"),
+    Metric(name="rollout/kl_coef", meaning="algorithm.kl_in=reward: that coefficient"),
     Metric(name="rollout/length_mean", meaning="mean number of sampled tokens"),
     Metric(name="rollout/length_stopped", meaning="the same over rollouts that ended by themselves"),
     Metric(
@@ -63,7 +68,7 @@ METRICS = (
     ),
     Metric(name="eval/length_mean", meaning="held-out prompts: mean number of sampled tokens"),
     Metric(name="eval/truncated", meaning="held-out prompts: share cut off at rollout.max_tokens"),
-    Metric(name="train/loss", meaning="clipped policy loss, mean over trained tokens of all ranks"),
+    Metric(name="train/loss", meaning="the loss that is minimised, over all micro-batches and ranks"),
     Metric(name="train/grad_norm", meaning="global gradient norm before clipping"),
     Metric(name="train/learning_rate", meaning="AdamW's learning rate in this step"),
     Metric(name="train/tokens", meaning="trained tokens"),
@@ -100,10 +105,11 @@ METRICS = (
     ),
     Metric(name="train/mismatch_kl", meaning="k3 estimate of KL(engine ‖ trainer)", high=0.01),
     Metric(
-        name="train/clip_low", meaning="share of tokens whose ratio is below 1 − clip_low with a negative advantage"
+        name="train/clip_low", meaning="share of tokens clipped below: with clip ppo those of a negative advantage only"
     ),
     Metric(
-        name="train/clip_high", meaning="share of tokens whose ratio is above 1 + clip_high with a positive advantage"
+        name="train/clip_high",
+        meaning="share of tokens clipped above: with clip ppo those of a positive advantage only",
     ),
     Metric(
         name="train/ratio_mean",
@@ -116,14 +122,31 @@ METRICS = (
         high=2.0,
         advice="see train/logprob_gap",
     ),
-    Metric(name="train/importance_capped", meaning="share of tokens whose importance weight is capped"),
+    Metric(name="train/importance_capped", meaning="share of tokens whose importance weight is capped or masked"),
     Metric(
         name="train/ess",
         meaning="effective sample size of the importance weights, (Σw)² / (n·Σw²)",
         low=0.5,
         advice="a few tokens decide the step: rollouts are too old, or engine and trainer disagree",
     ),
+    Metric(name="train/kl", meaning="k3 estimate of KL(policy ‖ reference), mean over trained tokens"),
     Metric(name="train/entropy", meaning="mean entropy of the policy's next-token distribution, in nats"),
+    Metric(name="critic/loss", meaning="value loss: half the squared error of the values, mean over trained tokens"),
+    Metric(
+        name="critic/explained_variance",
+        meaning="1 − Var(return − value) / Var(return) over trained tokens: 1 is perfect, 0 no better than a constant",
+        low=-0.5,
+        advice="the critic misleads the policy: raise critic.warmup_steps or critic.learning_rate",
+    ),
+    Metric(name="critic/value_mean", meaning="mean value of the trained tokens"),
+    Metric(name="critic/return_mean", meaning="mean return of the trained tokens, which the values should come to"),
+    Metric(name="critic/grad_norm", meaning="global gradient norm of the critic before clipping"),
+    Metric(
+        name="critic/skipped",
+        meaning="1 where the critic's loss or gradient was not finite and it was left as it was",
+        high=0,
+        advice="lower critic.learning_rate; look at the step's rollouts",
+    ),
     Metric(name="sync/servers", meaning="servers that hold the newest version"),
     Metric(name="sync/mebibytes", meaning="what each server was sent, in MiB"),
     Metric(
@@ -152,6 +175,7 @@ METRICS = (
     Metric(name="time/generate", meaning="seconds that the loop waited for tokens to be sampled"),
     Metric(name="time/reward", meaning="seconds that it waited further, for scores alone"),
     Metric(name="time/turn", meaning="launch.share_gpu: seconds until the server is off the GPU and the trainer on it"),
+    Metric(name="time/measure", meaning="seconds of the passes before the step: reference, critic, entropies"),
     Metric(name="time/train", meaning="seconds of forward, backward and update"),
     Metric(name="time/sync", meaning="seconds to publish a version and have it acknowledged"),
     Metric(name="time/eval", meaning="seconds of held-out evaluation"),
@@ -167,6 +191,7 @@ METRICS = (
         advice="the rewards hold up the run: make them faster, or lower rewards.timeout_s",
     ),
     Metric(name="share/turn", meaning="share of the step for server and trainer to change places on one GPU"),
+    Metric(name="share/measure", meaning="share of the step for the passes before it: reference, critic, entropies"),
     Metric(name="share/train", meaning="share of the step for forward, backward and update"),
     Metric(name="share/sync", meaning="share of the step to publish weights"),
     Metric(name="share/eval", meaning="share of the step for held-out evaluation"),
@@ -202,7 +227,7 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float
 
 
 def train_metrics(stats: StepStats) -> dict[str, float]:
-    """Returns the train/* metrics and time/train of one optimiser step."""
+    """Returns the train/* and critic/* metrics and time/train of one optimiser step."""
     return {
         "train/loss": stats.loss,
         "train/grad_norm": stats.grad_norm,
@@ -215,7 +240,9 @@ def train_metrics(stats: StepStats) -> dict[str, float]:
         "train/positions_per_s": stats.num_positions / stats.seconds,
         "train/mfu": stats.mfu,
         "time/train": stats.seconds,
-    } | {f"train/{name}": value for name, value in stats.metrics.items()}
+        **{f"train/{name}": value for name, value in stats.metrics.items()},
+        **{f"critic/{name}": value for name, value in stats.critic.items()},
+    }
 
 
 def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

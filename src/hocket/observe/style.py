@@ -3,12 +3,12 @@
 STYLE = """
 :root { --page: #f9f9f7; --card: #fcfcfb; --ink: #0b0b0b; --ink-2: #52514e; --muted: #898781; --grid: #e1e0d9;
   --border: rgba(11, 11, 11, .1); --series-1: #2a78d6; --series-2: #eb6834; --series-3: #1baf7a; --series-4: #eda100;
-  --series-5: #a9a79f; --series-6: #8e5bd0; --series-7: #d6568f;
+  --series-5: #a9a79f; --series-6: #8e5bd0; --series-7: #d6568f; --series-8: #4fa3a5;
   --good: #006300; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #0d0d0d; --card: #1a1a19; --ink: #fff; --ink-2: #c3c2b7; --muted: #898781; --grid: #2c2c2a;
     --border: rgba(255, 255, 255, .1); --series-1: #3987e5; --series-2: #d95926; --series-3: #199e70;
-    --series-4: #c98500; --series-5: #6e6c66; --series-6: #9b72d8; --series-7: #c9508a;
+    --series-4: #c98500; --series-5: #6e6c66; --series-6: #9b72d8; --series-7: #c9508a; --series-8: #3f8c8e;
     --good: #0ca30c; --bad: #ff8a80; }
 }
 * { box-sizing: border-box; }
@@ -35,14 +35,14 @@ svg .grid { stroke: var(--grid); stroke-width: 1; }
 path { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 path.s1 { stroke: var(--series-1); } path.s2 { stroke: var(--series-2); } path.s3 { stroke: var(--series-3); }
 path.s4 { stroke: var(--series-4); } path.s5 { stroke: var(--series-5); }
-path.s6 { stroke: var(--series-6); } path.s7 { stroke: var(--series-7); }
+path.s6 { stroke: var(--series-6); } path.s7 { stroke: var(--series-7); } path.s8 { stroke: var(--series-8); }
 rect.s1, circle.s1 { fill: var(--series-1); } rect.s2, circle.s2 { fill: var(--series-2); }
 rect.s3, circle.s3 { fill: var(--series-3); } rect.s4, circle.s4 { fill: var(--series-4); }
 rect.s5, circle.s5 { fill: var(--series-5); } rect.s6, circle.s6 { fill: var(--series-6); }
-rect.s7, circle.s7 { fill: var(--series-7); }
+rect.s7, circle.s7 { fill: var(--series-7); } rect.s8, circle.s8 { fill: var(--series-8); }
 i.s1 { background: var(--series-1); } i.s2 { background: var(--series-2); } i.s3 { background: var(--series-3); }
 i.s4 { background: var(--series-4); } i.s5 { background: var(--series-5); } i.s6 { background: var(--series-6); }
-i.s7 { background: var(--series-7); }
+i.s7 { background: var(--series-7); } i.s8 { background: var(--series-8); }
 .hover rect { fill: transparent; }
 .hover line { stroke: var(--muted); stroke-width: 1; }
 .hover line, .hover circle, .hover text { visibility: hidden; pointer-events: none; }

@@ -37,7 +37,7 @@ async def logprob_gap(
             token_ids=prompts[i].token_ids + completion.token_ids,
             mask=(False,) * len(prompts[i].token_ids) + (True,) * len(completion.token_ids),
             rollout_logprobs=(0.0,) * len(prompts[i].token_ids) + completion.logprobs,
-            advantage=0.0,
+            advantages=(0.0,) * (len(prompts[i].token_ids) + len(completion.token_ids)),
         )
         async for i, _, completion in answers
     ]

@@ -9,6 +9,7 @@ number that comes out, only how long it takes.
 import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ class TrainBatch:
         advantages_bt: advantage of the predicted token; 0 where the mask is false.
         num_tokens_global: trained tokens of the whole optimiser step, all micro-batches of all ranks.
         num_sequences_global: sequences with a trained token, counted likewise.
+        ref_logprobs_bt: log-prob of the predicted token under the reference policy; None where samples have none.
+        values_bt, returns_bt: the critic's estimate before the step, and its target; None likewise.
+        sample_bt: which of the packed samples the position belongs to; -1: none.
         max_tokens: most trained tokens in the micro-batches that the ranks run at the same time as this one. Each rank
             calls the output head equally often, as ranks that share its weights must.
     """
@@ -39,18 +43,26 @@ class TrainBatch:
     mask_bt: Tensor
     rollout_logprobs_bt: Tensor
     advantages_bt: Tensor
+    sample_bt: Tensor
     num_tokens_global: int
     num_sequences_global: int
     max_tokens: int
+    ref_logprobs_bt: Tensor | None = None
+    values_bt: Tensor | None = None
+    returns_bt: Tensor | None = None
 
     def to(self, device: torch.device) -> "TrainBatch":
         """Returns the batch with its tensors on `device`."""
         tensors = {
             field.name: getattr(self, field.name).to(device, non_blocking=True)
             for field in dataclasses.fields(self)
-            if field.name.endswith("_bt")
+            if isinstance(getattr(self, field.name), Tensor)
         }
         return dataclasses.replace(self, **tensors)
+
+
+_Numbered = tuple[int, TrainSample]
+"""A sample with its place among those that are packed."""
 
 
 def num_positions(sample: TrainSample) -> int:
@@ -91,19 +103,27 @@ def pack(
         TrainerError: there is no trained token, or a sample is too long.
     """
     check_fits(samples, micro_batch_tokens)
+    numbered = list(enumerate(samples))
     plans = [
-        _fill([samples[index] for index in share], micro_batch_tokens, cost)
+        _fill([numbered[index] for index in share], micro_batch_tokens, cost)
         for share in balance([cost(num_positions(sample)) for sample in samples], num_ranks)
     ]
     trained = [sum(sample.mask[1:]) for sample in samples]
     num_tokens, num_sequences = sum(trained), sum(count > 0 for count in trained)
+    optional = [name for name in ("ref_logprobs", "values", "returns") if getattr(samples[0], name)]
     result: list[list[TrainBatch]] = [[] for _ in range(num_ranks)]
     for index in range(max(len(plan) for plan in plans)):
         members = [plan[index] if index < len(plan) else [] for plan in plans]
-        max_tokens = max(sum(sum(sample.mask[1:]) for sample in row) for row in members)
+        max_tokens = max(sum(sum(sample.mask[1:]) for _, sample in row) for row in members)
         for rank, row in enumerate(members):
             result[rank].append(
-                _tensors(row, num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
+                _tensors(
+                    row,
+                    optional,
+                    num_tokens=num_tokens,
+                    num_sequences=num_sequences,
+                    max_tokens=max_tokens,
+                )
             )
     return result
 
@@ -127,41 +147,48 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return [indices for _, indices in heap[0][2]]
 
 
-def _fill(
-    samples: Sequence[TrainSample], micro_batch_tokens: int, cost: Callable[[int], float]
-) -> list[list[TrainSample]]:
+def _fill(samples: Sequence[_Numbered], micro_batch_tokens: int, cost: Callable[[int], float]) -> list[list[_Numbered]]:
     """Returns the samples in micro-batches, the costliest first."""
-    micro_batches: list[list[TrainSample]] = []
+    micro_batches: list[list[_Numbered]] = []
     room: list[int] = []  # free positions of each
-    for sample in sorted(samples, key=num_positions, reverse=True):
-        length = num_positions(sample)
+    for numbered in sorted(samples, key=lambda item: num_positions(item[1]), reverse=True):
+        length = num_positions(numbered[1])
         index = next((i for i, free in enumerate(room) if free >= length), len(room))
         if index == len(room):
             micro_batches.append([])
             room.append(micro_batch_tokens)
-        micro_batches[index].append(sample)
+        micro_batches[index].append(numbered)
         room[index] -= length
-    return sorted(micro_batches, key=lambda row: -sum(cost(num_positions(sample)) for sample in row))
+    return sorted(micro_batches, key=lambda row: -sum(cost(num_positions(sample)) for _, sample in row))
 
 
-def _tensors(row: Sequence[TrainSample], *, num_tokens: int, num_sequences: int, max_tokens: int) -> TrainBatch:
-    """Returns the batch of this row; without samples, one masked position, so that every rank has something to run."""
-    lengths = tuple(num_positions(sample) for sample in row)
-    inputs = [i for s in row for i in s.token_ids[:-1]]
-    targets = [i for s in row for i in s.token_ids[1:]]
-    positions = [t for length in lengths for t in range(length)]
-    mask = [m for s in row for m in s.mask[1:]]
-    logprobs = [lp for s in row for lp in s.rollout_logprobs[1:]]
-    advantages = [s.advantage if m else 0.0 for s in row for m in s.mask[1:]]
+def _tensors(
+    row: Sequence[_Numbered], optional: Sequence[str], *, num_tokens: int, num_sequences: int, max_tokens: int
+) -> TrainBatch:
+    """Returns the batch of this row; without samples, one masked position, so that every rank has something to run.
+
+    Args:
+        optional: fields that the samples have besides those that they must have.
+    """
+    lengths = tuple(num_positions(sample) for _, sample in row)
+
+    def tensor(values: list[Any], dtype: torch.dtype, empty: Any = 0) -> Tensor:
+        return torch.tensor([values or [empty]], dtype=dtype)
+
+    def numbers(name: str) -> Tensor:
+        return tensor([value for _, sample in row for value in getattr(sample, name)[1:]], torch.float32)
+
     return TrainBatch(
         segment_lengths=lengths or (1,),
-        input_ids_bt=torch.tensor([inputs or [0]], dtype=torch.long),
-        target_ids_bt=torch.tensor([targets or [0]], dtype=torch.long),
-        position_ids_bt=torch.tensor([positions or [0]], dtype=torch.long),
-        mask_bt=torch.tensor([mask or [False]], dtype=torch.bool),
-        rollout_logprobs_bt=torch.tensor([logprobs or [0.0]], dtype=torch.float32),
-        advantages_bt=torch.tensor([advantages or [0.0]], dtype=torch.float32),
+        input_ids_bt=tensor([i for _, sample in row for i in sample.token_ids[:-1]], torch.long),
+        target_ids_bt=tensor([i for _, sample in row for i in sample.token_ids[1:]], torch.long),
+        position_ids_bt=tensor([t for length in lengths for t in range(length)], torch.long),
+        sample_bt=tensor([index for index, sample in row for _ in range(num_positions(sample))], torch.long, -1),
+        mask_bt=tensor([m for _, sample in row for m in sample.mask[1:]], torch.bool),
+        rollout_logprobs_bt=numbers("rollout_logprobs"),
+        advantages_bt=numbers("advantages"),
         num_tokens_global=num_tokens,
         num_sequences_global=num_sequences,
         max_tokens=max_tokens,
+        **{f"{name}_bt": numbers(name) for name in optional},
     )

@@ -40,6 +40,18 @@ def _import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
+def initialize(ranks: Ranks, **options: Any) -> Any:
+    """Returns a DeepSpeed engine."""
+    deepspeed = _import_deepspeed(ranks.device)
+    ranks.destroy = deepspeed.comm.destroy_process_group  # which also forgets DeepSpeed's copies
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    if groups._WORLD_GROUP is None:  # DeepSpeed's own copy of all ranks would wait half an hour for a lost rank
+        groups._WORLD_GROUP = ranks.new_group()
+    with contextlib.redirect_stdout(io.StringIO()):  # memory statistics, whatever the log level
+        engine, *_ = deepspeed.initialize(**options, dist_init_required=False)
+    return engine
+
+
 def default_zero_stage(config: TrainerConfig, device: torch.device) -> int:
     """Returns the configured ZeRO stage, or 1 on a CPU and 2 on a GPU."""
     if config.zero_stage is not None:
@@ -96,7 +108,6 @@ class DeepSpeedEngine:
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self.stage = default_zero_stage(config, ranks.device)
         self._ranks = ranks
-        self._deepspeed = _import_deepspeed(ranks.device)
         optimizer = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
@@ -105,18 +116,10 @@ class DeepSpeedEngine:
             fused=True,
         )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config))
-        ranks.destroy = self._deepspeed.comm.destroy_process_group  # which also forgets DeepSpeed's copies
-        groups: Any = importlib.import_module("deepspeed.utils.groups")
-        if groups._WORLD_GROUP is None:  # DeepSpeed's own copy of all ranks would wait half an hour for a lost rank
-            groups._WORLD_GROUP = ranks.new_group()
-        with contextlib.redirect_stdout(io.StringIO()):  # memory statistics, whatever the log level
-            self._engine, *_ = self._deepspeed.initialize(
-                model=module,
-                optimizer=optimizer,
-                lr_scheduler=self._scheduler,
-                config=deepspeed_config(config, stage=self.stage, dtype=dtype),
-                dist_init_required=False,
-            )
+        settings = deepspeed_config(config, stage=self.stage, dtype=dtype)
+        self._engine = initialize(
+            ranks, model=module, optimizer=optimizer, lr_scheduler=self._scheduler, config=settings
+        )
         if dtype == torch.float16:  # at the lowest scale a step is skipped like any other, and whoever calls decides
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._dtype = dtype
@@ -139,6 +142,11 @@ class DeepSpeedEngine:
         return float(self._scheduler.get_last_lr()[0])
 
     @property
+    def num_steps(self) -> int:
+        """Steps taken so far, those of a loaded checkpoint included and skipped ones left out."""
+        return int(self._scheduler.last_epoch)
+
+    @property
     def loss_scale(self) -> float | None:
         """Factor on float16 losses, which DeepSpeed halves after a gradient that is not finite; else None."""
         return float(self._engine.optimizer.loss_scaler.cur_scale) if self._dtype == torch.float16 else None
@@ -147,7 +155,7 @@ class DeepSpeedEngine:
         """Returns the bytes that the first step will take on the device for good: AdamW's two moments."""
         if self._offloads:
             return 0
-        trained = sum(_shape(parameter).numel() for _, parameter in self._trained())
+        trained = sum(whole_shape(parameter).numel() for _, parameter in self._trained())
         return 8 * trained // (1 if self.stage == 0 else self._ranks.size)
 
     def forward(self, *args: Any) -> Any:
@@ -195,8 +203,8 @@ class DeepSpeedEngine:
     def layout(self, max_bytes: int) -> list[list[tuple[str, Tensor]]]:
         """Returns what `buckets` yields, as tensors without data on the meta device."""
         return [
-            [(name, torch.empty(_shape(p), dtype=self._dtype, device="meta")) for name, p in group]
-            for group in self._by_bytes(max_bytes)
+            [(name, torch.empty(whole_shape(p), dtype=self._dtype, device="meta")) for name, p in group]
+            for group in self.by_bytes(max_bytes)
         ]
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -205,16 +213,17 @@ class DeepSpeedEngine:
         Each bucket has about `max_bytes` at most, and holds only until the next one. All ranks must exhaust the
         iterator; only on rank 0 it yields anything.
         """
-        for group in self._by_bytes(max_bytes):
-            with self._gathered([parameter for _, parameter in group]):
+        for group in self.by_bytes(max_bytes):
+            with gathered([parameter for _, parameter in group]):
                 if self._ranks.is_main:
                     yield [(name, parameter.detach().to(self._dtype)) for name, parameter in group]
 
-    def _by_bytes(self, max_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+    def by_bytes(self, max_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+        """Returns the trained parameters in groups of about max_bytes at most, as they lie on this rank."""
         groups: list[list[tuple[str, nn.Parameter]]] = []
         size = max_bytes
         for name, parameter in self._trained():
-            num_bytes = _shape(parameter).numel() * self._dtype.itemsize
+            num_bytes = whole_shape(parameter).numel() * self._dtype.itemsize
             if size + num_bytes > max_bytes or not groups:
                 groups.append([])
                 size = 0
@@ -282,10 +291,17 @@ class DeepSpeedEngine:
         """Returns the parameters that are not frozen, each tied one under its first name only."""
         return [(name, p) for name, p in self._engine.module.named_parameters() if p.requires_grad]
 
-    def _gathered(self, parameters: list[nn.Parameter]) -> Any:
-        return self._deepspeed.zero.GatheredParameters(parameters, modifier_rank=None, enabled=self.stage == 3)
+
+def gathered(parameters: list[nn.Parameter], *, change: bool = False) -> Any:
+    """Context in which parameters that ZeRO-3 has spread over the ranks are whole; nothing happens to others.
+
+    Args:
+        change: they may be changed in it, on all ranks alike.
+    """
+    zero = importlib.import_module("deepspeed").zero
+    return zero.GatheredParameters(parameters, modifier_rank=0 if change else None)
 
 
-def _shape(parameter: nn.Parameter) -> torch.Size:
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
     """Returns the whole shape, that of a parameter which ZeRO-3 has spread over the ranks, too."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

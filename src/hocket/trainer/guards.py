@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
 from hocket.system import write_atomically
-from hocket.trainer.batching import TrainBatch
 from hocket.types import TrainSample
 
 MAX_KEPT = 8
@@ -67,14 +65,14 @@ class Fault:
 def fault_of(
     samples: Sequence[TrainSample],
     *,
-    broken: Sequence[bool],
+    logprobs: Mapping[int, Sequence[float]],
     totals: Mapping[str, float],
     gradients: Sequence[str],
 ) -> Fault:
     """Returns what was not finite.
 
     Args:
-        broken: for each sample, whether one of its log-probs was not finite.
+        logprobs: the model's, of each sample by its place.
         totals: loss and metrics of the whole batch.
         gradients: names of parameters whose gradient was not finite.
     """
@@ -85,31 +83,10 @@ def fault_of(
             for name, sample in zip(names, samples, strict=True)
             if (fields := _broken_fields(sample))
         ),
-        logprobs=tuple(name for name, is_broken in zip(names, broken, strict=True) if is_broken),
+        logprobs=tuple(name for index, name in enumerate(names) if not all(map(math.isfinite, logprobs[index]))),
         terms=tuple(name for name, value in totals.items() if not math.isfinite(value)),
         gradients=tuple(gradients),
     )
-
-
-def broken_samples(
-    samples: Sequence[TrainSample], batches: Sequence[TrainBatch], broken_bt: Sequence[Tensor]
-) -> list[float]:
-    """Returns 1 for each sample that has a position marked in one of the micro-batches, else 0.
-
-    Args:
-        batches: micro-batches made of some of the samples.
-        broken_bt: marks of each micro-batch.
-    """
-    found: set[tuple[int, ...]] = set()
-    for batch, marks_bt in zip(batches, broken_bt, strict=True):
-        first: dict[tuple[int, int], int] = {}  # row and start of a sequence → its first mark
-        for row, column in marks_bt.nonzero().tolist():
-            start = column - int(batch.position_ids_bt[row, column])  # positions restart with each sequence
-            first.setdefault((row, start), column)
-        for (row, start), column in first.items():
-            read, predicted = batch.input_ids_bt[row, start : column + 1], batch.target_ids_bt[row, column]
-            found.add((*read.tolist(), int(predicted)))  # samples that begin alike have the same log-probs there
-    return [float(any(sample.token_ids[: len(ids)] == ids for ids in found)) for sample in samples]
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: Fault, decode: Callable[[list[int]], str]) -> None:

@@ -14,11 +14,12 @@ def token_logprobs(
     chunk_tokens: int,
     mask_bt: Tensor | None = None,
     max_tokens: int = 0,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns (log softmax(lm_head(hidden) / temperature)[target], entropy of that softmax), float32 [b, t] each.
 
     Logits exist for `chunk_tokens` positions at a time and are computed again in the backward pass. Where the mask is
-    false nothing is computed and both results are 0. The entropy carries no gradient.
+    false nothing is computed and both results are 0.
 
     Args:
         hidden_bth: last hidden states.
@@ -27,6 +28,7 @@ def token_logprobs(
         target_ids_bt: the tokens whose log-prob is wanted.
         mask_bt: bool, default all true.
         max_tokens: the head is called as often as for this many positions, even where fewer are masked in.
+        entropy_gradient: whether the entropy carries a gradient, which costs another pass over a chunk's logits.
     """
     select_bt = torch.ones_like(target_ids_bt, dtype=torch.bool) if mask_bt is None else mask_bt
     hidden_nh, targets_n = hidden_bth[select_bt], target_ids_bt[select_bt]
@@ -35,7 +37,7 @@ def token_logprobs(
     def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
         logits_cv = lm_head(hidden_ch).float() / temperature
         logprobs_cv = logits_cv.log_softmax(dim=-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(dim=-1)
         return logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1), entropy_c
 

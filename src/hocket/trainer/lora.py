@@ -4,8 +4,12 @@ An adapted layer computes W x + alpha / rank · B A x (Hu et al. 2021, https://a
 random and B [out, rank] zero at first, so that training starts from the model as it is.
 """
 
+import importlib.util
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -58,6 +62,48 @@ def inject(model: transformers.PreTrainedModel, config: LoraConfig, *, base: str
         lora_alpha=config.alpha,
         target_modules=targets,
     )
+
+
+def quantization(dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the options with which transformers loads frozen weights in 4 bits, onto this rank's GPU (QLoRA).
+
+    NormalFloat with quantised scales (arXiv 2305.14314), in all linear layers but the output head; products are
+    computed in `dtype`.
+
+    Raises:
+        ConfigError: there is no CUDA device, or no package bitsandbytes.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "model.lora.quantize needs a CUDA device: bitsandbytes multiplies 4-bit weights on a GPU; leave it out here"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "model.lora.quantize needs the package bitsandbytes, which is not installed: "
+            ".venv/bin/python -m pip install bitsandbytes, or leave the setting out"
+        )
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": settings, "device_map": {"": torch.cuda.current_device()}}
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Context in which a model with an adapter computes what its base does; for passes without gradients."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def published_name(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARIES = ("deepspeed.", "torch.optim.")
+_LIBRARIES = ("deepspeed.", "torch.optim.", "bitsandbytes.")
 """Objects of these packages are searched for tensors; of any other only containers are."""
 
 Offloaded = Sequence[tuple[torch.UntypedStorage, Tensor]]

@@ -36,6 +36,7 @@ class Policy(nn.Module):
         dtype: of the parameters.
         temperature: logits are divided by it.
         chunk_tokens: positions whose logits exist at the same time.
+        entropy_gradient: whether something is learned from the entropy.
         seed: of random weights, and of a new adapter.
 
     Attributes:
@@ -50,11 +51,14 @@ class Policy(nn.Module):
         temperature: float,
         chunk_tokens: int,
         gradient_checkpointing: bool = False,
+        entropy_gradient: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
         transformers.utils.logging.disable_progress_bar()
-        options = {"dtype": dtype, "attn_implementation": attention.NAME}
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.NAME}
+        if config.lora is not None and config.lora.quantize is not None:
+            options |= lora.quantization(dtype)
         if config.random_init:
             torch.manual_seed(seed)
             model = _from_config(config, **options)
@@ -64,6 +68,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
+        self.entropy_gradient = entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()  # transformers recomputes activations in training mode only
@@ -97,6 +102,7 @@ class Policy(nn.Module):
             chunk_tokens=self.chunk_tokens,
             mask_bt=batch.mask_bt,
             max_tokens=batch.max_tokens,
+            entropy_gradient=self.entropy_gradient,
         )
 
     def _hidden(self, input_ids_bt: Tensor, position_ids_bt: Tensor, segment_lengths: Sequence[int]) -> Tensor:
@@ -121,19 +127,19 @@ class Policy(nn.Module):
         positions_bt = torch.arange(8, device=device).repeat(2)[None]
         head = self.model.get_output_embeddings()
         halves = (slice(0, 8), slice(8, 16))
-        alone = [head(self._hidden(ids_bt[:, half], positions_bt[:, half], [8])) for half in halves]
-        packed = head(self._hidden(ids_bt, positions_bt, [8, 8]))
+        alone = [self._hidden(ids_bt[:, half], positions_bt[:, half], [8]) for half in halves]
+        packed = self._hidden(ids_bt, positions_bt, [8, 8])
         self.model.set_attn_implementation("eager")  # the model's own
         try:
             inputs = {"input_ids": ids_bt[:, 8:], "position_ids": positions_bt[:, 8:]}
             hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-            expected = self.model(**inputs, use_cache=False).logits
+            logits = self.model(**inputs, use_cache=False).logits
         finally:
             self.model.set_attn_implementation(attention.NAME)
         name = type(self.model).__name__
-        if not _close(head(hidden), expected):
+        if not _close(head(hidden), logits):
             raise TrainerError(f"{name} changes its logits after the output head; it can't be trained here")
-        if not _close(alone[1], expected):
+        if not _close(alone[1], hidden):
             raise TrainerError(f"{name} has more in its attention than is computed here; it can't be trained")
         if not _close(packed, torch.cat(alone, dim=1)):
             raise TrainerError(f"{name} lets sequences that share a row see each other; it can't be trained here")
@@ -162,7 +168,7 @@ def _compute_in_float32(head: nn.Module) -> None:
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
-    # Relative to the spread of the logits: rounding in 16 bits stays far below this, a real difference does not.
+    # Relative to the spread of the numbers: rounding in 16 bits stays far below this, a real difference does not.
     return bool((actual - expected).float().abs().mean() <= 0.05 * expected.float().std())
 
 

@@ -80,6 +80,12 @@ class Ranks:
         result: T = box[0]
         return result
 
+    def gather(self, value: T) -> list[T]:
+        """Returns every rank's value on rank 0, in the order of ranks; nothing elsewhere."""
+        box: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, box, dst=0, group=self._control)
+        return box or []
+
     def sum(self, values: list[float]) -> list[float]:
         """Returns the sums over ranks, position by position, in float64."""
         total = torch.tensor(values, dtype=torch.float64)

@@ -5,7 +5,7 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,34 +18,33 @@ from torch.utils.dlpack import from_dlpack
 from hocket import manifest, transfer
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
-from hocket.config import AlgorithmConfig, Config, TrainerConfig
+from hocket.config import Config, ModelConfig, TrainerConfig
 from hocket.errors import TrainerError
 from hocket.protocol import AdapterConfig, Health, TensorLayout, TensorSpec
-from hocket.trainer import flops, guards, lora, memory
+from hocket.trainer import flops, guards, lora, measure, memory
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
+from hocket.trainer.critic import Critic
 from hocket.trainer.engine import DeepSpeedEngine, default_zero_stage
+from hocket.trainer.frozen import FrozenEngine
 from hocket.trainer.policy import Policy, compute_dtype, skeleton
 from hocket.trainer.ranks import Ranks
-from hocket.types import StepStats, TrainSample
+from hocket.trainer.reference import Reference
+from hocket.trainer.update import Update, accumulate, update
+from hocket.types import Measured, Rollout, StepStats, TrainSample
 
 Bucket = Sequence[tuple[str, Tensor]]
 Sink = Callable[[Bucket], None]
-BatchLoss = Callable[[Tensor, TrainBatch], LossOutput]
-"""(logprobs_bt with gradient, batch) → this micro-batch's share of the global loss."""
+BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
+"""(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
 EXPORT_BYTES = 64 << 20
 """ZeRO-3 gathers parameters for export in groups of this size."""
 
 
-def grpo_loss(config: AlgorithmConfig) -> BatchLoss:
+def configured_loss(config: Config) -> BatchLoss:
     """Returns the configured policy loss as a function of a batch."""
-    settings = LossConfig(
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        correction=config.correction,
-        correction_high=config.correction_high,
-    )
+    settings = LossConfig.of(config)
 
-    def loss(logprobs_bt: Tensor, batch: TrainBatch) -> LossOutput:
+    def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
         return policy_loss(
             logprobs_bt,
             batch.rollout_logprobs_bt,
@@ -54,6 +53,9 @@ def grpo_loss(config: AlgorithmConfig) -> BatchLoss:
             config=settings,
             num_tokens=batch.num_tokens_global,
             num_sequences=batch.num_sequences_global,
+            ref_logprobs_bt=batch.ref_logprobs_bt,
+            entropy_bt=entropy_bt,
+            sample_bt=batch.sample_bt,
         )
 
     return loss
@@ -68,7 +70,8 @@ class Trainer:
 
     Args:
         config: the run's config.
-        loss: what is minimised; default: the configured policy loss.
+        loss: what is minimised; default: the configured policy loss, with the reference policy and the critic that the
+            algorithm asks for.
         temperature: logits are divided by it; default: rollout.temperature.
         ranks: an existing connection to share, left open by `close`; default: a new one.
 
@@ -88,36 +91,65 @@ class Trainer:
         self.tokenizer = tokenizers.load(config.model.path)
         self._owns_ranks = ranks is None
         self._ranks = ranks or Ranks(config.trainer.collective_timeout_s)
-        self._loss = loss or grpo_loss(config.algorithm)
+        self._loss = loss or configured_loss(config)
+        self._beside: dict[str, DeepSpeedEngine | FrozenEngine] = {}  # models other than the policy
+        self._reference: Reference | None = None
+        self._critic: Critic | None = None
+        self._measures: dict[str, Callable[[TrainBatch], Tensor]] = {}
         self._closed = self._broken = self._away = False
         self._skipped_in_row = 0
         self._sink: Sink | None = None
         self._sink_failure: Exception | None = None
 
         try:
-            self._build(config, config.rollout.temperature if temperature is None else temperature)
+            self._build(
+                config,
+                temperature=config.rollout.temperature if temperature is None else temperature,
+                alone=loss is not None,
+            )
         except BaseException:
             if self._owns_ranks:
                 self._ranks.destroy()
             raise
 
-    def _build(self, config: Config, temperature: float) -> None:
-        device = self._ranks.device
+    def _build(self, config: Config, *, temperature: float, alone: bool) -> None:
+        """Loads the policy and, unless it is alone, the models that the algorithm needs beside it."""
+        device, ranks, algorithm = self._ranks.device, self._ranks, config.algorithm
+        with_critic = algorithm.baseline == "critic" and not alone
         self._dtype = compute_dtype(config.model, device)
         self.memory = f"a step needs {self._estimate(config)}"
-        self._policy = Policy(
-            config.model,
-            dtype=DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=device),
-            temperature=temperature,
-            chunk_tokens=config.trainer.logprob_chunk_tokens,
-            gradient_checkpointing=config.trainer.gradient_checkpointing,
-            seed=config.trainer.seed,
-        )
+        trained_dtype = DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=device)
+
+        def load(model: ModelConfig, kind: type[Policy] = Policy, dtype: torch.dtype = trained_dtype) -> Any:
+            return kind(
+                model,
+                dtype=dtype,
+                temperature=temperature,
+                chunk_tokens=config.trainer.logprob_chunk_tokens,
+                gradient_checkpointing=config.trainer.gradient_checkpointing,
+                entropy_gradient=config.algorithm.entropy_coef > 0,
+                seed=config.trainer.seed,
+            )
+
+        self._policy: Policy = load(config.model)
         self._flops = flops.model_flops(self._policy.model)
-        with self._ranks.deadline("starting DeepSpeed"):
-            (self._peak_flops,) = self._ranks.sum([flops.peak_flops(device, self._dtype)])
-            self._engine = DeepSpeedEngine(self._policy, config.trainer, dtype=self._dtype, ranks=self._ranks)
+        own_steps = config.trainer.steps - (config.critic.warmup_steps if with_critic else 0)
+        settings = config.trainer.model_copy(update={"steps": own_steps})
+        with ranks.deadline("starting DeepSpeed"):
+            (self._peak_flops,) = ranks.sum([flops.peak_flops(device, self._dtype)])
+            self._engine = DeepSpeedEngine(self._policy, settings, dtype=self._dtype, ranks=ranks)
             self._policy.check_architecture(device)
+            if algorithm.kl != "off" and not alone:
+                self._reference = Reference(config, self._policy, self._engine, load, dtype=self._dtype, ranks=ranks)
+                self._measures["ref_logprobs"] = self._reference.logprobs
+                if self._reference.frozen is not None:
+                    self._beside["reference"] = self._reference.frozen
+            if with_critic:
+                self._critic = Critic(config, load, dtype=self._dtype, ranks=ranks)
+                self._measures["values"] = self._critic.values
+                self._beside["critic"] = self._critic.engine
+            if algorithm.top_entropy < 1 and not alone:
+                self._measures["entropies"] = lambda batch: self._engine.forward(batch)[1]
             tokens = config.trainer.micro_batch_tokens
             self._micro_batch_tokens = self._as_many_as_fit() if tokens == "auto" else tokens
 
@@ -159,14 +191,16 @@ class Trainer:
         lengths = [32] * (num_positions // 32)
         samples = [
             TrainSample(
-                token_ids=(0,) * (n + 1), mask=(True,) * (n + 1), rollout_logprobs=(0.0,) * (n + 1), advantage=1.0
+                token_ids=(0,) * (n + 1),
+                mask=(True,) * (n + 1),
+                rollout_logprobs=(0.0,) * (n + 1),
+                advantages=(1.0,) * (n + 1),
             )
             for n in lengths
         ]
         [[batch]] = pack(samples, micro_batch_tokens=num_positions, num_ranks=1)
         batch = batch.to(self._ranks.device)
-        logprobs_bt, _ = self._engine.forward(batch)
-        self._engine.backward(self._loss(logprobs_bt, batch).loss * math.nan, last=True)
+        self._engine.backward(self._policy_loss(batch).loss * math.nan, last=True)
         if self._engine.step() is not None:
             raise TrainerError(
                 "the rehearsal of a step has changed the weights; set trainer.micro_batch_tokens to a number"
@@ -235,6 +269,19 @@ class Trainer:
         result: StepStats = stats
         return result
 
+    def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
+        """Returns what the algorithm has to know of each rollout before the step, in their order; [] where nothing.
+
+        Raises:
+            TrainerError: a rollout is too long for a micro-batch.
+        """
+        if not rollouts or not self._measures:
+            return []
+        samples = measure.samples_of(rollouts)
+        check_fits(samples, self._micro_batch_tokens)
+        measured: dict[int, Measured] = self._together("measure", samples)
+        return [measured[index] for index in range(len(samples))]
+
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
         """Returns the mean absolute difference of the engine's log-probs and the trainer's, over the sampled tokens."""
         check_fits(samples, self._micro_batch_tokens)
@@ -292,6 +339,8 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote, by as many ranks as wrote it."""
         self._engine.check_saved(folder)
+        for name, engine in self._kept().items():
+            engine.check_saved(folder / name)
         self._together("load", folder)
 
     def close(self) -> None:
@@ -349,16 +398,25 @@ class Trainer:
         start = time.perf_counter()
         batches = self._batches(samples)
         learning_rate, loss_scale = self._engine.learning_rate, self._engine.loss_scale
+        if self._critic is not None and self._critic.learns_alone:
+            learning_rate = 0.0
+            totals = accumulate(self._engine, self._policy_loss, batches, self._ranks, learn=False)
+            policy = Update(totals=totals, grad_norm=0.0)
+        else:
+            policy = update(self._engine, self._policy_loss, batches, self._ranks)
+            if self._reference is not None and policy.grad_norm is not None:
+                self._reference.reset_if_due()
+        updates: dict[str, Update] = {"": policy}
+        critic: dict[str, float] = {}
+        if self._critic is not None:
+            updates["critic: "], critic = self._critic.step(batches)
         fault = None
-        totals = self._accumulate(batches)
-        grad_norm = self._engine.step()
-        overflowed = math.isfinite(totals["loss"]) and self._engine.loss_scale != loss_scale
-        if grad_norm is None and not overflowed:
-            totals, fault, grad_norm = self._once_more(samples, batches)
-        if grad_norm is not None:
-            self._skipped_in_row = 0
-        elif fault is not None:
+        if any(done.is_faulty for done in updates.values()):
             self._skipped_in_row += 1
+            fault = self._fault(samples, batches, updates)
+        elif policy.grad_norm is not None:
+            self._skipped_in_row = 0
+        totals = dict(policy.totals)
         loss = totals.pop("loss")
         if loss_scale is not None:
             totals["loss_scale"] = loss_scale
@@ -369,10 +427,11 @@ class Trainer:
         seconds = time.perf_counter() - start
         stats = StepStats(
             loss=loss,
-            grad_norm=math.nan if grad_norm is None else grad_norm,
+            grad_norm=math.nan if policy.grad_norm is None else policy.grad_norm,
             learning_rate=learning_rate,
-            skipped=grad_norm is None,
+            skipped=policy.grad_norm is None,
             metrics=totals,
+            critic=critic,
             num_tokens=batches[0].num_tokens_global,
             num_positions=sum(lengths),
             num_sequences=batches[0].num_sequences_global,
@@ -382,45 +441,36 @@ class Trainer:
         )
         return stats, fault
 
-    def _once_more(
-        self, samples: Sequence[TrainSample], batches: Sequence[TrainBatch]
-    ) -> tuple[dict[str, float], guards.Fault | None, float | None]:
-        """Repeats a step that was not finite, now with a look at what is not; what was a fluke is made good by it."""
-        broken_bt: list[Tensor] = []
-        totals = self._accumulate(batches, broken_bt)
-        broken = self._ranks.sum(guards.broken_samples(samples, batches, broken_bt))
-        gradients = self._engine.broken_gradients()  # costly, and gone after the step
-        grad_norm = self._engine.step()
-        if grad_norm is not None:
-            return totals, None, grad_norm
-        return totals, guards.fault_of(samples, broken=[*map(bool, broken)], totals=totals, gradients=gradients), None
+    def _policy_loss(self, batch: TrainBatch) -> LossOutput:
+        logprobs_bt, entropy_bt = self._engine.forward(batch)
+        output = self._loss(logprobs_bt, entropy_bt, batch)
+        entropy = entropy_bt.detach().sum() / batch.num_tokens_global
+        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
 
-    def _accumulate(self, batches: Sequence[TrainBatch], broken_bt: list[Tensor] | None = None) -> dict[str, float]:
-        """Runs forward and backward on this rank's micro-batches. Returns loss and metrics, summed over all ranks.
+    def _fault(
+        self, samples: Sequence[TrainSample], batches: Sequence[TrainBatch], updates: Mapping[str, Update]
+    ) -> guards.Fault:
+        """Returns what was not finite in a step that changed nothing, so that log-probs are what they were in it."""
+        columns = {"logprobs": lambda batch: self._engine.forward(batch)[0]}
+        return guards.fault_of(
+            samples,
+            logprobs={index: numbers["logprobs"] for index, numbers in self._numbers(batches, columns).items()},
+            totals={f"{who}{name}": value for who, done in updates.items() for name, value in done.totals.items()},
+            gradients=[f"{who}{name}" for who, done in updates.items() for name in done.gradients],
+        )
 
-        Args:
-            broken_bt: takes, of each micro-batch, where the log-prob of a trained token is not finite.
-        """
-        shares: list[Tensor] = []
-        totals: dict[str, float] = {}
-        for index, batch in enumerate(batches):
-            batch = batch.to(self._ranks.device)
-            logprobs_bt, entropy_bt = self._engine.forward(batch)
-            if broken_bt is not None:
-                broken_bt.append((~logprobs_bt.isfinite() & batch.mask_bt).cpu())
-            output = self._loss(logprobs_bt, batch)
-            share = {"loss": output.loss.detach(), "entropy": entropy_bt.sum() / batch.num_tokens_global}
-            share |= output.metrics
-            shares.append(torch.stack([value.double() for value in share.values()]))
-            loss = output.loss
-            last = index == len(batches) - 1
-            if last:
-                sums = self._ranks.sum(torch.stack(shares).sum(dim=0).tolist())
-                totals = dict(zip(share, sums, strict=True))
-                if not math.isfinite(totals["loss"]):
-                    loss = loss * math.nan  # a loss of inf can have finite gradients; this way the step is skipped
-            self._engine.backward(loss, last=last)
-        return totals
+    def _measure(self, samples: Sequence[TrainSample]) -> dict[int, Measured]:
+        measured = self._numbers(self._batches(samples), self._measures)
+        return {index: Measured(**numbers) for index, numbers in measured.items()}
+
+    @torch.no_grad()
+    def _numbers(
+        self, batches: Sequence[TrainBatch], columns: Mapping[str, Callable[[TrainBatch], Tensor]]
+    ) -> dict[int, dict[str, tuple[float, ...]]]:
+        """Returns the columns' numbers of every token, by the place of its sample; on all ranks those of all ranks."""
+        batches = [batch.to(self._ranks.device) for batch in batches]
+        own = measure.unpack(batches, {name: [of(batch) for batch in batches] for name, of in columns.items()})
+        return {index: numbers for share in self._ranks.gather(own) for index, numbers in share.items()}
 
     def _batches(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
         """Returns this rank's micro-batches."""
@@ -483,22 +533,34 @@ class Trainer:
                     self._sink_failure = error
 
     def _offload(self) -> None:
-        self._engine.offload()
+        for engine in (self._engine, *self._beside.values()):
+            engine.offload()
         self._away = True
 
     def _onload(self) -> None:
-        self._engine.onload()
+        for engine in (self._engine, *self._beside.values()):
+            engine.onload()
         self._away = False
+
+    def _kept(self) -> dict[str, DeepSpeedEngine | FrozenEngine]:
+        """Returns the models beside the policy whose weights no other file holds."""
+        resets = self._reference is not None and self._reference.reset_every > 0
+        return {name: engine for name, engine in self._beside.items() if name == "critic" or resets}
 
     def _save(self, folder: Path) -> None:
         self._engine.save(folder)
+        for name, engine in self._kept().items():
+            engine.save(folder / name)
 
     def _load(self, folder: Path) -> None:
         self._engine.load(folder)
+        for name, engine in self._kept().items():
+            engine.load(folder / name)
         self._skipped_in_row = 0
 
     def _close(self) -> None:
-        self._engine.close()
+        for engine in (self._engine, *self._beside.values()):
+            engine.close()
         if self._owns_ranks:
             self._ranks.close()
         self._closed = True

@@ -1,0 +1,109 @@
+"""Models that are not trained: whole on every rank or, beside ZeRO stage 3, spread over the ranks as well.
+
+Takes a module and gives its outputs; may take over the weights of an engine that trains the same module. Never knows
+what the outputs are for.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from hocket.config import TrainerConfig
+from hocket.errors import TrainerError
+from hocket.system import flush
+from hocket.trainer import engine, offload
+from hocket.trainer.ranks import Ranks
+
+_FILE = "model.safetensors"
+
+
+class FrozenEngine:
+    """Runs one module without gradients.
+
+    Args:
+        module: parameters in `dtype`.
+        dtype: of the forward pass.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
+        self._module = module.requires_grad_(False).eval()
+        self._ranks = ranks
+        self._engine: Any = None
+        self._offloaded: offload.Offloaded = ()
+        stage = engine.default_zero_stage(config, ranks.device)
+        if stage == 3:
+            settings = engine.deepspeed_config(config, stage=stage, dtype=dtype)
+            self._engine = engine.initialize(ranks, model=module, config=settings).eval()
+        else:
+            module.to(ranks.device)
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters as they lie on this rank, each tied one under its first name only."""
+        return dict(self._module.named_parameters())
+
+    @torch.no_grad()
+    def forward(self, *args: Any) -> Any:
+        """Calls the module."""
+        return (self._engine or self._module)(*args)
+
+    @torch.no_grad()
+    def copy_from(self, source: engine.DeepSpeedEngine, max_bytes: int) -> None:
+        """Takes over the weights of an engine that trains all of the same module, in this one's dtype.
+
+        All ranks must call it. At ZeRO stage 3 weights are whole for about max_bytes at a time.
+        """
+        own = self.parameters
+        for group in source.by_bytes(max_bytes):
+            targets = [own[name] for name, _ in group]
+            with engine.gathered([p for _, p in group]), engine.gathered(targets, change=True):
+                for target, (_, parameter) in zip(targets, group, strict=True):
+                    target.copy_(parameter)
+
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        """Writes the weights to a new folder. All ranks must call it."""
+        tensors = {}
+        for name, parameter in self.parameters.items():
+            with engine.gathered([parameter]):
+                if self._ranks.is_main:
+                    tensors[name] = parameter.to("cpu", copy=True)
+        if self._ranks.is_main:
+            folder.mkdir()
+            save_file(tensors, folder / _FILE)
+            flush(folder / _FILE)
+        self._ranks.barrier()
+
+    def check_saved(self, folder: Path) -> None:
+        """Raises TrainerError where `load` could not restore the folder."""
+        if not (folder / _FILE).is_file():
+            raise TrainerError(f"{folder} is missing: the checkpoint was written by a run without this model")
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote, with any number of ranks. All ranks must call it."""
+        with safe_open(folder / _FILE, framework="pt") as saved:
+            for name, parameter in self.parameters.items():
+                with engine.gathered([parameter], change=True):
+                    parameter.copy_(saved.get_tensor(name))
+
+    def offload(self) -> None:
+        """Moves the weights to the CPU's memory; until `onload` nothing can run."""
+        optimizer = self._engine.optimizer if self._engine is not None else None  # at stage 3 it holds the shards
+        tensors = offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()), optimizer)
+        self._offloaded = offload.offload(tensors, self._ranks.device)
+
+    def onload(self) -> None:
+        """Moves back what `offload` moved."""
+        offload.onload(self._offloaded, self._ranks.device)
+        self._offloaded = ()
+
+    def close(self) -> None:
+        """Lets go of DeepSpeed's state."""
+        if self._engine is not None:
+            self._engine.destroy()

@@ -1,0 +1,261 @@
+"""The critic: it learns what it is told to expect, beside a policy that may have to wait for it."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+from hocket import config as config_module
+from hocket.algorithm.losses import LossOutput
+from hocket.errors import ConfigError, TrainerError
+from hocket.trainer.critic import explained_variance
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.trainer import Trainer
+from hocket.types import Prompt, Rollout, StepStats, TrainSample
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+Returns = Callable[[tuple[int, ...]], list[float]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(timeout_s=60)
+    yield ranks
+    ranks.close()
+
+
+def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
+    defaults = (
+        "model.dtype=float32",
+        "trainer.learning_rate=1e-3",
+        "trainer.micro_batch_tokens=40",
+        "algorithm.preset=ppo",
+        "critic.learning_rate=3e-3",
+    )
+    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks)
+
+
+def make_rollouts() -> list[Rollout]:
+    rng = random.Random(3)
+    rollouts = []
+    for _ in range(12):
+        token_ids = tuple(rng.randrange(62) for _ in range(rng.randint(4, 14)))
+        mask = tuple(index >= 2 and index != 4 for index in range(len(token_ids)))
+        rollouts.append(
+            Rollout(
+                id="r",
+                group_id="g",
+                prompt=Prompt(id="p", token_ids=token_ids[:2]),
+                token_ids=token_ids,
+                mask=mask,
+                logprobs=tuple(-3.0 if m else 0.0 for m in mask),
+                finish_reason="stop",
+                version_min=0,
+                version_max=0,
+                text="",
+            )
+        )
+    return rollouts
+
+
+ROLLOUTS = make_rollouts()
+
+
+def make_samples(trainer: Trainer, returns: Returns) -> list[TrainSample]:
+    """Returns the rollouts with the critic's values of now, and what it should have said of each token."""
+    samples = []
+    for rollout, measured in zip(ROLLOUTS, trainer.measure(ROLLOUTS), strict=True):
+        wanted = returns(rollout.token_ids)
+        samples.append(
+            TrainSample(
+                token_ids=rollout.token_ids,
+                mask=rollout.mask,
+                rollout_logprobs=rollout.logprobs,
+                advantages=tuple(0.5 if m else 0.0 for m in rollout.mask),
+                values=measured.values,
+                returns=tuple(value if m else 0.0 for value, m in zip(wanted, rollout.mask, strict=True)),
+            )
+        )
+    return samples
+
+
+def always_two(token_ids: tuple[int, ...]) -> list[float]:
+    return [2.0] * len(token_ids)
+
+
+def by_first_token(token_ids: tuple[int, ...]) -> list[float]:
+    """1 or -1 by what the prompt begins with: the critic sees it before each token."""
+    return [1.0 if token_ids[0] < 31 else -1.0] * len(token_ids)
+
+
+def train(trainer: Trainer, returns: Returns, steps: int) -> list[StepStats]:
+    return [trainer.step(make_samples(trainer, returns)) for _ in range(steps)]
+
+
+def weights_of(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
+    trainer.export(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_critic_begins_at_zero_and_learns_a_constant(ranks: Ranks, tied_model: str) -> None:
+    with make_trainer(ranks, tied_model, "critic.learning_rate=1e-2") as trainer:
+        assert all(set(measured.values) == {0.0} for measured in trainer.measure(ROLLOUTS))
+        stats = train(trainer, always_two, 40)
+        values = [
+            v
+            for r, m in zip(ROLLOUTS, trainer.measure(ROLLOUTS), strict=True)
+            for v, on in zip(m.values, r.mask, strict=True)
+            if on
+        ]
+    first, last = stats[0].critic, stats[-1].critic
+    assert first["loss"] == pytest.approx(2.0)  # ½ (0 − 2)²
+    assert (first["value_mean"], first["return_mean"]) == pytest.approx((0.0, 2.0))
+    assert math.isnan(first["explained_variance"]), "there is no variance to explain"
+    assert last["value_mean"] == pytest.approx(2.0, abs=0.1)
+    assert all(value == pytest.approx(2.0, abs=0.3) for value in values)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_critic_learns_what_the_text_before_a_token_tells(ranks: Ranks, tied_model: str, stage: int) -> None:
+    with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", "critic.learning_rate=1e-2") as trainer:
+        stats = train(trainer, by_first_token, 12)
+    assert stats[0].critic["loss"] == pytest.approx(0.5)
+    assert stats[0].critic["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert stats[-1].critic["explained_variance"] > 0.9
+    assert stats[-1].critic["loss"] < 0.05
+    assert min(s.critic["grad_norm"] for s in stats) > 0
+
+
+def test_a_critic_is_trained_as_plain_torch_would_train_it(ranks: Ranks, untied_model: str) -> None:
+    settings = ("trainer.max_grad_norm=1e9", "critic.value_clip=0.02")
+    with make_trainer(ranks, untied_model, *settings) as trainer:
+        stats, values = [], []
+        for _ in range(4):
+            samples = make_samples(trainer, by_first_token)
+            values.append([sample.values for sample in samples])
+            stats.append(trainer.step(samples))
+    backbone = AutoModel.from_pretrained(untied_model, dtype=torch.float32)
+    head = torch.zeros(32, requires_grad=True)
+    optimizer = torch.optim.AdamW([*backbone.parameters(), head], lr=3e-3, weight_decay=0.0)
+    num_tokens = sum(sum(rollout.mask[1:]) for rollout in ROLLOUTS)
+    for step in range(4):
+        loss = torch.zeros(())
+        for rollout, old in zip(ROLLOUTS, values[step], strict=True):
+            value = backbone(torch.tensor([rollout.token_ids])).last_hidden_state[0] @ head
+            for t in range(1, len(rollout.token_ids)):
+                if rollout.mask[t]:
+                    now = value[t - 1]  # where token t is predicted
+                    assert float(now.detach()) == pytest.approx(old[t], abs=1e-5)
+                    target = by_first_token(rollout.token_ids)[t]
+                    near = old[t] + (now - old[t]).clamp(-0.02, 0.02)
+                    loss = loss + 0.5 * torch.maximum((now - target) ** 2, (near - target) ** 2) / num_tokens
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in [*backbone.parameters(), head] if p.grad is not None]
+        assert stats[step].critic["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+        assert stats[step].critic["grad_norm"] == pytest.approx(
+            float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4
+        )
+        optimizer.step()
+
+
+def test_explained_variance_by_hand() -> None:
+    # Returns 0, 2, 4 (variance 8/3) and values 0, 1, 5: errors 0, 1, -1 (variance 2/3), so 1 − (2/3) / (8/3) = 3/4.
+    means = {"return_mean": 2.0, "return_square": 20 / 3, "error_mean": 0.0, "error_square": 2 / 3}
+    assert explained_variance(means) == pytest.approx(0.75)
+    # A constant error of 3 is a bias, not variance.
+    assert explained_variance(means | {"error_mean": 3.0, "error_square": 9.0}) == pytest.approx(1.0)
+    alike = {"return_mean": 2.0, "return_square": 4.0, "error_mean": 1.0, "error_square": 1.5}
+    assert math.isnan(explained_variance(alike))
+
+
+def test_explained_variance_is_that_of_all_trained_tokens_of_the_step(ranks: Ranks, tied_model: str) -> None:
+    with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=20") as trainer:
+        train(trainer, by_first_token, 5)
+        samples = make_samples(trainer, by_first_token)
+        stats = trainer.step(samples)
+    assert stats.num_micro_batches > 3
+    returns = torch.tensor([v for s in samples for v, m in zip(s.returns, s.mask, strict=True) if m])
+    values = torch.tensor([v for s in samples for v, m in zip(s.values, s.mask, strict=True) if m])
+    expected = 1 - float((returns - values).var() / returns.var())
+    assert stats.critic["explained_variance"] == pytest.approx(expected, abs=1e-5)
+    assert 0.1 < expected < 1
+
+
+def test_the_policy_waits_for_the_critic(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
+    settings = ("critic.warmup_steps=2", "trainer.steps=4", "trainer.schedule=linear")
+    start = load_file(Path(tied_model) / "model.safetensors")
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        waiting = train(trainer, by_first_token, 2)
+        held = weights_of(trainer, tmp_path / "held")
+        trainer.save(tmp_path / "checkpoint")
+        learning = train(trainer, by_first_token, 2)
+        moved = weights_of(trainer, tmp_path / "moved")
+    assert all(torch.equal(held[name], start[name]) for name in start)
+    assert any(not torch.equal(moved[name], start[name]) for name in start)
+    assert waiting[1].critic["explained_variance"] > waiting[0].critic["explained_variance"]
+    assert [(s.learning_rate, s.grad_norm, s.skipped) for s in waiting] == [(0.0, 0.0, False)] * 2
+    assert waiting[0].metrics["entropy"] > 1, "the policy is looked at all the same"
+    # The schedule is that of the policy's own two steps: the peak, then half of it.
+    assert [s.learning_rate for s in learning] == pytest.approx([1e-3, 5e-4])
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        trainer.load(tmp_path / "checkpoint")
+        again = train(trainer, by_first_token, 2)
+    assert [(s.loss, s.grad_norm, s.critic) for s in again] == [(s.loss, s.grad_norm, s.critic) for s in learning]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_returns_that_are_not_finite_leave_the_critic_as_it_was_and_end_the_run_in_the_end(
+    ranks: Ranks, tied_model: str, stage: int
+) -> None:
+    settings = (f"trainer.zero_stage={stage}", "trainer.max_skipped_steps=2")
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        train(trainer, by_first_token, 1)
+        samples = make_samples(trainer, by_first_token)
+        before = trainer.measure(ROLLOUTS)
+        bad = [dataclasses.replace(samples[0], returns=(math.inf,) * len(samples[0].returns)), *samples[1:]]
+        stats = trainer.step(bad)
+        assert stats.critic["skipped"] == 1
+        assert math.isnan(stats.critic["grad_norm"])
+        assert not stats.skipped, "the policy's own step was good"
+        assert trainer.measure(ROLLOUTS) == before
+        assert trainer.step(samples).critic["skipped"] == 0
+        trainer.step(bad)
+        with pytest.raises(TrainerError, match=r"2 steps in a row.*critic: model\."):
+            trainer.step(bad)
+
+
+def test_a_critic_may_start_from_another_model_and_stays_whole_beside_an_adapter(
+    ranks: Ranks, tied_model: str, experts_model: str, untied_model: str
+) -> None:
+    for settings in ((f"critic.path={experts_model}",), ("model.lora={}", f"critic.path={untied_model}")):
+        with make_trainer(ranks, tied_model, "critic.learning_rate=1e-2", *settings) as trainer:
+            stats = train(trainer, by_first_token, 10)
+            assert stats[-1].critic["explained_variance"] > 0.5
+            assert stats[-1].grad_norm > 0
+
+
+def test_a_critic_with_another_vocabulary_is_refused(ranks: Ranks, tied_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"critic\.path=checkpoints/tiny-sort has another vocabulary than model"):
+        make_trainer(ranks, tied_model, "critic.path=checkpoints/tiny-sort")
+
+
+def test_a_trainer_without_need_of_a_critic_has_none(ranks: Ranks, tied_model: str) -> None:
+    ppo = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1", "algorithm.top_entropy=0.2")
+    config = config_module.load(None, [f"model.path={tied_model}", *ppo])
+    with Trainer(
+        config, loss=lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={}), ranks=ranks
+    ) as t:
+        assert t.measure(ROLLOUTS) == [], "sft has the algorithm's settings, but no use for them"
+        assert not t._beside
+    with make_trainer(
+        ranks, tied_model, "algorithm.preset=grpo", "algorithm.baseline=mean", "algorithm.scale=group"
+    ) as trainer:
+        assert trainer.measure(ROLLOUTS) == []
+        assert not trainer._beside

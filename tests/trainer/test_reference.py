@@ -1,0 +1,243 @@
+"""The reference policy against transformers' own log-probs, wherever it comes from and whatever the policy does."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hocket import config as config_module
+from hocket.errors import ConfigError, TrainerError
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.trainer import Trainer
+from hocket.types import Measured, Prompt, Rollout, TrainSample
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(timeout_s=60)
+    yield ranks
+    ranks.close()
+
+
+def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
+    defaults = (
+        "model.dtype=float32",
+        "trainer.learning_rate=1e-2",
+        "trainer.micro_batch_tokens=40",
+        "algorithm.preset=reinforce_pp",
+    )
+    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks)
+
+
+def make_rollouts() -> list[Rollout]:
+    """Nine of 4 to 20 tokens: two of a prompt, then sampled ones with a token of somebody else among them."""
+    rng = random.Random(1)
+    rollouts = []
+    for _ in range(9):
+        token_ids = tuple(rng.randrange(62) for _ in range(rng.randint(4, 20)))
+        mask = tuple(index >= 2 and index != 4 for index in range(len(token_ids)))
+        rollouts.append(
+            Rollout(
+                id="r",
+                group_id="g",
+                prompt=Prompt(id="p", token_ids=token_ids[:2]),
+                token_ids=token_ids,
+                mask=mask,
+                logprobs=tuple(-3.0 if m else 0.0 for m in mask),
+                finish_reason="stop",
+                version_min=0,
+                version_max=0,
+                text="",
+            )
+        )
+    return rollouts
+
+
+ROLLOUTS = make_rollouts()
+
+
+def constant(advantage: float, mask: tuple[bool, ...]) -> tuple[float, ...]:
+    return tuple(advantage if m else 0.0 for m in mask)
+
+
+def make_samples() -> list[TrainSample]:
+    rng = random.Random(2)
+    return [
+        TrainSample(
+            token_ids=rollout.token_ids,
+            mask=rollout.mask,
+            rollout_logprobs=rollout.logprobs,
+            advantages=constant(rng.gauss(0, 1), rollout.mask),
+        )
+        for rollout in ROLLOUTS
+    ]
+
+
+@torch.no_grad()
+def logprobs_of(folder: str | Path, dtype: torch.dtype = torch.float32) -> list[list[float]]:
+    """Returns transformers' log-probs of the sampled tokens, each sequence alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    found = []
+    for rollout in ROLLOUTS:
+        full = model(torch.tensor([rollout.token_ids])).logits[0, :-1].float().log_softmax(dim=-1)
+        of_tokens = full.gather(-1, torch.tensor(rollout.token_ids[1:])[:, None])[:, 0].tolist()
+        found.append([0.0, *(value if m else 0.0 for value, m in zip(of_tokens, rollout.mask[1:], strict=True))])
+    return found
+
+
+def assert_close(measured: Sequence[Measured], expected: Sequence[Sequence[float]], atol: float = 1e-5) -> None:
+    assert len(measured) == len(expected)
+    for one, other in zip(measured, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one.ref_logprobs), torch.tensor(other), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(("stage", "tokens"), [(0, 19), (1, 19), (1, 1000), (2, 19), (3, 19)])
+def test_the_start_stays_the_reference_while_the_policy_moves(
+    ranks: Ranks, tied_model: str, stage: int, tokens: int, tmp_path: Path
+) -> None:
+    settings = (f"trainer.zero_stage={stage}", f"trainer.micro_batch_tokens={tokens}", "trainer.logprob_chunk_tokens=7")
+    expected = logprobs_of(tied_model)
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        for _ in range(3):
+            assert_close(trainer.measure(ROLLOUTS), expected)
+            trainer.step(make_samples())
+        measured = trainer.measure(ROLLOUTS)
+        trainer.export(tmp_path / "policy")
+    assert_close(measured, expected)
+    moved = max(
+        abs(a - b)
+        for one, other in zip(logprobs_of(tmp_path / "policy"), expected, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+    assert moved > 0.5
+    assert all(not one.values and not one.entropies for one in measured)
+
+
+def test_log_probs_are_those_of_the_temperature_that_was_sampled_with(ranks: Ranks, tied_model: str) -> None:
+    with make_trainer(ranks, tied_model, "rollout.temperature=2") as trainer:
+        measured = trainer.measure(ROLLOUTS)
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
+    token_ids = ROLLOUTS[0].token_ids
+    with torch.no_grad():
+        full = (model(torch.tensor([token_ids])).logits[0] / 2).log_softmax(dim=-1)
+    assert measured[0].ref_logprobs[2] == pytest.approx(float(full[1, token_ids[2]]), abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_does_not_notice(
+    ranks: Ranks, untied_model: str, stage: int
+) -> None:
+    with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}") as trainer:
+        base = trainer.measure(ROLLOUTS)
+    norms = {}
+    for looks in (True, False):
+        with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}", "model.lora={}") as trainer:
+            assert not trainer._beside, "there is no second model"
+            norms[looks] = []
+            for _ in range(3):
+                if looks:
+                    assert trainer.measure(ROLLOUTS) == base
+                norms[looks].append(trainer.step(make_samples()).grad_norm)
+            if looks:
+                assert trainer.measure(ROLLOUTS) == base
+    assert norms[True] == norms[False]
+    assert min(norms[True]) > 0
+
+
+def test_another_model_can_be_the_reference_beside_an_adapter_too(
+    ranks: Ranks, tied_model: str, untied_model: str
+) -> None:
+    for settings in ((), ("model.lora={}",)):
+        with make_trainer(ranks, tied_model, f"algorithm.reference={untied_model}", *settings) as trainer:
+            trainer.step(make_samples())
+            assert_close(trainer.measure(ROLLOUTS), logprobs_of(untied_model))
+
+
+def test_a_reference_with_another_vocabulary_is_refused(ranks: Ranks, tied_model: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.reference=checkpoints/tiny-sort has another vocabulary than model"
+    ):
+        make_trainer(ranks, tied_model, "algorithm.reference=checkpoints/tiny-sort")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("model", "dtype"), [("tied_model", "float32"), ("untied_model", "bfloat16")])
+def test_a_reset_makes_the_policy_its_own_reference_bit_for_bit(
+    ranks: Ranks, model: str, stage: int, dtype: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    settings = ("algorithm.reference_reset_every=2", f"trainer.zero_stage={stage}", f"model.dtype={dtype}")
+    with make_trainer(ranks, path, *settings) as trainer:
+        first = trainer.measure(ROLLOUTS)
+        trainer.step(make_samples())
+        assert trainer.measure(ROLLOUTS) == first
+        bad = dataclasses.replace(make_samples()[0], advantages=constant(math.nan, ROLLOUTS[0].mask))
+        assert trainer.step([bad]).skipped
+        assert trainer.measure(ROLLOUTS) == first, "a skipped step does not count"
+        trainer.step(make_samples())
+        second = trainer.measure(ROLLOUTS)
+        trainer.export(tmp_path / "policy")
+        trainer._beside["reference"].save(tmp_path / "reference")
+        trainer.step(make_samples())
+        assert trainer.measure(ROLLOUTS) == second != first
+    policy = load_file(tmp_path / "policy" / "model.safetensors")
+    reference = load_file(tmp_path / "reference" / "model.safetensors")
+    assert len(reference) == len(policy)
+    for name, tensor in policy.items():
+        assert torch.equal(reference[f"model.{name}"], tensor)
+    if dtype == "float32":
+        assert_close(second, logprobs_of(tmp_path / "policy"))
+
+
+def test_a_reference_of_another_shape_can_not_be_reset(ranks: Ranks, tied_model: str, untied_model: str) -> None:
+    with pytest.raises(ConfigError, match="another architecture"):
+        make_trainer(ranks, tied_model, f"algorithm.reference={untied_model}", "algorithm.reference_reset_every=2")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_holds_the_reference_where_no_other_file_does(
+    ranks: Ranks, tied_model: str, stage: int, tmp_path: Path
+) -> None:
+    settings = (f"trainer.zero_stage={stage}", "algorithm.reference_reset_every=2")
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        for _ in range(3):
+            trainer.step(make_samples())
+        trainer.save(tmp_path / "checkpoint")
+        expected = trainer.measure(ROLLOUTS)
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        assert trainer.measure(ROLLOUTS) != expected
+        trainer.load(tmp_path / "checkpoint")
+        assert trainer.measure(ROLLOUTS) == expected
+        trainer.step(make_samples())  # the fourth
+        assert trainer.measure(ROLLOUTS) != expected
+    with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}") as trainer:
+        trainer.save(tmp_path / "without")
+        assert not list((tmp_path / "without").rglob("*reference*"))
+    with make_trainer(ranks, tied_model, *settings) as trainer, pytest.raises(TrainerError, match="without this model"):
+        trainer.load(tmp_path / "without")
+
+
+def test_without_a_divergence_there_is_nothing_to_measure_and_no_second_model(ranks: Ranks, tied_model: str) -> None:
+    with make_trainer(ranks, tied_model, 'algorithm.kl="off"') as trainer:
+        assert trainer.measure(ROLLOUTS) == []
+        assert not trainer._beside
+    with make_trainer(ranks, tied_model) as trainer:
+        assert trainer.measure([]) == []
+
+
+def test_a_rollout_that_fits_into_no_micro_batch_is_refused_and_the_trainer_goes_on(
+    ranks: Ranks, tied_model: str
+) -> None:
+    with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=10") as trainer:
+        with pytest.raises(TrainerError, match=r"trainer\.micro_batch_tokens"):
+            trainer.measure(ROLLOUTS)
+        short = [rollout for rollout in ROLLOUTS if len(rollout.token_ids) <= 11]
+        assert len(trainer.measure(short)) == len(short) > 0
