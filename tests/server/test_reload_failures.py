@@ -94,7 +94,9 @@ async def test_an_engine_that_does_not_go_on_after_a_drain_ends_its_requests_and
     await engine._model_shapes()
     engine._timeout_s = 0.2
     llm.failing = {"wait": "hang", "resume": "hang"}
-    with pytest.raises(ApiError, match="did not end within .*, and the engine does not go on: TimeoutError") as refused:
+    with pytest.raises(
+        ApiError, match=r"did not end within .*, and the engine does not go on: TimeoutError"
+    ) as refused:
         await engine.reload(request("drain"))
     assert (refused.value.status, refused.value.body.code) == (503, "not_resumed")
     assert "publish a good version" in refused.value.body.hint
