@@ -13,6 +13,7 @@ from typing import Any
 import pydantic
 import pytest
 
+import fakes
 from hocket.errors import ServerError, SyncError
 from hocket.pool import Member, ServerPool
 from hocket.protocol import ErrorBody, GenerateRequest, Health
@@ -120,19 +121,10 @@ class FakeServer:
         await writer.drain()
 
     def health(self) -> Health:
-        return Health(
-            status=self.status,  # type: ignore[arg-type]
+        return fakes.health(
+            status=self.status,
             version=1,
-            model="m",
-            dtype="float32",
-            vocab_size=9,
-            max_length=64,
-            tokenizer_sha256="",
             session=self.session,
-            in_flight=0,
-            root="/",
-            device="cpu",
-            workers=1,
             error=None if self.failure is None else ErrorBody.model_validate(self.failure),
         )
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+import fakes
 from hocket.config import Config, ServerConfig
 from hocket.protocol import (
     ErrorBody,
@@ -42,21 +43,7 @@ class FakeEngine:
         return self.reason
 
     def health(self) -> Health:
-        return Health(
-            status="ready",
-            version=self.version,
-            model=self.model,
-            dtype="float32",
-            vocab_size=96,
-            max_length=32,
-            tokenizer_sha256="0" * 64,
-            session="s",
-            in_flight=self.running,
-            root="/nowhere",
-            device="cpu",
-            workers=1,
-            error=self.reason,
-        )
+        return fakes.health(version=self.version, model=self.model, in_flight=self.running, error=self.reason)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         return self.reader.read(body)

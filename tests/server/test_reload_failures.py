@@ -42,6 +42,8 @@ class FakeLLM:
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
+        if "resume" in self.failing:
+            await asyncio.sleep(1000)
 
     async def update_weight_version(self, version: str) -> None:
         self.calls.append(("version", version))
@@ -83,6 +85,26 @@ async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(
     assert (refused.value.status, refused.value.body.code) == (503, "busy")
     assert llm.calls == [("pause", "wait"), "resume"]  # no worker was asked for anything
     assert (engine.health().status, engine.health().version) == ("ready", 0)
+
+
+async def test_an_engine_that_does_not_go_on_after_a_drain_ends_its_requests_and_says_what_brings_it_back(
+    engine: Engine, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.server.engine.ABORT_TIMEOUT_S", 0.2)
+    await engine._model_shapes()
+    engine._timeout_s = 0.2
+    llm.failing = {"wait": "hang", "resume": "hang"}
+    with pytest.raises(
+        ApiError, match=r"did not end within .*, and the engine does not go on: TimeoutError"
+    ) as refused:
+        await engine.reload(request("drain"))
+    assert (refused.value.status, refused.value.body.code) == (503, "not_resumed")
+    assert "publish a good version" in refused.value.body.hint
+    assert llm.calls == [("pause", "wait"), "resume", ("pause", "abort")]
+    assert engine.health().status == "failed"
+    engine._timeout_s, llm.failing = 5, {}
+    assert (await engine.reload(request())).version == 1
+    assert engine.health().status == "ready"
 
 
 async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_load_that_all_finish(

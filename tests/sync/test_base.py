@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import fakes
 from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
 from hocket.pool import ServerPool
@@ -33,20 +34,7 @@ class FakeServer:
     async def health(self, *, timeout_s: float = 10.0) -> Health:
         if self.error is not None:
             raise self.error
-        return Health(
-            status="ready",
-            version=self.version,
-            model="m",
-            dtype="float32",
-            vocab_size=9,
-            max_length=64,
-            tokenizer_sha256="",
-            session=self.session,
-            in_flight=0,
-            root="/",
-            device="cpu",
-            workers=1,
-        )
+        return fakes.health(version=self.version, session=self.session)
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, timeout_s: float, session: str | None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fakes
 from hocket import config as config_module
 from hocket import manifest, transfer
 from hocket.errors import ServerError, SyncTimeout, TrainerError
@@ -92,20 +93,7 @@ class FakeServer:
     async def health(self) -> Health:
         if self.unreachable:
             raise ServerError(f"can't reach {self.url}/health", code="unreachable")
-        return Health(
-            status="ready",
-            version=0,
-            model="m",
-            dtype="float32",
-            vocab_size=9,
-            max_length=64,
-            tokenizer_sha256="",
-            session=self.session,
-            in_flight=0,
-            root="/",
-            device="cpu",
-            workers=len(self.workers),
-        )
+        return fakes.health(session=self.session, workers=len(self.workers))
 
     async def init_weight_group(self, request: GroupRequest, *, timeout_s: float) -> GroupResponse:
         self.joins += 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import fakes
 from hocket import config as config_module
 from hocket import manifest
 from hocket.errors import ServerError, SyncError
@@ -39,9 +40,7 @@ class World:
 
     # the server
     async def health(self, *, timeout_s: float = 1.0) -> Health:
-        known: dict[str, Any] = {"model": "m", "dtype": "float32", "vocab_size": 9, "max_length": 64, "root": "/"}
-        state: dict[str, Any] = {"status": "asleep", "session": "s", "in_flight": 0, "tokenizer_sha256": "t"}
-        return Health(**known, **state, version=self.version, device="cpu", workers=1)
+        return fakes.health(status="asleep", version=self.version)
 
     async def sleep(self, request: SleepRequest, *, timeout_s: float) -> SleepResponse:
         self.did(f"sleep {request.level}")

@@ -13,11 +13,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import fakes
 from hocket import config as config_module
 from hocket import manifest, transfer
 from hocket import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
-from hocket.protocol import Health
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
@@ -170,20 +170,7 @@ def test_a_checkpoint_of_another_zero_stage_is_refused(ranks: Ranks, tied_model:
 
 def test_a_server_with_another_model_is_refused(ranks: Ranks, tied_model: str) -> None:
     with make_trainer(ranks, tied_model) as trainer:
-        health = Health(
-            status="ready",
-            version=0,
-            model="m",
-            dtype="float32",
-            vocab_size=64,
-            max_length=64,
-            tokenizer_sha256=tokenizers.fingerprint(trainer.tokenizer),
-            session="s",
-            in_flight=0,
-            root="/",
-            device="cpu",
-            workers=1,
-        )
+        health = fakes.health(vocab_size=64, tokenizer_sha256=tokenizers.fingerprint(trainer.tokenizer))
         trainer.check_same_model(health)
         for change in ({"vocab_size": 65}, {"tokenizer_sha256": "0"}):
             with pytest.raises(TrainerError, match=r"model\.path"):

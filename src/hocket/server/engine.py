@@ -328,15 +328,25 @@ class Engine:
             async with asyncio.timeout(self._timeout_s):
                 await vllm_api.pause(self.llm, in_flight)
         except TimeoutError as error:
-            if self._failure is None:  # a half-loaded model must not run
-                async with asyncio.timeout(ABORT_TIMEOUT_S):
-                    await self.llm.resume_generation()
             message = f"{self._in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
+            if self._failure is None:  # a half-loaded model must not run
+                await self._go_on(message)
             hint = "they go on; set a higher sync.timeout_s, or sync.in_flight=keep"
             raise ApiError(503, "busy", message, hint) from error
         except self._engine_errors:
             self._refuse_dead()
             raise
+
+    async def _go_on(self, message: str) -> None:
+        """Resumes the engine. Raises ApiError where it does not: its requests end, and it is as after a failed load."""
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self.llm.resume_generation()
+        except Exception as error:
+            self._refuse_dead()
+            reason = self._fail("not_resumed", f"{message}, and the engine does not go on: {_cause(error)}", RELOAD)
+            await self._abort_all()
+            raise ApiError(503, reason.code, reason.message, reason.hint) from error
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Waits for the engine to fall asleep or wake up. One that failed to holds nobody knows what."""
