@@ -299,6 +299,29 @@ def test_an_adapter_that_makes_no_sense_is_refused(settings: list[str], message:
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["algorithm.reference=a"], "of no use while algorithm.kl is off.*set algorithm.kl=k2"),
+        (["algorithm.reference_reset_every=5"], "of no use while algorithm.kl is off"),
+        (
+            ["algorithm.kl=k2", "algorithm.kl_coef=0.1", "algorithm.reference_reset_every=5", "model.lora={}"],
+            "can't copy an adapter into its own base; merge",
+        ),
+        (
+            ["algorithm.preset=ppo", "critic.warmup_steps=10", "trainer.steps=10"],
+            "critic.warmup_steps=10 leaves no step of trainer.steps=10",
+        ),
+        (["critic.value_clip=0"], "critic.value_clip"),
+        (["model.lora.quantize=int3"], "nf4"),
+        (["model.lora.quantize=nf4", "trainer.zero_stage=3"], "set stage 2"),
+    ],
+)
+def test_models_beside_the_policy_that_make_no_sense_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.load(None, settings)
+
+
+@pytest.mark.parametrize(
     ("setting", "value"),
     [("run.dir=runs/exp #3", "runs/exp #3"), ("run.dir=2024_10", "2024_10"), ("run.dir=010/a", "010/a")],
 )

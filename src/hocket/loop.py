@@ -74,7 +74,8 @@ class Run:
                     self.console.progress(step, "training")
                     if self.turns is not None:
                         metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
-                    measured = trainer.measure([rollout for group in groups for rollout in group.rollouts])
+                    with timed(metrics, "time/measure"):
+                        measured = trainer.measure([rollout for group in groups for rollout in group.rollouts])
                     samples, shaping = train_samples(
                         groups, measured, config, self.kl.coef
                     )  # 4 advantages   algorithm/

@@ -8,8 +8,8 @@ from hocket.config import ModelConfig
 from hocket.errors import ConfigError
 
 
-def load(path: str) -> Any:
-    """Returns the Hugging Face tokenizer of a model folder or hub name.
+def load(path: str, setting: str = "model.path") -> Any:
+    """Returns the Hugging Face tokenizer of a model folder or hub name, which `setting` names.
 
     Raises:
         ConfigError: there is none, or it needs code of its own, which is never run.
@@ -19,7 +19,22 @@ def load(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"can't load a tokenizer from model.path={path}: {error}") from error
+        raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}") from error
+
+
+def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:
+    """Raises ConfigError where an id is another token to the model at `path`, which `setting` names.
+
+    Tokens that only one of them knows are no difference: tokenizer classes add some of their own.
+    """
+    known, others = (
+        {id_: token for token, id_ in t.get_vocab().items()} for t in (load(model.path), load(path, setting))
+    )
+    if any(others.get(id_, token) != token for id_, token in known.items()):
+        raise ConfigError(
+            f"{setting}={path} has another vocabulary than model.path={model.path}: ids are other words to it; "
+            "name a model with the same tokenizer, such as an older version"
+        )
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 from hocket import config as config_module
-from hocket.errors import TrainerError
+from hocket.algorithm.losses import LossOutput
+from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.critic import explained_variance
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -240,7 +241,19 @@ def test_a_critic_may_start_from_another_model_and_stays_whole_beside_an_adapter
             assert stats[-1].grad_norm > 0
 
 
+def test_a_critic_with_another_vocabulary_is_refused(ranks: Ranks, tied_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"critic\.path=checkpoints/tiny-sort has another vocabulary than model"):
+        make_trainer(ranks, tied_model, "critic.path=checkpoints/tiny-sort")
+
+
 def test_a_trainer_without_need_of_a_critic_has_none(ranks: Ranks, tied_model: str) -> None:
+    ppo = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1", "algorithm.top_entropy=0.2")
+    config = config_module.load(None, [f"model.path={tied_model}", *ppo])
+    with Trainer(
+        config, loss=lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={}), ranks=ranks
+    ) as t:
+        assert t.measure(ROLLOUTS) == [], "sft has the algorithm's settings, but no use for them"
+        assert not t._beside
     with make_trainer(
         ranks, tied_model, "algorithm.preset=grpo", "algorithm.baseline=mean", "algorithm.scale=group"
     ) as trainer:

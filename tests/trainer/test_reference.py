@@ -162,7 +162,9 @@ def test_another_model_can_be_the_reference_beside_an_adapter_too(
 
 
 def test_a_reference_with_another_vocabulary_is_refused(ranks: Ranks, tied_model: str) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.reference=checkpoints/tiny-sort has a vocabulary of"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.reference=checkpoints/tiny-sort has another vocabulary than model"
+    ):
         make_trainer(ranks, tied_model, "algorithm.reference=checkpoints/tiny-sort")
 
 

@@ -152,6 +152,7 @@ METRICS = (
     ),
     Metric(name="time/generate", meaning="seconds until the last group was generated and scored"),
     Metric(name="time/turn", meaning="launch.share_gpu: seconds until the server is off the GPU and the trainer on it"),
+    Metric(name="time/measure", meaning="seconds of the passes before the step: reference, critic, entropies"),
     Metric(name="time/train", meaning="seconds of forward, backward and update"),
     Metric(name="time/sync", meaning="seconds to publish a version and have it acknowledged"),
     Metric(name="time/eval", meaning="seconds of held-out evaluation"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hocket.algorithm.losses import LossOutput, value_loss
 from hocket.config import Config
+from hocket.tokenizer import check_same_ids
 from hocket.trainer.accumulate import accumulate
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
@@ -45,6 +46,9 @@ class Critic:
         load: (which model, its class) → the model, with the trainer's settings.
         dtype: of forward and backward passes.
 
+    Raises:
+        ConfigError: critic.path has another tokenizer than the policy.
+
     Attributes:
         engine: trains the value model.
     """
@@ -52,6 +56,8 @@ class Critic:
     def __init__(self, config: Config, load: Callable[..., ValueModel], *, dtype: torch.dtype, ranks: Ranks) -> None:
         self._config = config.critic
         self._ranks = ranks
+        if config.critic.path is not None:
+            check_same_ids(config.critic.path, "critic.path", config.model)
         model = load(config.model.beside(config.critic.path), ValueModel)
         changes = {"learning_rate": config.critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
         self.engine = DeepSpeedEngine(model, config.trainer.model_copy(update=changes), dtype=dtype, ranks=ranks)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.errors import ConfigError
+from hocket.tokenizer import check_same_ids
 from hocket.trainer import lora
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine, whole_shape
@@ -35,7 +36,7 @@ class Reference:
         reset_every: after so many steps the policy is copied into it; 0: never.
 
     Raises:
-        ConfigError: the reference's vocabulary is not the policy's, or it can't be reset to the policy's weights.
+        ConfigError: the reference's tokenizer is not the policy's, or it can't be reset to the policy's weights.
     """
 
     def __init__(
@@ -55,12 +56,9 @@ class Reference:
         path = config.algorithm.reference
         if path is None and policy.adapter is not None:
             return
+        if path is not None:
+            check_same_ids(path, "algorithm.reference", config.model)
         model = load(config.model.beside(path), dtype=dtype)
-        if model.vocab_size != policy.vocab_size:
-            raise ConfigError(
-                f"algorithm.reference={path} has a vocabulary of {model.vocab_size}, the policy one of "
-                f"{policy.vocab_size}; name a model with the policy's tokenizer, such as an older version of it"
-            )
         shapes = [{name: whole_shape(p) for name, p in module.named_parameters()} for module in (model, policy)]
         if self.reset_every and shapes[0] != shapes[1]:
             raise ConfigError(

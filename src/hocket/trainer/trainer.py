@@ -30,8 +30,6 @@ from hocket.types import Measured, Rollout, StepStats, TrainSample
 
 Bucket = Sequence[tuple[str, Tensor]]
 Sink = Callable[[Bucket], None]
-Load = Callable[..., Any]
-"""(which model, its class, its dtype) → a model with the trainer's settings."""
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
 EXPORT_BYTES = 64 << 20
@@ -97,16 +95,20 @@ class Trainer:
         self._sink_failure: Exception | None = None
 
         try:
-            load = self._build(config, config.rollout.temperature if temperature is None else temperature)
-            if loss is None:
-                self._build_beside(config, load)
+            self._build(
+                config,
+                temperature=config.rollout.temperature if temperature is None else temperature,
+                alone=loss is not None,
+            )
         except BaseException:
             if self._owns_ranks:
                 self._ranks.destroy()
             raise
 
-    def _build(self, config: Config, temperature: float) -> Load:
-        device, ranks = self._ranks.device, self._ranks
+    def _build(self, config: Config, *, temperature: float, alone: bool) -> None:
+        """Loads the policy and, unless it is alone, the models that the algorithm needs beside it."""
+        device, ranks, algorithm = self._ranks.device, self._ranks, config.algorithm
+        with_critic = algorithm.baseline == "critic" and not alone
         self._dtype = compute_dtype(config.model, device)
         trained_dtype = DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=device)
 
@@ -123,27 +125,21 @@ class Trainer:
             )
 
         self._policy: Policy = load(config.model)
-        waits = config.critic.warmup_steps if config.algorithm.baseline == "critic" else 0
-        settings = config.trainer.model_copy(update={"steps": config.trainer.steps - waits})
+        own_steps = config.trainer.steps - (config.critic.warmup_steps if with_critic else 0)
+        settings = config.trainer.model_copy(update={"steps": own_steps})
         with ranks.deadline("starting DeepSpeed"):
             self._engine = DeepSpeedEngine(self._policy, settings, dtype=self._dtype, ranks=ranks)
             self._policy.check_architecture(device)
-        return load
-
-    def _build_beside(self, config: Config, load: Load) -> None:
-        """Adds the models that the algorithm needs beside the policy, and says what is measured with them."""
-        ranks = self._ranks
-        with ranks.deadline("starting DeepSpeed"):
-            if config.algorithm.kl != "off":
+            if algorithm.kl != "off" and not alone:
                 self._reference = Reference(config, self._policy, self._engine, load, dtype=self._dtype, ranks=ranks)
                 self._measures["ref_logprobs"] = self._reference.logprobs
                 if self._reference.frozen is not None:
                     self._beside["reference"] = self._reference.frozen
-            if config.algorithm.baseline == "critic":
+            if with_critic:
                 self._critic = Critic(config, load, dtype=self._dtype, ranks=ranks)
                 self._measures["values"] = self._critic.values
                 self._beside["critic"] = self._critic.engine
-            if config.algorithm.top_entropy < 1:
+            if algorithm.top_entropy < 1 and not alone:
                 self._measures["entropies"] = lambda batch: self._engine.forward(batch)[1]
 
     def __enter__(self) -> Self:
