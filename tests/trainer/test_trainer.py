@@ -20,7 +20,7 @@ from hocket import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import Prompt, Rollout, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
@@ -316,3 +316,44 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
         assert not trainer.step(make_samples()).skipped
         trainer.export(tmp_path / "model")
         assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_the_policys_entropies_are_measured_where_tokens_are_chosen_by_them(ranks: Ranks, tied_model: str) -> None:
+    mask = (False, False, *[True] * 4, False, True)
+    rollout = Rollout(
+        id="r",
+        group_id="g",
+        prompt=Prompt(id="p", token_ids=(5, 6)),
+        token_ids=(5, 6, 7, 8, 9, 10, 11, 12),
+        mask=mask,
+        logprobs=tuple(-1.0 if m else 0.0 for m in mask),
+        finish_reason="stop",
+        version_min=1,
+        version_max=1,
+        text="",
+    )
+    with make_trainer(ranks, tied_model, "algorithm.top_entropy=0.5") as trainer:
+        (measured,) = trainer.measure([rollout])
+    model = AutoModelForCausalLM.from_pretrained(tied_model).eval()
+    with torch.no_grad():
+        entropies = torch.distributions.Categorical(logits=model(torch.tensor([rollout.token_ids])).logits[0]).entropy()
+    expected = [0.0] + [float(h) if m else 0.0 for h, m in zip(entropies, mask[1:], strict=False)]
+    assert measured.entropies == pytest.approx(expected, abs=1e-5)
+    assert (measured.ref_logprobs, measured.values) == ((), ())
+
+
+def test_an_entropy_bonus_alone_raises_the_entropy(ranks: Ranks, tied_model: str) -> None:
+    samples = [dataclasses.replace(sample, advantages=(0.0,) * 9) for sample in make_samples()]
+    with make_trainer(ranks, tied_model, "algorithm.entropy_coef=0.1") as trainer:
+        entropies = [trainer.step(samples).metrics["entropy"] for _ in range(10)]
+    assert entropies[-1] > entropies[0] + 0.1
+
+
+def test_a_kl_in_the_loss_alone_leads_back_to_the_reference(ranks: Ranks, tied_model: str) -> None:
+    samples = [
+        dataclasses.replace(sample, advantages=(0.0,) * 9, ref_logprobs=(0.0, 0.0, *[-4.0] * 7))
+        for sample in make_samples()
+    ]
+    with make_trainer(ranks, tied_model, "algorithm.kl=k2", "algorithm.kl_coef=0.1") as trainer:
+        distances = [trainer.step(samples).metrics["kl"] for _ in range(20)]
+    assert distances[-1] < 0.5 * distances[0]
