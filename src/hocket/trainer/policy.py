@@ -1,6 +1,8 @@
 """The model as the trainer sees it: token ids in, log-probabilities and entropies of given tokens out."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,6 +135,21 @@ class Policy(nn.Module):
             raise TrainerError(f"{name} changes its logits after the output head; it can't be trained here")
         if not _close(packed, torch.cat(alone, dim=1)):
             raise TrainerError(f"{name} lets sequences that share a row see each other; it can't be trained here")
+
+
+def write_model(folder: Path, model: Any, tokenizer: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Writes a model in Hugging Face format: safetensors, config.json, tokenizer.
+
+    Args:
+        model: only its architecture is used.
+        tensors: its parameters in `dtype`, each tied one once.
+    """
+    model.save_pretrained(folder, state_dict=dict(tensors))
+    model.config.dtype = dtype  # of the tensors; the live parameters of ZeRO-0 are float32
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
+        shutil.copymode(folder / "config.json", file)
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:

@@ -4,15 +4,17 @@ Works under plain `python` (one rank), `torchrun` and the `deepspeed` launcher, 
 LOCAL_RANK. Commands and reports go over a gloo group of their own, beside the group that gradients use.
 """
 
+import base64
 import datetime
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hocket.errors import TrainerError
 
@@ -70,6 +72,20 @@ class Ranks:
         result: T = box[0]
         return result
 
+    def gather(self, value: T) -> list[T]:
+        """Returns the values of all ranks in their order; on ranks above 0 an empty list."""
+        values: list[Any] = [None] * self.size if self.is_main else []
+        dist.gather_object(value, values or None, dst=0, group=self._control)
+        return values
+
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Replaces a tensor on this rank's device by its sum over ranks."""
+        dist.all_reduce(tensor)
+
+    def broadcast_in_place(self, tensor: Tensor) -> None:
+        """Replaces a tensor on this rank's device by rank 0's."""
+        dist.broadcast(tensor, src=0)
+
     def sum(self, values: list[float]) -> list[float]:
         """Returns the sums over ranks, position by position, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
@@ -89,6 +105,22 @@ class Ranks:
     def deadline(self, doing: str) -> "_Deadline":
         """Context in which failed communication is raised as a TrainerError that says what was going on."""
         return _Deadline(self.rank, doing, self.timeout_s)
+
+
+def randomness(device: torch.device) -> dict[str, str]:
+    """Returns the state of this process's random number generators, ready for JSON."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def restore_randomness(saved: Mapping[str, str], device: torch.device) -> None:
+    """Goes back to what `randomness` gave."""
+    states = {name: torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()}
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _share_cores() -> None:

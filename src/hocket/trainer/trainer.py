@@ -1,9 +1,8 @@
 """The trainer as the loop sees it: one object on rank 0; the other ranks follow and do the same work."""
 
 import math
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,16 +15,19 @@ from hocket import transfer
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
 from hocket.config import AlgorithmConfig, Config
 from hocket.errors import TrainerError
+from hocket.manifest import dtype_name
 from hocket.protocol import AdapterConfig, Health, TensorLayout
 from hocket.trainer import lora
 from hocket.trainer.batching import TrainBatch, check_fits, pack
+from hocket.trainer.checkpoint import BUCKET_BYTES, SavedTensors
 from hocket.trainer.engine import DeepSpeedEngine
-from hocket.trainer.policy import PREFIX, Policy, compute_dtype
-from hocket.trainer.ranks import Ranks
+from hocket.trainer.policy import PREFIX, Policy, compute_dtype, write_model
+from hocket.trainer.ranks import Ranks, randomness, restore_randomness
 from hocket.types import StepStats, TrainSample
 
 Bucket = Sequence[tuple[str, Tensor]]
 Sink = Callable[[Bucket], None]
+StateSink = Callable[[Mapping[str, Tensor]], None]
 BatchLoss = Callable[[Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, batch) → this micro-batch's share of the global loss."""
 EXPORT_BYTES = 64 << 20
@@ -85,6 +87,7 @@ class Trainer:
         self._closed = self._broken = self._away = False
         self._skipped_in_row = 0
         self._sink: Sink | None = None
+        self._state_sink: StateSink | None = None
         self._sink_failure: Exception | None = None
 
         try:
@@ -211,16 +214,27 @@ class Trainer:
         if self._away:
             self._together("onload")
 
-    def save(self, folder: Path) -> None:
-        """Writes the whole training state, which appears under `folder` at once."""
-        if folder.exists():
-            raise TrainerError(f"the checkpoint {folder} exists already; remove it or save somewhere else")
-        self._together("save", folder)
+    def state(self, sink: StateSink) -> dict[str, Any]:
+        """Gives all that training goes on from to `sink`, bucket after bucket, and returns the rest, ready for JSON.
 
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, by as many ranks as wrote it."""
-        self._engine.check_saved(folder)
-        self._together("load", folder)
+        Tensors are copies in the CPU's memory, whole and float32, whatever ranks and ZeRO stage there are. What the
+        sink raises is raised here, once the ranks are through with gathering.
+        """
+        self._state_sink, self._sink_failure = sink, None
+        rest: dict[str, Any] = self._together("state")
+        if self._sink_failure is not None:
+            raise self._sink_failure
+        return rest
+
+    def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
+        """Goes back to what `state` gave, to another number of ranks or at another ZeRO stage, too.
+
+        Raises:
+            TrainerError: it is the state of another model; nothing has changed.
+        """
+        saved.check(self._engine.shapes())
+        self._saved = saved
+        self._together("restore", rest)
 
     def close(self) -> None:
         """Releases the other ranks and ends communication. After a failure within common work it only lets go."""
@@ -341,13 +355,7 @@ class Trainer:
         if self.adapter is not None:
             lora.save(folder, self.adapter, tensors)
             return
-        model = self._policy.model
-        model.save_pretrained(folder, state_dict=tensors)
-        model.config.dtype = self._dtype  # of the tensors; the live parameters of ZeRO-0 are float32
-        model.config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
-            shutil.copymode(folder / "config.json", file)
+        write_model(folder, self._policy.model, self.tokenizer, tensors, self._dtype)
 
     def _stream(self, max_bytes: int) -> None:
         if self._ranks.device.type == "cuda":
@@ -367,12 +375,26 @@ class Trainer:
         self._engine.onload()
         self._away = False
 
-    def _save(self, folder: Path) -> None:
-        self._engine.save(folder)
+    def _state(self) -> dict[str, Any]:
+        for bucket in self._engine.state(BUCKET_BYTES):
+            if self._state_sink is not None and self._sink_failure is None:
+                try:
+                    self._state_sink(bucket)
+                except Exception as error:  # noqa: BLE001 - raised by `state`: the ranks must gather what is left
+                    self._sink_failure = error
+        return {
+            **self._engine.counters(),
+            "skipped_in_row": self._skipped_in_row,
+            "random": self._ranks.gather(randomness(self._ranks.device)),
+            "dtype": dtype_name(self._dtype),
+            "adapter": None if self.adapter is None else self.adapter.model_dump(),
+        }
 
-    def _load(self, folder: Path) -> None:
-        self._engine.load(folder)
-        self._skipped_in_row = 0
+    def _restore(self, rest: Mapping[str, Any]) -> None:
+        self._engine.restore(lambda name: self._saved.read(name), rest)
+        self._skipped_in_row = rest["skipped_in_row"]
+        if self._ranks.rank < len(rest["random"]):
+            restore_randomness(rest["random"][self._ranks.rank], self._ranks.device)
 
     def _close(self) -> None:
         self._engine.close()
