@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hocket.algorithm.samples import train_samples
+from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data import PromptStream
 from hocket.observe.console import Console
@@ -36,6 +37,7 @@ class Run:
         scorer: rewards of the training rollouts.
         judge: the one reward whose mean over held-out prompts is the accuracy.
         turns: where server and trainer share a GPU; publishing ends the trainer's turn.
+        checkpoints: what the run can go on from; the recorder's history says how far it already is.
     """
 
     config: Config
@@ -49,16 +51,19 @@ class Run:
     recorder: Recorder
     console: Console
     turns: Turns | None = None
+    checkpoints: Checkpoints
 
     async def train(self) -> dict[str, Any]:
         """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content."""
         config, trainer, sync = self.config, self.trainer, self.sync
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
-        before = after = await self._evaluate(step=0)
-        self.recorder.metrics(0, before)
-        start = time.perf_counter()
+        if not (history := self.recorder.history()):
+            self.recorder.metrics(0, await self._evaluate(step=0))
+            history = self.recorder.history()
+        before, after = history[0], next((record for record in history[::-1] if "eval/accuracy" in record), {})
+        start = time.perf_counter() - sum(record.get("time/step", 0.0) for record in history)
 
-        for step in range(1, config.trainer.steps + 1):
+        for step in range(int(history[-1]["step"]) + 1, config.trainer.steps + 1):
             metrics: dict[str, float] = {}
             with timed(metrics, "time/step"):
                 prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
@@ -73,12 +78,14 @@ class Run:
                         metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
                     stats = trainer.step(samples)  # 5 batches, 6 update      trainer/
                     metrics |= train_metrics(stats)
+                    metrics |= self.checkpoints.copy(step)
                     with timed(metrics, "time/sync"):
                         metrics |= await sync.publish()  # 7 weights      sync/
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
                     after = await self._evaluate(step)
                     metrics |= after
             self.recorder.metrics(step, metrics)  # 8 records      observe/
+            self.checkpoints.complete(step, metrics)
             self.console.step(step, metrics)
 
         sync.save()

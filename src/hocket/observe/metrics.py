@@ -131,6 +131,7 @@ METRICS = (
     Metric(name="time/turn", meaning="launch.share_gpu: seconds until the server is off the GPU and the trainer on it"),
     Metric(name="time/train", meaning="seconds of forward, backward and update"),
     Metric(name="time/sync", meaning="seconds to publish a version and have it acknowledged"),
+    Metric(name="time/checkpoint", meaning="seconds that training stood still for a checkpoint"),
     Metric(name="time/eval", meaning="seconds of held-out evaluation"),
     Metric(name="time/step", meaning="seconds of the whole step"),
 )

@@ -31,7 +31,7 @@ CHARTS: tuple[tuple[str, Mapping[str, str], tuple[float, float] | None], ...] = 
     ("Entropy, nats", {"train/entropy": "entropy"}, None),
     ("Loss", {"train/loss": "loss"}, None),
 )
-PHASES = ("generate", "train", "sync", "eval")
+PHASES = ("generate", "train", "sync", "checkpoint", "eval")
 NUM_GROUPS = 4
 MAX_CHARACTERS = 2000
 

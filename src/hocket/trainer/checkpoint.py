@@ -27,10 +27,13 @@ BUCKET_BYTES = 1 << 30
 """Most bytes of one file, and of what the CPU's memory holds while it is written; a larger tensor is alone."""
 
 
-def write_bucket(folder: Path, index: int, bucket: Mapping[str, Tensor]) -> None:
-    """Writes one file, which is on the disk when this returns. Raises OSError or SafetensorError."""
-    path = folder / f"state_{index:05d}.safetensors"
-    save_file(dict(bucket), path)
+def write_bucket(folder: Path, bucket: Mapping[str, Tensor]) -> None:
+    """Writes one more file, which is on the disk when this returns. Raises OSError."""
+    path = folder / f"state_{len(list(folder.iterdir())):05d}.safetensors"
+    try:
+        save_file(dict(bucket), path)
+    except SafetensorError as error:  # of the disk: it says so in words only
+        raise OSError(str(error)) from error
     flush(path)
 
 

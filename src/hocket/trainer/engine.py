@@ -271,7 +271,8 @@ class DeepSpeedEngine:
         return MasterState(self.stage, self._engine.optimizer, self._adamw)
 
     def _loss_scaler(self) -> dict[str, Any]:
-        return vars(self._engine.optimizer.loss_scaler)
+        attributes: dict[str, Any] = vars(self._engine.optimizer.loss_scaler)
+        return attributes
 
     def _schedule_from(self, steps: int) -> None:
         """Has the next step's learning rate be what the config says after so many steps."""
