@@ -4,6 +4,7 @@ Which checkpoints there are, and what else is in them, hocket.checkpoints knows.
 Hugging Face format is made here.
 """
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,6 +111,8 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
                 model = transformers.AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[dtype])
         except (OSError, ValueError) as error:
             raise ConfigError(f"can't read the config of {base}: {error}; where is it? model.path=") from error
+        with contextlib.suppress(OSError):  # it has none
+            model.generation_config = transformers.GenerationConfig.from_pretrained(base)
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}
         if {name: tensor.shape for name, tensor in tensors.items()} != expected:
             raise TrainerError(f"the checkpoint {folder} is of another model than {base}; name it with model.path=")
