@@ -19,7 +19,7 @@ COMMANDS = {
     "sft": "fine-tune on demonstrations",
     "generate": "ask a running server for completions",
     "eval": "measure accuracy on held-out prompts",
-    "export": "merge a trained adapter (model.lora) into a model of its own",
+    "export": "make a model of its own of a checkpoint or a trained adapter (model.lora)",
     "config": "check a config, or print every key",
     "doctor": "look at this machine: packages, GPUs, ports, leftovers",
 }

@@ -19,6 +19,7 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"client"},
     {"pool"},
     {"rollout", "sync", "trainer", "server"},
+    {"checkpoints"},
     {"loop", "sft", "launch"},
     {"commands"},
     {"cli"},

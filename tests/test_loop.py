@@ -10,6 +10,7 @@ import pytest
 
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
+from hocket.checkpoints import Checkpoints
 from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
@@ -87,6 +88,10 @@ class World:
             seconds=0.1,
         )
 
+    def state(self, sink: object) -> dict[str, Any]:
+        self.diary.append("copy")
+        return {}
+
     async def publish(self) -> dict[str, float]:
         self.version += 1
         self.diary.append(("publish", self.version))
@@ -118,7 +123,11 @@ async def trained(
     world: Any = World(reward)
     world.score_s = score_s
     world.reference = reference
-    with Recorder(config) as recorder, Console("plain", config.trainer.steps) as console:
+    with (
+        Recorder(config) as recorder,
+        Console("plain", config.trainer.steps) as console,
+        Checkpoints(config, world, {}) as kept,
+    ):
         summary = await Run(
             config=config,
             trainer=world,
@@ -131,6 +140,7 @@ async def trained(
             kl=KlController(config.algorithm),
             recorder=recorder,
             console=console,
+            checkpoints=kept,
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
     return world, [json.loads(line) for line in lines], summary
@@ -147,6 +157,7 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
         ("publish", 6),
         ("generate", 2, 2, 6),
         ("train", 4, [6]),
+        "copy",  # for the checkpoint after the last step; by then nothing has made room for the server
         ("publish", 7),
         ("generate", 2, 1, 7),  # held-out accuracy after
         ("save", 7),
@@ -165,6 +176,25 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     ]
 
 
+async def test_a_run_goes_on_after_what_is_recorded_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    _, straight, expected = await trained(tmp_path / "straight", lambda step, j: float(j), "trainer.steps=4")
+    await trained(tmp_path, lambda step, j: float(j))
+    world, metrics, summary = await trained(
+        tmp_path, lambda step, j: float(j), "trainer.steps=4", "checkpoint.resume=true"
+    )
+    assert [entry for entry in world.diary if entry[0] in ("generate", "train")] == [
+        ("generate", 2, 2, 5),  # step 3: no evaluation before, that was recorded
+        ("train", 4, [5]),
+        ("generate", 2, 2, 6),
+        ("train", 4, [6]),
+        ("generate", 2, 1, 7),
+    ]
+    assert [line["step"] for line in metrics] == [line["step"] for line in straight] == [0, 1, 2, 3, 4]
+    for name in ("before", "after", "steps", "seed"):
+        assert summary[name] == expected[name]
+    assert summary["train_seconds"] > sum(line.get("time/step", 0) for line in metrics[:3])
+
+
 async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path) -> None:
     world, metrics, summary = await trained(tmp_path, lambda step, j: 1.0 if step == 1 else float(j), held_out=0)
     assert world.diary == [
@@ -173,6 +203,7 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
         ("generate", 2, 2, 5),  # all rewards are alike
         ("generate", 2, 2, 5),
         ("train", 4, [5]),
+        "copy",
         ("publish", 6),
         ("save", 6),
     ]

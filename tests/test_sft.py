@@ -12,6 +12,7 @@ from hocket import config as config_module
 from hocket import sft
 from hocket.config import DataConfig
 from hocket.errors import ConfigError, DataError
+from hocket.observe.recorder import Recorder
 from hocket.types import TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
@@ -104,6 +105,33 @@ def test_sft_learns_the_responses_and_leaves_a_model(
     assert after < 0.1 < before
     assert after <= records[-1]["train/loss"]  # one step further
     assert "step 60/60" in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
+    model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("trainer.steps=5", "sft.batch_size=2", "checkpoint.every_steps=3", "trainer.schedule=linear")
+    sft.run(make_config(model, tmp_path, *settings, f"run.dir={tmp_path}/straight"))
+
+    record = Recorder.metrics
+
+    def stop(self: Recorder, step: int, metrics: Any) -> None:
+        record(self, step, metrics)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    resumable = make_config(model, tmp_path, *settings, "checkpoint.resume=true")
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "metrics", stop)
+        with pytest.raises(KeyboardInterrupt):
+            sft.run(resumable)
+    sft.run(resumable)
+    files = [tmp_path / name / "model" / "model.safetensors" for name in ("straight", "run")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = [json.loads(line) for line in (tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert [record["train/loss"] for record in records] == [record["train/loss"] for record in expected]
 
 
 def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any], tmp_path: Path) -> None:

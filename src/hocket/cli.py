@@ -70,8 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "export",
         _export,
-        "merge the published adapter in FOLDER (model.lora) into a model of its own; model.path= says where its base "
-        "model is, if it has moved",
+        "make a model of its own of a checkpoint, or of a published adapter (model.lora), in FOLDER; model.path= says "
+        "where the model is that training began with, if it has moved",
         positional=("FOLDER", "OUTPUT"),
     )
     add("doctor", _doctor, "check this machine: versions, devices, ports, leftovers")
@@ -170,9 +170,9 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     base = read_settings(args.settings)[0].model.path if args.settings else None
-    from hocket.trainer import lora
+    from hocket.commands import export
 
-    lora.merge(args.FOLDER, args.OUTPUT, base=base)
+    export(args.FOLDER, args.OUTPUT, base=base)
     print(f"wrote {args.OUTPUT}; serve it with: python3 run.py serve model.path={args.OUTPUT}")
     return 0
 

@@ -4,9 +4,12 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hocket import checkpoints
 from hocket import tokenizer as tokenizers
+from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config
 from hocket.data import PromptStream, load_prompts
 from hocket.errors import ConfigError
@@ -40,11 +43,16 @@ def train(config: Config) -> int:
         return 0
     with ExitStack() as stack:
         console = stack.enter_context(Console(config.observe.console, config.trainer.steps))
+        saved = checkpoints.find(config, console.say)
+        if saved is not None and saved.step >= config.trainer.steps and (config.run_dir / "summary.json").exists():
+            console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
+            return 0
         scorer = stack.enter_context(RewardScorer(config.rewards))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
         prompts = _load("train", config, tokenizer, console)
         held_out = _load("eval", config, tokenizer, console)
+        stream = PromptStream(prompts, config.trainer.seed)
         recorder = stack.enter_context(Recorder(config))
         tell = {"on_wait": console.doing, "say": console.say}
         asyncio.run(_make_room(config, **tell))
@@ -52,28 +60,38 @@ def train(config: Config) -> int:
 
         from hocket.algorithm.kl import KlController
         from hocket.loop import Run
+        from hocket.trainer.checkpoint import SavedTensors
         from hocket.trainer.trainer import Trainer
 
         trainer = stack.enter_context(Trainer(config))
         console.say(trainer.memory)
+        if saved is not None:
+            trainer.restore(SavedTensors(saved.folder), saved.trainer)
 
         async def run() -> None:
             async with _pool(config, **tell) as servers:
                 turns = Turns(config, trainer, servers) if config.launch.share_gpu else None
-                await Run(
-                    config=config,
-                    trainer=trainer,
-                    servers=servers,
-                    prompts=PromptStream(prompts, config.trainer.seed),
-                    held_out=held_out,
-                    scorer=scorer,
-                    judge=judge,
-                    sync=_sync(config, trainer, servers, prompts, turns, console),
-                    kl=KlController(config.algorithm),
-                    recorder=recorder,
-                    console=console,
-                    turns=turns,
-                ).train()
+                sync = _sync(config, trainer, servers, prompts, turns, console)
+                kl = KlController(config.algorithm)
+                parts: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": sync, "recorder": recorder}
+                if saved is not None:
+                    saved.restore(parts)
+                with Checkpoints(config, trainer, parts, last=saved.step if saved else 0) as kept:
+                    await Run(
+                        config=config,
+                        trainer=trainer,
+                        servers=servers,
+                        prompts=stream,
+                        held_out=held_out,
+                        scorer=scorer,
+                        judge=judge,
+                        sync=sync,
+                        kl=kl,
+                        recorder=recorder,
+                        console=console,
+                        checkpoints=kept,
+                        turns=turns,
+                    ).train()
 
         asyncio.run(run())
         console.finish(config.run_dir)
@@ -121,6 +139,27 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
                 return metrics
 
         return asyncio.run(run())
+
+
+def export(folder: Path, output: Path, *, base: str | None) -> None:
+    """Writes a model in Hugging Face format from a checkpoint or a published adapter.
+
+    Args:
+        base: where the model is that training began with, if it is not where it was.
+    """
+    from hocket.trainer import checkpoint, lora
+
+    if not (folder / checkpoints.STATE_FILE).is_file():
+        lora.merge(folder, output, base=base)
+        return
+    saved = checkpoints.read(folder)
+    checkpoint.export(
+        folder,
+        output,
+        base=base or saved.config["model"]["path"],
+        dtype=saved.trainer["dtype"],
+        adapter=saved.trainer["adapter"],
+    )
 
 
 async def _make_room(config: Config, **tell: Callable[..., None]) -> None:

@@ -493,6 +493,29 @@ class EvalConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    every_steps: int = Field(
+        50,
+        ge=0,
+        description="Save all that going on needs every so many steps, and after the last: 12 bytes per trained "
+        "parameter. 0: don't.",
+    )
+    keep: int = Field(2, ge=1, description="Newest checkpoints kept on disk; older ones are removed.")
+    best: str | None = Field(
+        None, description="Metric, such as eval/accuracy: of all checkpoints, the one where it is highest is kept, too."
+    )
+    in_background: bool = Field(
+        False,
+        alias="async",
+        description="Write while training goes on, from a copy in the memory of rank 0's machine: the 12 bytes again.",
+    )
+    resume: bool = Field(
+        False,
+        description="Go on from the newest complete checkpoint in run.dir, or begin where there is none: the same "
+        "command may be given again after whatever has ended the run.",
+    )
+
+
 class ObserveConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard files where the package is installed.")
     console: Literal["auto", "live", "plain"] = Field(
@@ -526,6 +549,7 @@ class Config(Section):
     sync: SyncConfig = SyncConfig()
     server: ServerConfig = ServerConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LaunchConfig()
     plugins: tuple[str, ...] = Field((), description="Python files with rewards of your own.")
@@ -567,6 +591,12 @@ class Config(Section):
             )
         if self.launch.share_gpu:
             self._can_share_gpu()
+        best, every = self.checkpoint.best or "", self.eval.every_steps
+        if best.startswith("eval/") and (every == 0 or self.checkpoint.every_steps % every):
+            raise ValueError(
+                f"checkpoint.best={best} is not measured at every checkpoint; set checkpoint.every_steps to "
+                "eval.every_steps, or a multiple of it"
+            )
         _ = self.token  # a weak one is refused now
         return self
 
@@ -660,9 +690,32 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
 def dump(config: Config) -> str:
     """Returns the resolved config as YAML that `load` reads back to an equal config; the token is left out."""
-    values = config.model_dump(mode="json")
+    return yaml.safe_dump(as_dict(config), sort_keys=False)
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """Returns the resolved config ready for JSON; the token is left out."""
+    values = config.model_dump(mode="json", by_alias=True)
     values["server"]["token"] = None  # a run folder is shared; a secret is not
-    return yaml.safe_dump(values, sort_keys=False)
+    return values
+
+
+def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """Returns key → (then, now) of every setting that differs from an earlier `as_dict`.
+
+    Where a run resumes does not count, and neither do settings that were not there yet.
+    """
+    after = as_dict(config)
+    found: dict[str, tuple[Any, Any]] = {}
+    for section in before.keys() & after.keys():
+        if not isinstance(after[section], dict):
+            pairs = {section: (before[section], after[section])}
+        else:
+            keys = before[section].keys() & after[section].keys()
+            pairs = {f"{section}.{key}": (before[section][key], after[section][key]) for key in keys}
+        found |= {key: (then, now) for key, (then, now) in pairs.items() if then != now}
+    found.pop("checkpoint.resume", None)
+    return dict(sorted(found.items()))
 
 
 def reference() -> str:
@@ -673,7 +726,8 @@ def reference() -> str:
         if not (isinstance(model, type) and issubclass(model, Section)):
             rows.append(f"| `{section}` | `{_default(field)}` | {field.description} |")
             continue
-        for key, item in model.model_fields.items():
+        for name, item in model.model_fields.items():
+            key = item.alias or name
             rows.append(f"| `{section}.{key}` | `{_default(item)}` | {item.description} |")
             for name, inner in _optional_section(item).items():
                 rows.append(f"| `{section}.{key}.{name}` | `{_default(inner)}` | {inner.description} |")
@@ -753,7 +807,8 @@ def _known_keys() -> list[str]:
         keys.append(section)
         model = field.annotation
         if isinstance(model, type) and issubclass(model, Section):
-            for key, item in model.model_fields.items():
+            for name, item in model.model_fields.items():
+                key = item.alias or name
                 keys += [f"{section}.{key}", *(f"{section}.{key}.{name}" for name in _optional_section(item))]
     keys += [f"eval.data.{key}" for key in DataConfig.model_fields]
     return keys

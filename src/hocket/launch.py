@@ -91,7 +91,7 @@ def quickstart(config: Config, arguments: Sequence[str]) -> int:
         config: the resolved config.
         arguments: the command line that gives a child the same config.
     """
-    run_dir = _unused(config.run_dir)
+    run_dir = config.run_dir if config.checkpoint.resume else _unused(config.run_dir)
     port = _free_port(config.server.host, config.server.port)
     arguments = [*arguments, f"run.dir={run_dir}", f"server.port={port}", "server.urls=[]"]
     print(f"run folder {run_dir}; the server's log is {run_dir}/logs/server.log", flush=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import informative, train_samples
+from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data import PromptStream
 from hocket.observe.console import Console
@@ -38,6 +39,7 @@ class Run:
         judge: the one reward whose mean over held-out prompts is the accuracy.
         kl: weighs a KL in the rewards.
         turns: where server and trainer share a GPU; publishing ends the trainer's turn.
+        checkpoints: what the run can go on from; the recorder's history says how far it already is.
     """
 
     config: Config
@@ -52,16 +54,19 @@ class Run:
     recorder: Recorder
     console: Console
     turns: Turns | None = None
+    checkpoints: Checkpoints
 
     async def train(self) -> dict[str, Any]:
         """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content."""
         config, trainer, sync = self.config, self.trainer, self.sync
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
-        before = after = await self._evaluate(step=0)
-        self.recorder.metrics(0, before)
-        start = time.perf_counter()
+        if not (history := self.recorder.history()):
+            self.recorder.metrics(0, await self._evaluate(step=0))
+            history = self.recorder.history()
+        before, after = history[0], next((record for record in history[::-1] if "eval/accuracy" in record), {})
+        start = time.perf_counter() - sum(record.get("time/step", 0.0) for record in history)
 
-        for step in range(1, config.trainer.steps + 1):
+        for step in range(int(history[-1]["step"]) + 1, config.trainer.steps + 1):
             metrics: dict[str, float] = {}
             with timed(metrics, "time/step"):
                 prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
@@ -81,6 +86,7 @@ class Run:
                     self.kl.update(shaping.get("rollout/kl"), len(samples))
                     stats = trainer.step(samples, keep=self.recorder.skipped(step))  # 5 batches, 6 update      trainer/
                     metrics |= shaping | train_metrics(stats)
+                    metrics |= self.checkpoints.copy(step)
                     with timed(metrics, "time/sync"):
                         metrics |= await sync.publish()  # 7 weights      sync/
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
@@ -88,6 +94,7 @@ class Run:
                     metrics |= after
             metrics |= step_metrics(metrics)
             self.recorder.metrics(step, metrics)  # 8 records      observe/
+            self.checkpoints.complete(step, metrics)
             self.console.step(step, metrics)
 
         sync.save()

@@ -9,14 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket import data
+from hocket import checkpoints, data
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossOutput, sft_loss
+from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
 from hocket.observe.metrics import train_metrics
 from hocket.observe.recorder import Recorder
+from hocket.trainer.checkpoint import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 
@@ -38,6 +40,7 @@ def run(config: Config) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         make_trainer(config).follow()
         return
+    saved = checkpoints.find(config, print)
     output = Path(config.sft.output) if config.sft.output is not None else config.run_dir / "model"
     _check_replaceable(output)
     tokenizer = tokenizers.load(config.model.path)
@@ -49,12 +52,16 @@ def run(config: Config) -> None:
         Console(config.observe.console, config.trainer.steps) as console,
         Recorder(config) as recorder,
         make_trainer(config) as trainer,
+        Checkpoints(config, trainer, parts := {"recorder": recorder}, last=saved.step if saved else 0) as kept,
     ):
+        if saved is not None:
+            trainer.restore(SavedTensors(saved.folder), saved.trainer)
+            saved.restore(parts)
         console.say(
             f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters, on {trainer.num_ranks} rank(s)"
         )
         console.say(trainer.memory)
-        train(trainer, samples, config, recorder, console)
+        train(trainer, samples, config, recorder, console, kept)
         export(trainer, output)
         console.say(f"wrote {output}")
 
@@ -70,22 +77,30 @@ def make_trainer(config: Config) -> Trainer:
 
 
 def train(
-    trainer: Trainer, samples: Sequence[TrainSample], config: Config, recorder: Recorder, console: Console
+    trainer: Trainer,
+    samples: Sequence[TrainSample],
+    config: Config,
+    recorder: Recorder,
+    console: Console,
+    kept: Checkpoints,
 ) -> None:
-    """Takes trainer.steps steps and records each."""
-    steps = config.trainer.steps
-    rows = in_epochs(samples, config.trainer.seed)
+    """Takes what is left of trainer.steps steps and records each."""
+    steps, batch_size = config.trainer.steps, config.sft.batch_size
+    done = len(recorder.history())
+    rows = itertools.islice(in_epochs(samples, config.trainer.seed), done * batch_size, None)
     start, num_tokens = time.perf_counter(), 0
-    for step in range(1, steps + 1):
+    for step in range(done + 1, steps + 1):
         console.progress(step, "training")
-        stats = trainer.step(list(itertools.islice(rows, config.sft.batch_size)), keep=recorder.skipped(step))
-        recorder.metrics(step, train_metrics(stats))
+        stats = trainer.step(list(itertools.islice(rows, batch_size)), keep=recorder.skipped(step))
+        metrics = train_metrics(stats) | kept.copy(step)
+        recorder.metrics(step, metrics)
+        kept.complete(step, metrics)
         num_tokens += stats.num_tokens
-        if step in (1, steps) or step % max(1, steps // NUM_LINES) == 0:
+        if step in (done + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
             seconds = time.perf_counter() - start
             console.say(
                 f"step {step}/{steps}  loss {stats.loss:.4f}  grad {stats.grad_norm:.3f}  "
-                f"{num_tokens / seconds:,.0f} tokens/s  {seconds / step * (steps - step):.0f} s left"
+                f"{num_tokens / seconds:,.0f} tokens/s  {seconds / (step - done) * (steps - step):.0f} s left"
             )
 
 

@@ -113,6 +113,7 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
     assert max(step["train/logprob_gap"] for step in steps) < 1e-3
     assert all(step["rollout/version_lag"] == 0 for step in steps)
     assert sorted(path.name for path in run_dir.iterdir() if path.name != "tensorboard") == [
+        "checkpoints",
         "config.yaml",
         "logs",
         "metrics.jsonl",

@@ -184,6 +184,61 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(
     server.assert_gone()
 
 
+def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(
+    tmp_path: Path, kit: Any, processes: list[Any]
+) -> None:
+    # One sequence at a time: what an engine computes for one depends in its last bits on those beside it.
+    server = kit.Server(tmp_path, kit.free_port(), "server.max_concurrent=1")
+    processes.append(server)
+    server.wait_ready()
+    settings = ("trainer.steps=6", "rollout.prompts_per_step=4", "rollout.group_size=4", "checkpoint.every_steps=3")
+    held_out = ("eval.num_prompts=4", "eval.every_steps=3")
+
+    straight = kit.Run(tmp_path, "straight", [server], *settings, *held_out)
+    processes.append(straight)
+    assert straight.wait_end() == 0, straight.output()
+
+    resumable = ("checkpoint.resume=true", "checkpoint.async=true", *settings, *held_out)
+    slow = ("sync.backend=nccl", "sync.bucket_mib=1", SLOW)
+    run = kit.Run(tmp_path, "resumed", [server], *resumable, *slow)
+    processes.append(run)
+    run.wait_step(4)
+    kit.wait_for(lambda: (run.dir / "checkpoints" / "step_000003" / "COMPLETE").exists(), "a checkpoint")
+    server.wait_until(lambda health: health["status"] == "updating", "an update after it")
+    run.kill()
+    run.assert_gone()
+    again = kit.Run(tmp_path, "resumed", [server], *resumable)
+    processes.append(again)
+    assert again.wait_end() == 0, again.output()
+    assert re.search(r"going on from .*step_000003; .*sync\.backend was 'nccl' and is 'disk'", again.output())
+
+    folders = [straight.dir, again.dir]
+    tensors = [(folder / "checkpoints/step_000006/state_00000.safetensors").read_bytes() for folder in folders]
+    assert tensors[0] == tensors[1]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    weights = [
+        folder / "weights" / f"v{summary['final_version']:06d}" / "model.safetensors"
+        for folder, summary in zip(folders, summaries, strict=True)
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    for name in ("before", "after", "steps", "seed"):
+        assert summaries[0][name] == summaries[1][name]
+    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in folders]
+    for one, other in zip(*(map(json.loads, rows) for rows in lines), strict=True):  # each step once, and the same
+        same = {name for name in one if name.startswith(("reward/", "train/", "eval/")) or name == "step"}
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+    again.assert_whole(6, 4, 4)
+
+    model = tmp_path / "runs" / "model"
+    made = kit.Process(["export", f"{again.dir}/checkpoints/step_000006", str(model)], tmp_path / "export.log")
+    processes.append(made)
+    assert made.popen.wait(kit.START_S) == 0, made.output()
+    assert (model / "model.safetensors").read_bytes() == weights[1].read_bytes()  # and that, the server has loaded
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.popen.wait(60) == 0
+    server.assert_gone()
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
     mounted = subprocess.run(

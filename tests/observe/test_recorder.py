@@ -97,9 +97,39 @@ def test_the_batch_of_a_skipped_step_is_named_after_it(tmp_path: Path) -> None:
         assert recorder.skipped(12) == tmp_path / "runs/a/skipped/step_000012.json"
 
 
+def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
+    settings = [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false"]
+    run = tmp_path / "runs/a"
+    with Recorder(config_module.load(None, settings)) as recorder:
+        assert recorder.history() == []
+        for step in range(4):
+            recorder.metrics(step, {"x": step + 0.5})
+            recorder.rollouts(f"step_{step:06d}", [])
+            if step == 1:
+                state = json.loads(json.dumps(recorder.state()))
+        recorder.rollouts("eval_000001", [])
+        recorder.rollouts("eval_000003", [])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "x"')  # the run was killed
+    resumed = config_module.load(None, [*settings, "checkpoint.resume=true"])
+    with Recorder(resumed) as recorder:
+        recorder.restore(state)
+        assert [record["step"] for record in recorder.history()] == [0, 1]
+        recorder.metrics(2, {"x": 9.0})
+        assert recorder.history() == [{"step": 0, "x": 0.5}, {"step": 1, "x": 1.5}, {"step": 2, "x": 9.0}]
+    assert sorted(path.name for path in (run / "rollouts").iterdir()) == [
+        "eval_000001.jsonl",
+        "step_000000.jsonl",
+        "step_000001.jsonl",
+    ]
+    (run / "metrics.jsonl").write_text("")
+    with Recorder(resumed) as recorder, pytest.raises(ConfigError, match="has lost records"):
+        recorder.restore(state)
+
+
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false"])
     with Recorder(config):
         pass
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match=r"holds a run already.*checkpoint\.resume=true"):
         Recorder(config)

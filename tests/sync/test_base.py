@@ -87,6 +87,7 @@ class FakeTransport:
         self.fails: dict[str, HocketError | ReloadResponse] = {}
         self.sent: list[tuple[int, list[str]]] = []
         self.written: list[int] = []
+        self.removed: list[int] = []
         self.running = 0
 
     async def deliver(self, version: int, servers: Sequence[Any]) -> Delivery:
@@ -105,6 +106,9 @@ class FakeTransport:
         return ReloadResponse(
             version=version, seconds=0.1, num_tensors=2, checksum=checksum or self.checksum, session=session
         )
+
+    def remove_above(self, version: int) -> None:
+        self.removed.append(version)
 
     def write(self, version: int) -> Path:
         self.written.append(version)
@@ -155,6 +159,22 @@ async def test_the_first_version_is_one_above_the_servers_and_goes_to_each_as_it
     assert world.disk.sent == [(5, [URLS[0]]), (5, [URLS[1]])]
     assert [member.session for member in world.pool.members] == ["s1", "s1"]
     assert f"server {URLS[0]} holds version 5: float32, 3.0 MiB in 0.75 s, checksums agree" in world.said[0]
+
+
+@pytest.mark.parametrize(("held", "expected"), [(0, 8), (9, 10)])
+async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_servers(
+    held: int, expected: int
+) -> None:
+    world = make(version=held, servers=1)  # one that was started again, or has taken versions 8 and 9 meanwhile
+    before = make(version=5, servers=1)
+    await before.pool.wait_up()
+    await before.sync.publish()
+    assert before.sync.state() == {"version": 7}
+    world.sync.restore(before.sync.state())
+    assert world.disk.removed == [7]
+    await world.pool.wait_up()
+    assert world.disk.sent == [(expected, [URLS[0]])]
+    assert len(world.trainer.scored) == 1  # the canary is asked
 
 
 async def test_publishing_gives_all_servers_the_next_version_and_returns_metrics() -> None:

@@ -126,6 +126,20 @@ async def test_a_version_of_another_trainer_is_never_written_over(tmp_path: Path
         await deliver(make(tmp_path)[1], 1, FakeServer(tmp_path / "runs"))
 
 
+async def test_versions_of_steps_that_are_taken_again_are_removed_first(tmp_path: Path) -> None:
+    _, disk = make(tmp_path, "sync.keep=9")
+    for version in (3, 4, 5):
+        await deliver(disk, version)
+    weights = tmp_path / "runs" / "a" / "weights"
+    for name in ("v000004", "v000005"):
+        (tmp_path / "runs" / "a" / "deltas" / name).mkdir(parents=True)
+    _, resumed = make(tmp_path)
+    resumed.remove_above(4)
+    assert sorted(path.name for path in weights.iterdir()) == ["v000003", "v000004"]
+    assert [path.name for path in (tmp_path / "runs" / "a" / "deltas").iterdir()] == ["v000004"]
+    await deliver(resumed, 5)
+
+
 def test_writing_alone_gives_a_folder_that_a_server_would_take(tmp_path: Path) -> None:
     trainer, disk = make(tmp_path)
     folder = disk.write(3)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -217,6 +218,32 @@ def test_a_restored_checkpoint_continues_bit_for_bit(runs: dict[int, Path], size
         first["learning_rate"],
     )
     assert_same_weights(weights_of(runs, size, stage, "again"), weights_of(runs, size, stage, "after"), 0)
+
+
+def test_other_stages_and_numbers_of_ranks_take_up_what_was_saved_bit_for_bit(
+    runs: dict[int, Path], tied_model: str, tmp_path: Path
+) -> None:
+    for size in (1, 2):
+        for stage in range(4):
+            shutil.copytree(runs[size] / str(stage) / "checkpoint", tmp_path / "saved" / f"{size}-{stage}")
+    subprocess.run([sys.executable, WORKER, "resumes", tied_model, str(tmp_path)], env=environment(), check=True)
+    processes = start_two("resumes", tied_model, tmp_path)
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    found = list(tmp_path.glob("again/*/*"))
+    assert len(found) == 2 * 4 * 2
+    for folder in found:
+        saved = tmp_path / "saved" / folder.name
+        tensors, expected = (load_file(path / "state_00000.safetensors") for path in (folder, saved))
+        assert len(tensors) == 3 * 26  # master weights and two moments of every parameter
+        assert_same_weights(tensors, expected, 0)
+        assert (folder / "rest.json").read_text().split('"random"')[0] == (
+            (saved / "rest.json").read_text().split('"random"')[0]
+        )
+        size, stage = (int(part) for part in folder.name.split("-"))
+        step, straight = json.loads((folder / "stats.json").read_text()), stats_of(runs, size, stage)[4]
+        for name in ("loss", "grad_norm", "learning_rate"):  # but sums are not taken in the same order
+            assert step[name] == pytest.approx(straight[name], rel=1e-5, abs=1e-6)
 
 
 def test_two_ranks_train_the_adapter_of_one(tied_model: str, tmp_path: Path) -> None:

@@ -147,27 +147,6 @@ def test_a_closed_trainer_says_so(ranks: Ranks, tied_model: str) -> None:
         trainer.step(make_samples())
 
 
-def test_a_checkpoint_is_neither_overwritten_nor_read_in_part(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
-    with make_trainer(ranks, tied_model) as trainer:
-        trainer.save(tmp_path / "checkpoint")
-        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-        with pytest.raises(TrainerError, match="exists already"):
-            trainer.save(tmp_path / "checkpoint")
-        (tmp_path / "checkpoint" / "COMPLETE").unlink()
-        with pytest.raises(TrainerError, match="not a complete checkpoint"):
-            trainer.load(tmp_path / "checkpoint")
-
-
-def test_a_checkpoint_of_another_zero_stage_is_refused(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
-    with make_trainer(ranks, tied_model, "trainer.zero_stage=1") as trainer:
-        trainer.save(tmp_path / "checkpoint")
-    with (
-        make_trainer(ranks, tied_model, "trainer.zero_stage=2") as trainer,
-        pytest.raises(TrainerError, match=r"stage 1.*stage 2"),
-    ):
-        trainer.load(tmp_path / "checkpoint")
-
-
 def test_a_server_with_another_model_is_refused(ranks: Ranks, tied_model: str) -> None:
     with make_trainer(ranks, tied_model) as trainer:
         health = fakes.health(vocab_size=64, tokenizer_sha256=tokenizers.fingerprint(trainer.tokenizer))

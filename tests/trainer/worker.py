@@ -19,6 +19,7 @@ from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.trainer import engine, ranks
 from hocket.trainer.batching import TrainBatch
+from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout, TrainSample
@@ -103,6 +104,36 @@ def shard_everything() -> None:
     engine.deepspeed_config = config  # type: ignore[assignment]
 
 
+def save(trainer: Trainer, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    rest = trainer.state(lambda bucket: write_bucket(folder, bucket))
+    (folder / "rest.json").write_text(json.dumps(rest))
+
+
+def load(trainer: Trainer, folder: Path) -> None:
+    trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
+
+
+def resumes(model: str, output: Path) -> None:
+    """Each ZeRO stage takes up what 3 - this number of ranks saved at this stage and at the next, and goes on."""
+    shard_everything()
+    ranks = Ranks(timeout_s=60)
+    for stage in range(4):
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
+        if not trainer.is_main:
+            trainer.follow()
+            continue
+        with trainer:
+            for other in (stage, (stage + 1) % 4):
+                folder = output / "saved" / f"{3 - ranks.size}-{other}"
+                load(trainer, folder)
+                again = output / "again" / f"{ranks.size} ranks, stage {stage}" / folder.name
+                save(trainer, again)
+                stats = trainer.step(make_samples(4))
+                (again / "stats.json").write_text(json.dumps(dataclasses.asdict(stats)))
+    ranks.close()
+
+
 def stages(model: str, output: Path) -> None:
     """Three steps, one that is not finite, one more; then back to the checkpoint and that last step again."""
     shard_everything()
@@ -121,10 +152,10 @@ def stages(model: str, output: Path) -> None:
             trainer.export(folder / "before")
             stats.append(trainer.step(bad, keep=folder / "skipped.json"))
             trainer.export(folder / "skipped")
-            trainer.save(folder / "checkpoint")
+            save(trainer, folder / "checkpoint")
             stats.append(trainer.step(make_samples(4)))
             trainer.export(folder / "after")
-            trainer.load(folder / "checkpoint")
+            load(trainer, folder / "checkpoint")
             stats.append(trainer.step(make_samples(4)))
             trainer.export(folder / "again")
             (folder / "stats.json").write_text(json.dumps([dataclasses.asdict(s) for s in stats]))
@@ -330,6 +361,7 @@ def main(arguments: Sequence[str]) -> None:
         "streams": streams,
         "adapter": adapter,
         "beside": beside,
+        "resumes": resumes,
         "main_fails": main_fails,
         "rank_dies": rank_dies,
         "rank_hangs": rank_hangs,

@@ -1,5 +1,7 @@
 """The distance from the reference policy, token by token, and the coefficient that it is penalised with."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,6 @@ class KlController:
         """Returns what `restore` needs to go on from here."""
         return {"coef": self.coef}
 
-    def restore(self, state: dict[str, float]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Goes on from a `state`."""
         self.coef = state["coef"]

@@ -51,6 +51,7 @@ class Console:
         self._status: Status | None = None
         self._steps = steps
         self._start: float | None = None
+        self._before = 0  # steps that were done before the first one here
         self._lines = 0
         self._said = ("", 0.0)
         self._alarmed: set[str] = set()
@@ -91,6 +92,7 @@ class Console:
         """Prints the line of a finished step, the heading now and then, and what has become unhealthy."""
         if self._start is None:
             self._start = time.monotonic() - metrics.get("time/step", 0.0)
+            self._before = step - 1
         if self._lines % HEADING_EVERY == 0:
             heading = " ".join(f"{name:>{width}}" for name, _, width, _ in COLUMNS)
             self._rich.print(f"[bold]{'step':>9} {heading}[/bold]")
@@ -126,9 +128,9 @@ class Console:
         )
 
     def _eta(self, steps_done: int) -> str:
-        if self._start is None or steps_done < 1 or steps_done >= self._steps:
+        if self._start is None or not self._before < steps_done < self._steps:
             return ""
-        left = (time.monotonic() - self._start) / steps_done * (self._steps - steps_done)
+        left = (time.monotonic() - self._start) / (steps_done - self._before) * (self._steps - steps_done)
         return f"  {int(left // 60)}:{int(left % 60):02d} left"
 
     def _stop_status(self) -> None:

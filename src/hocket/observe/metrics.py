@@ -178,6 +178,7 @@ METRICS = (
     Metric(name="time/measure", meaning="seconds of the passes before the step: reference, critic, entropies"),
     Metric(name="time/train", meaning="seconds of forward, backward and update"),
     Metric(name="time/sync", meaning="seconds to publish a version and have it acknowledged"),
+    Metric(name="time/checkpoint", meaning="seconds that training stood still for a checkpoint"),
     Metric(name="time/eval", meaning="seconds of held-out evaluation"),
     Metric(name="time/step", meaning="seconds of the whole step"),
     Metric(

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError
-from hocket.observe.report import write_report
-from hocket.system import write_atomically
+from hocket.observe.report import read_lines, write_report
+from hocket.system import flush, write_atomically
 from hocket.types import Group
 
 
@@ -26,16 +27,19 @@ class Recorder:
         config: the resolved config, written to config.yaml.
 
     Raises:
-        ConfigError: the run folder holds a run already.
+        ConfigError: the run folder holds a run already, and it is not to be resumed.
     """
 
     def __init__(self, config: Config) -> None:
         self.run_dir = config.run_dir
-        if (self.run_dir / "metrics.jsonl").exists():
-            raise ConfigError(f"{self.run_dir} holds a run already; choose another run.dir or remove that folder")
+        if (self.run_dir / "metrics.jsonl").exists() and not config.checkpoint.resume:
+            raise ConfigError(
+                f"{self.run_dir} holds a run already; go on with it by checkpoint.resume=true, choose another run.dir, "
+                "or remove that folder"
+            )
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.run_dir / "config.yaml", config_module.dump(config))
-        self._metrics = (self.run_dir / "metrics.jsonl").open("w", encoding="utf-8")
+        self._metrics = (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._board = _tensorboard(self.run_dir) if config.observe.tensorboard else None
 
     def __enter__(self) -> "Recorder":
@@ -61,6 +65,29 @@ class Recorder:
     def skipped(self, step: int) -> Path:
         """Returns the file for what was trained on in a step, should it be skipped."""
         return self.run_dir / "skipped" / f"step_{step:06d}.json"
+
+    def history(self) -> list[dict[str, Any]]:
+        """Returns what metrics.jsonl holds: one record per step, the oldest first."""
+        return read_lines(self.run_dir / "metrics.jsonl")
+
+    def state(self) -> dict[str, Any]:
+        """Returns how far the files of the run go; what they hold is then on the disk."""
+        flush(self.run_dir / "metrics.jsonl")
+        steps = [record["step"] for record in self.history()]
+        return {"step": steps[-1] if steps else -1, "bytes": (self.run_dir / "metrics.jsonl").stat().st_size}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes back what was recorded after `state`. Raises ConfigError where what was recorded before is gone."""
+        path = self.run_dir / "metrics.jsonl"
+        if path.stat().st_size < state["bytes"]:
+            raise ConfigError(f"{path} has lost records of before step {state['step']}; can't go on in {self.run_dir}")
+        os.truncate(path, state["bytes"])
+        for file in (self.run_dir / "rollouts").glob("*_*.jsonl"):
+            if int(file.stem.rpartition("_")[2]) > state["step"]:
+                file.unlink()
+        if self._board is not None:
+            self._board.close()
+            self._board = _tensorboard(self.run_dir, purge_step=state["step"] + 1)
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Writes rollouts/NAME.jsonl, one line per rollout."""
@@ -96,9 +123,9 @@ def _rows(group: Group) -> Iterable[dict[str, Any]]:
         }
 
 
-def _tensorboard(run_dir: Path) -> Any | None:
+def _tensorboard(run_dir: Path, purge_step: int | None = None) -> Any | None:
     if importlib.util.find_spec("tensorboard") is None:
         return None
     with contextlib.redirect_stderr(None):  # its import warns of a missing TensorFlow
         from torch.utils.tensorboard import SummaryWriter
-    return SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+    return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge_step)

@@ -7,7 +7,7 @@ the fall-back to files, and the canary. Knows nothing of rollouts for training, 
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -69,6 +69,7 @@ class WeightSync:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.version = 0
+        self._older = 0  # the run had published versions up to this one before it went on
         self._config = config
         self._trainer = trainer
         self._pool = pool
@@ -106,12 +107,21 @@ class WeightSync:
         """Returns the folder with the current version on disk, where it is also written if it has not been."""
         return self._disk.write(self.version)
 
+    def state(self) -> dict[str, int]:
+        """Returns the current version, ready for JSON."""
+        return {"version": self.version}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Takes back what was published after `state`: the next version is above it, and above what servers hold."""
+        self._older = state["version"]
+        self._disk.remove_above(state["version"])
+
     async def _bring_up(self, member: Member, health: Health) -> None:
         """Gives one server the current version; the first one of all also gets to say which number that is."""
         async with self._lock:
             self._trainer.check_same_model(health)
             # Whatever a server has held before, of this run or another: both sides start from the trainer's weights.
-            self.version = self.version or health.version + 1
+            self.version = self.version or max(health.version, self._older) + 1
             metrics = await self._deliver([member])
             if member.session is None:
                 return  # and `member.out` says why

@@ -96,6 +96,13 @@ class DiskTransport:
         """
         return self._write_full(version).folder
 
+    def remove_above(self, version: int) -> None:
+        """Removes newer versions, of a run that goes on from before them."""
+        for parent in (self._weights, self._deltas):
+            for folder in parent.glob("v*"):
+                if int(folder.name[1:]) > version:
+                    shutil.rmtree(folder)
+
     async def _send(self, written: "_Written", servers: Sequence[ServerClient]) -> list[ReloadResponse | HocketError]:
         return await asyncio.gather(*(self._load(server, written) for server in servers))
 

@@ -10,22 +10,18 @@ import io
 import logging
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hocket.config import TrainerConfig
-from hocket.errors import ConfigError, TrainerError
-from hocket.manifest import COMPLETE_FILE
-from hocket.system import flush
+from hocket.errors import ConfigError
 from hocket.trainer import offload
+from hocket.trainer.master import KINDS, MasterState, Piece
 from hocket.trainer.ranks import Ranks
 
-_TAG = "state"
 BUCKET_ELEMENTS = 50_000_000
 """Gradients are summed over ranks in buckets of this size. DeepSpeed's own is ten times that, and allocated in full."""
 
@@ -108,17 +104,17 @@ class DeepSpeedEngine:
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self.stage = default_zero_stage(config, ranks.device)
         self._ranks = ranks
-        optimizer = torch.optim.AdamW(
+        self._adamw = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config))
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._adamw, learning_rate_factor(config))
         settings = deepspeed_config(config, stage=self.stage, dtype=dtype)
         self._engine = initialize(
-            ranks, model=module, optimizer=optimizer, lr_scheduler=self._scheduler, config=settings
+            ranks, model=module, optimizer=self._adamw, lr_scheduler=self._scheduler, config=settings
         )
         if dtype == torch.float16:  # at the lowest scale a step is skipped like any other, and whoever calls decides
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -231,43 +227,67 @@ class DeepSpeedEngine:
             size += num_bytes
         return groups
 
-    def save(self, folder: Path) -> None:
-        """Writes all training state to `folder`, which appears as a whole or not at all. All ranks must call it.
+    def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Yields master weights and moments in buckets: "KIND/parameter" → whole float32 tensor, copied to the CPU.
 
-        Nothing in a step is random, so there is no random state to keep.
+        All ranks must exhaust the iterator; only on rank 0 it yields anything.
         """
-        partial = folder.with_name(f".{folder.name}.partial")
-        if self._ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self._ranks.barrier()
-        self._engine.save_checkpoint(str(partial), tag=_TAG, exclude_frozen_parameters=True)
-        for file in (partial / _TAG).iterdir():
-            flush(file)
-        self._ranks.barrier()
-        if self._ranks.is_main:
-            (partial / COMPLETE_FILE).write_text(self._layout())
-            for path in (partial / COMPLETE_FILE, partial / _TAG, partial):
-                flush(path)
-            os.replace(partial, folder)
-            flush(folder.parent)
-        self._ranks.barrier()
+        master = self._master()
+        bucket: dict[str, Tensor] = {}
+        size = 0
+        for name, parameter in self._trained():
+            piece = master.piece(parameter)
+            for kind in KINDS:
+                whole = self._gathered_state(parameter, piece, kind)
+                if self._ranks.is_main:
+                    bucket[f"{kind}/{name}"] = whole.view(whole_shape(parameter)).to("cpu", copy=True)
+                    size += whole.nbytes
+                if size >= max_bytes:
+                    yield bucket
+                    bucket, size = {}, 0
+        if bucket:
+            yield bucket
 
-    def check_saved(self, folder: Path) -> None:
-        """Raises TrainerError where `load` could not restore the folder."""
-        try:
-            written = (folder / COMPLETE_FILE).read_text()
-        except OSError as error:
-            raise TrainerError(f"{folder} is not a complete checkpoint: it has no file {COMPLETE_FILE}") from error
-        if written != self._layout():
-            raise TrainerError(
-                f"the checkpoint {folder} was written by {written}, this run has {self._layout()}; use the same"
-            )
+    def _gathered_state(self, parameter: nn.Parameter, piece: Piece | None, kind: str) -> Tensor:
+        whole = torch.zeros(whole_shape(parameter).numel(), device=self._ranks.device)
+        if piece is not None:
+            piece.put_into(whole, kind)
+        if self.stage > 0:
+            self._ranks.sum_in_place(whole.view(torch.int32))  # as bits, which are 0 elsewhere: also -0.0 stays itself
+        return whole
 
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote with equally many ranks and the same ZeRO stage. All ranks must call it."""
-        frozen = len(self._trained()) < len(list(self._engine.module.parameters()))
-        self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=not frozen)
+    def counters(self) -> dict[str, Any]:
+        """Returns the rest of the state, ready for JSON."""
+        scale = {}
+        if self._dtype == torch.float16:
+            scale = {key: value for key, value in self._loss_scaler().items() if isinstance(value, int | float)}
+        return {"updates": self._master().step, "scheduled": self._scheduler.last_epoch, "loss_scale": scale}
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Returns names and shapes of everything that `state` yields."""
+        return {f"{kind}/{name}": whole_shape(p) for name, p in self._trained() for kind in KINDS}
+
+    def restore(self, read: Callable[[str], Tensor], counters: Mapping[str, Any]) -> None:
+        """Goes back to what `state` and `counters` gave, on any number of ranks and at any stage. All must call it.
+
+        Args:
+            read: asked on rank 0 alone.
+        """
+        master = self._master()
+        for name, parameter in self._trained():
+            piece = master.piece(parameter)
+            for kind in KINDS:
+                whole = torch.empty(whole_shape(parameter).numel(), device=self._ranks.device)
+                if self._ranks.is_main:
+                    whole.copy_(read(f"{kind}/{name}").view(-1))
+                self._ranks.broadcast_in_place(whole)
+                if piece is not None:
+                    piece.take_from(whole, kind)
+        master.step = counters["updates"]
+        master.to_parameters()
+        self._schedule_from(counters["scheduled"])
+        if self._dtype == torch.float16:
+            self._loss_scaler().update(counters["loss_scale"])
 
     def offload(self) -> None:
         """Moves parameters, gradients and the optimizer's state to the CPU's memory; until `onload` nothing can run."""
@@ -284,8 +304,22 @@ class DeepSpeedEngine:
         """Lets go of DeepSpeed's state."""
         self._engine.destroy()
 
-    def _layout(self) -> str:
-        return f"{self._ranks.size} rank(s) with ZeRO stage {self.stage}"
+    def _master(self) -> MasterState:
+        return MasterState(self.stage, self._engine.optimizer, self._adamw)
+
+    def _loss_scaler(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = vars(self._engine.optimizer.loss_scaler)
+        return attributes
+
+    def _schedule_from(self, steps: int) -> None:
+        """Has the next step's learning rate be what the config says after so many steps."""
+        scheduler = self._scheduler
+        scheduler.last_epoch = steps
+        scheduler._last_lr = [
+            rate * factor(steps) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self._adamw.param_groups, scheduler._last_lr, strict=True):
+            group["lr"] = rate
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that are not frozen, each tied one under its first name only."""

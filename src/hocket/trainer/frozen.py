@@ -4,22 +4,15 @@ Takes a module and gives its outputs; may take over the weights of an engine tha
 what the outputs are for.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from hocket.config import TrainerConfig
-from hocket.errors import TrainerError
-from hocket.system import flush
 from hocket.trainer import engine, offload
 from hocket.trainer.ranks import Ranks
-
-_FILE = "model.safetensors"
 
 
 class FrozenEngine:
@@ -66,31 +59,40 @@ class FrozenEngine:
                     target.copy_(parameter)
 
     @torch.no_grad()
-    def save(self, folder: Path) -> None:
-        """Writes the weights to a new folder. All ranks must call it."""
-        tensors = {}
+    def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Yields copies of the weights in the CPU's memory, in buckets, by their names.
+
+        All ranks must exhaust the iterator; only on rank 0 it yields anything.
+        """
+        bucket: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             with engine.gathered([parameter]):
                 if self._ranks.is_main:
-                    tensors[name] = parameter.to("cpu", copy=True)
-        if self._ranks.is_main:
-            folder.mkdir()
-            save_file(tensors, folder / _FILE)
-            flush(folder / _FILE)
-        self._ranks.barrier()
+                    bucket[name] = parameter.to("cpu", copy=True)
+            if sum(tensor.nbytes for tensor in bucket.values()) >= max_bytes:
+                yield bucket
+                bucket = {}
+        if bucket:
+            yield bucket
 
-    def check_saved(self, folder: Path) -> None:
-        """Raises TrainerError where `load` could not restore the folder."""
-        if not (folder / _FILE).is_file():
-            raise TrainerError(f"{folder} is missing: the checkpoint was written by a run without this model")
+    def shapes(self) -> dict[str, torch.Size]:
+        """Returns names and shapes of everything that `state` yields."""
+        return {name: engine.whole_shape(parameter) for name, parameter in self.parameters.items()}
+
+    def counters(self) -> dict[str, Any]:
+        """Returns the rest of the state: nothing."""
+        return {}
 
     @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, with any number of ranks. All ranks must call it."""
-        with safe_open(folder / _FILE, framework="pt") as saved:
-            for name, parameter in self.parameters.items():
-                with engine.gathered([parameter], change=True):
-                    parameter.copy_(saved.get_tensor(name))
+    def restore(self, read: Callable[[str], Tensor], counters: Mapping[str, Any]) -> None:
+        """Goes back to what `state` gave, on any number of ranks. All ranks must call it; rank 0 alone reads."""
+        del counters
+        for name, parameter in self.parameters.items():
+            with engine.gathered([parameter], change=True):
+                if self._ranks.is_main:
+                    parameter.copy_(read(name))
+                if self._engine is None:
+                    self._ranks.broadcast_in_place(parameter.data)
 
     def offload(self) -> None:
         """Moves the weights to the CPU's memory; until `onload` nothing can run."""

@@ -72,7 +72,7 @@ def fault_of(
     """Returns what was not finite.
 
     Args:
-        logprobs: the model's, of each sample by its place.
+        logprobs: the model's, by the sample's place; other samples are taken to be fine.
         totals: loss and metrics of the whole batch.
         gradients: names of parameters whose gradient was not finite.
     """
@@ -83,7 +83,9 @@ def fault_of(
             for name, sample in zip(names, samples, strict=True)
             if (fields := _broken_fields(sample))
         ),
-        logprobs=tuple(name for index, name in enumerate(names) if not all(map(math.isfinite, logprobs[index]))),
+        logprobs=tuple(
+            name for index, name in enumerate(names) if not all(map(math.isfinite, logprobs.get(index, ())))
+        ),
         terms=tuple(name for name, value in totals.items() if not math.isfinite(value)),
         gradients=tuple(gradients),
     )

@@ -1,10 +1,13 @@
 """The model as the trainer sees it: token ids in, log-probabilities and entropies of given tokens out."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -89,7 +92,7 @@ class Policy(nn.Module):
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
         if self.adapter is not None:
             return [(lora.published_name(name), tensor) for name, tensor in named.items()]
-        return list(revert_weight_conversion(self.model, named).items())
+        return list(published_as(self.model, named).items())
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Returns (logprobs_bt, entropy_bt) of the batch's targets, 0 where its mask is false."""
@@ -165,6 +168,28 @@ def _compute_in_float32(head: nn.Module) -> None:
             return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
     head.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def published_as(model: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns parameters under the names, and in the shapes, that checkpoints of the model's architecture have."""
+    published: dict[str, Tensor] = revert_weight_conversion(model, dict(named))
+    return published
+
+
+def write_model(folder: Path, model: Any, tokenizer: Any, published: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Writes a model in Hugging Face format: safetensors, config.json, tokenizer. Raises OSError, SafetensorError.
+
+    Args:
+        model: only its architecture is used.
+        published: its parameters in `dtype`, as `published_as` gives them.
+    """
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype  # of the tensors; the live parameters of ZeRO-0 are float32
+    for part in (model.config, model.generation_config, tokenizer):
+        part.save_pretrained(folder)
+    save_torch_state_dict(dict(published), folder)
+    for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
+        shutil.copymode(folder / "config.json", file)
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:

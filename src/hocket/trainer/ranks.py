@@ -4,6 +4,7 @@ Works under plain `python` (one rank), `torchrun` and the `deepspeed` launcher, 
 LOCAL_RANK. Commands and reports go over a gloo group of their own, beside the group that gradients use.
 """
 
+import base64
 import contextlib
 import datetime
 import os
@@ -11,11 +12,12 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hocket.errors import TrainerError
 
@@ -86,6 +88,14 @@ class Ranks:
         dist.gather_object(value, box, dst=0, group=self._control)
         return box or []
 
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Replaces a tensor on this rank's device by its sum over ranks."""
+        dist.all_reduce(tensor)
+
+    def broadcast_in_place(self, tensor: Tensor) -> None:
+        """Replaces a tensor on this rank's device by rank 0's."""
+        dist.broadcast(tensor, src=0)
+
     def sum(self, values: list[float]) -> list[float]:
         """Returns the sums over ranks, position by position, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
@@ -136,6 +146,22 @@ class Ranks:
             if failure is not None and not self._left.wait(GRACE_S):
                 print(f"hocket: rank {self.rank} ends, for {failure}", file=sys.stderr, flush=True)
                 os._exit(1)
+
+
+def randomness(device: torch.device) -> dict[str, str]:
+    """Returns the state of this process's random number generators, ready for JSON."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def restore_randomness(saved: Mapping[str, str], device: torch.device) -> None:
+    """Goes back to what `randomness` gave."""
+    states = {name: torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()}
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _share_cores() -> None:

@@ -3,14 +3,12 @@
 import concurrent.futures
 import functools
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
@@ -20,20 +18,23 @@ from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
 from hocket.config import Config, ModelConfig, TrainerConfig
 from hocket.errors import TrainerError
+from hocket.manifest import dtype_name
 from hocket.protocol import AdapterConfig, Health, TensorLayout, TensorSpec
 from hocket.trainer import flops, guards, lora, measure, memory
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
+from hocket.trainer.checkpoint import BUCKET_BYTES, SavedTensors
 from hocket.trainer.critic import Critic
 from hocket.trainer.engine import DeepSpeedEngine, default_zero_stage
 from hocket.trainer.frozen import FrozenEngine
-from hocket.trainer.policy import Policy, compute_dtype, skeleton
-from hocket.trainer.ranks import Ranks
+from hocket.trainer.policy import Policy, compute_dtype, skeleton, write_model
+from hocket.trainer.ranks import Ranks, randomness, restore_randomness
 from hocket.trainer.reference import Reference
 from hocket.trainer.update import Update, accumulate, update
 from hocket.types import Measured, Rollout, StepStats, TrainSample
 
 Bucket = Sequence[tuple[str, Tensor]]
 Sink = Callable[[Bucket], None]
+StateSink = Callable[[Mapping[str, Tensor]], None]
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
 EXPORT_BYTES = 64 << 20
@@ -99,6 +100,7 @@ class Trainer:
         self._closed = self._broken = self._away = False
         self._skipped_in_row = 0
         self._sink: Sink | None = None
+        self._state_sink: StateSink | None = None
         self._sink_failure: Exception | None = None
 
         try:
@@ -330,18 +332,29 @@ class Trainer:
         if self._away:
             self._together("onload")
 
-    def save(self, folder: Path) -> None:
-        """Writes the whole training state, which appears under `folder` at once."""
-        if folder.exists():
-            raise TrainerError(f"the checkpoint {folder} exists already; remove it or save somewhere else")
-        self._together("save", folder)
+    def state(self, sink: StateSink) -> dict[str, Any]:
+        """Gives all that training goes on from to `sink`, bucket after bucket, and returns the rest, ready for JSON.
 
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, by as many ranks as wrote it."""
-        self._engine.check_saved(folder)
-        for name, engine in self._kept().items():
-            engine.check_saved(folder / name)
-        self._together("load", folder)
+        Tensors are copies in the CPU's memory, whole and float32, whatever ranks and ZeRO stage there are. What the
+        sink raises is raised here, once the ranks are through with gathering.
+        """
+        self._state_sink, self._sink_failure = sink, None
+        rest: dict[str, Any] = self._together("state")
+        if self._sink_failure is not None:
+            raise self._sink_failure
+        return rest
+
+    def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
+        """Goes back to what `state` gave, to another number of ranks or at another ZeRO stage, too.
+
+        Raises:
+            TrainerError: it is the state of another model; nothing has changed.
+        """
+        saved.check(
+            {f"{who}{name}": shape for who, kept in self._kept().items() for name, shape in kept.shapes().items()}
+        )
+        self._saved = saved
+        self._together("restore", rest)
 
     def close(self) -> None:
         """Releases the other ranks and ends communication. After a failure within common work it only lets go."""
@@ -513,14 +526,7 @@ class Trainer:
         if self.adapter is not None:
             lora.save(folder, self.adapter, published)
             return
-        model = self._policy.model
-        model.config.architectures = [type(model).__name__]
-        model.config.dtype = self._dtype  # of the tensors; the live parameters of ZeRO-0 are float32
-        for part in (model.config, model.generation_config, self.tokenizer):
-            part.save_pretrained(folder)
-        save_torch_state_dict(dict(published), folder)
-        for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
-            shutil.copymode(folder / "config.json", file)
+        write_model(folder, self._policy.model, self.tokenizer, published, self._dtype)
 
     def _stream(self, max_bytes: int) -> None:
         if self._ranks.device.type == "cuda":
@@ -543,20 +549,33 @@ class Trainer:
         self._away = False
 
     def _kept(self) -> dict[str, DeepSpeedEngine | FrozenEngine]:
-        """Returns the models beside the policy whose weights no other file holds."""
+        """Returns the models whose weights no other file holds, by what precedes the names of their tensors."""
         resets = self._reference is not None and self._reference.reset_every > 0
-        return {name: engine for name, engine in self._beside.items() if name == "critic" or resets}
+        beside = {f"{name}/": engine for name, engine in self._beside.items() if name == "critic" or resets}
+        return {"": self._engine, **beside}
 
-    def _save(self, folder: Path) -> None:
-        self._engine.save(folder)
-        for name, engine in self._kept().items():
-            engine.save(folder / name)
+    def _state(self) -> dict[str, Any]:
+        for who, engine in self._kept().items():
+            for bucket in engine.state(BUCKET_BYTES):
+                if self._state_sink is not None and self._sink_failure is None:
+                    try:
+                        self._state_sink({f"{who}{name}": tensor for name, tensor in bucket.items()})
+                    except Exception as error:  # noqa: BLE001 - raised by `state`: the ranks must gather what is left
+                        self._sink_failure = error
+        return {
+            "counters": {who: engine.counters() for who, engine in self._kept().items()},
+            "skipped_in_row": self._skipped_in_row,
+            "random": self._ranks.gather(randomness(self._ranks.device)),
+            "dtype": dtype_name(self._dtype),
+            "adapter": None if self.adapter is None else self.adapter.model_dump(),
+        }
 
-    def _load(self, folder: Path) -> None:
-        self._engine.load(folder)
-        for name, engine in self._kept().items():
-            engine.load(folder / name)
-        self._skipped_in_row = 0
+    def _restore(self, rest: Mapping[str, Any]) -> None:
+        for who, engine in self._kept().items():
+            engine.restore(lambda name: self._saved.read(f"{who}{name}"), rest["counters"][who])  # noqa: B023
+        self._skipped_in_row = rest["skipped_in_row"]
+        if self._ranks.rank < len(rest["random"]):
+            restore_randomness(rest["random"][self._ranks.rank], self._ranks.device)
 
     def _close(self) -> None:
         for engine in (self._engine, *self._beside.values()):

@@ -1,0 +1,215 @@
+"""The trainer's state in files: models made of it, and what is refused."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hocket import config as config_module
+from hocket import tokenizer as tokenizers
+from hocket.checkpoints import Checkpoints
+from hocket.commands import export
+from hocket.errors import ConfigError, TrainerError
+from hocket.trainer.checkpoint import SavedTensors, write_bucket
+from hocket.trainer.ranks import Ranks, randomness, restore_randomness
+from hocket.trainer.trainer import Trainer
+from hocket.types import TrainSample
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+IDS = torch.arange(12)[None]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(timeout_s=60)
+    yield ranks
+    ranks.close()
+
+
+def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Config:
+    defaults = ("model.dtype=float32", "trainer.learning_rate=1e-2", "trainer.micro_batch_tokens=40")
+    places = (f"run.dir={tmp_path}/runs/a", f"model.path={model}")
+    return config_module.load(None, [*defaults, *places, *settings])
+
+
+def make_samples() -> list[TrainSample]:
+    rng = random.Random(5)
+    return [
+        TrainSample(
+            token_ids=tuple(rng.randrange(62) for _ in range(9)),
+            mask=(False, False, *[True] * 7),
+            rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
+            advantage=rng.gauss(0, 1),
+        )
+        for _ in range(5)
+    ]
+
+
+def save(trainer: Trainer, config: config_module.Config) -> Path:
+    with Checkpoints(config, trainer, {}) as kept:
+        kept.copy(config.trainer.steps)
+        kept.complete(config.trainer.steps, {})
+    return config.run_dir / "checkpoints" / f"step_{config.trainer.steps:06d}"
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module) -> torch.Tensor:
+    return torch.log_softmax(model.eval()(IDS).logits.float(), dim=-1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("tied_model", ("trainer.zero_stage=3",)),
+        ("untied_model", ("model.dtype=bfloat16", "trainer.zero_stage=2")),
+        ("experts_model", ()),
+    ],
+)
+def test_a_model_made_of_a_checkpoint_is_what_the_trainer_publishes(
+    ranks: Ranks, model: str, settings: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    config = make_config(path, tmp_path, *settings)
+    with Trainer(config, ranks=ranks) as trainer:
+        for _ in range(2):
+            trainer.step(make_samples())
+        folder = save(trainer, config)
+        trainer.export(tmp_path / "published")
+        expected = logprobs(trainer._policy.model)
+    export(folder, tmp_path / "model", base=None)
+    made, published = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "published"))
+    assert made.keys() == published.keys() == load_file(Path(path) / "model.safetensors").keys()
+    for name, tensor in published.items():
+        assert (made[name].dtype, made[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(made[name], tensor)
+    for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        contents = [json.loads((tmp_path / name / file).read_text()) for name in ("model", "published")]
+        assert contents[0] == contents[1], file
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    torch.testing.assert_close(logprobs(loaded), expected, atol=1e-5, rtol=0)
+    assert (logprobs(AutoModelForCausalLM.from_pretrained(path, dtype="auto")) - expected).abs().max() > 0.01
+    assert tokenizers.fingerprint(tokenizers.load(str(tmp_path / "model"))) == tokenizers.fingerprint(trainer.tokenizer)
+    assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1
+    with pytest.raises(ConfigError, match="exists already"):
+        export(folder, tmp_path / "model", base=None)
+
+
+def test_a_checkpoint_of_an_adapter_is_merged_into_its_base(ranks: Ranks, untied_model: str, tmp_path: Path) -> None:
+    config = make_config(untied_model, tmp_path, "model.lora={}")
+    with Trainer(config, ranks=ranks) as trainer:
+        for _ in range(2):
+            trainer.step(make_samples())
+        folder = save(trainer, config)
+        expected = logprobs(trainer._policy.model)
+    export(folder, tmp_path / "model", base=None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    torch.testing.assert_close(logprobs(loaded), expected, atol=1e-5, rtol=0)
+    assert not list(tmp_path.glob(".*")), "something half written is left"
+
+
+def test_a_model_that_has_moved_is_named_and_another_one_refused(
+    ranks: Ranks, tied_model: str, untied_model: str, tmp_path: Path
+) -> None:
+    config = make_config(tied_model, tmp_path)
+    with Trainer(config, ranks=ranks) as trainer:
+        folder = save(trainer, config)
+    state = json.loads((folder / "state.json").read_text())
+    state["config"]["model"]["path"] = str(tmp_path / "moved")
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"moved"):
+        export(folder, tmp_path / "model", base=None)
+    with pytest.raises(TrainerError, match=r"of another model than .*model\.path"):
+        export(folder, tmp_path / "model", base=untied_model)
+    assert not list(tmp_path.glob("*model*"))
+    export(folder, tmp_path / "model", base=tied_model)
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_the_state_of_another_model_or_a_damaged_one_is_refused_and_the_trainer_goes_on(
+    ranks: Ranks, tied_model: str, untied_model: str, tmp_path: Path
+) -> None:
+    folders = {name: tmp_path / name for name in ("other", "wide", "damaged")}
+    for folder in folders.values():
+        folder.mkdir()
+    with Trainer(make_config(untied_model, tmp_path), ranks=ranks) as trainer:
+        trainer.state(lambda bucket: write_bucket(folders["other"], bucket))
+    with Trainer(make_config(tied_model, tmp_path), ranks=ranks) as trainer:
+        rest = trainer.state(
+            lambda bucket: write_bucket(folders["wide"], {name: t.flatten() for name, t in bucket.items()})
+        )
+        (folders["damaged"] / "state_00000.safetensors").write_bytes(b"\1" * 100)
+        with pytest.raises(TrainerError, match=r"another model: it holds exp_avg/model\.lm_head\.weight"):
+            trainer.restore(SavedTensors(folders["other"]), rest)
+        with pytest.raises(TrainerError, match=r"another model: .* is \[2048\] there, \[64, 32\] here"):
+            trainer.restore(SavedTensors(folders["wide"]), rest)
+        with pytest.raises(TrainerError, match="is damaged"):
+            SavedTensors(folders["damaged"])
+        assert not trainer.step(make_samples()).skipped
+
+
+def test_a_sink_that_fails_is_heard_and_the_trainer_goes_on(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
+    def full(bucket: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Trainer(make_config(tied_model, tmp_path), ranks=ranks) as trainer:
+        with pytest.raises(OSError, match="No space left"):
+            trainer.state(full)
+        assert not trainer.step(make_samples()).skipped
+
+
+def test_the_state_comes_in_buckets_that_stay_as_they_are(
+    ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.trainer.trainer.BUCKET_BYTES", 10_000)
+    with Trainer(make_config(tied_model, tmp_path), ranks=ranks) as trainer:
+        kept: list[dict[str, torch.Tensor]] = []
+        trainer.state(lambda bucket: kept.append(dict(bucket)))
+        before = [{name: tensor.clone() for name, tensor in bucket.items()} for bucket in kept]
+        largest = max(p.numel() * 4 for p in trainer._policy.parameters())
+        trainer.step(make_samples())
+    assert len(kept) > 5
+    for bucket, expected in zip(kept, before, strict=True):
+        assert sum(tensor.nbytes for tensor in bucket.values()) < 10_000 + largest
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in bucket.items())
+
+
+def test_a_schedule_goes_on_with_the_settings_of_now(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
+    # Linear decay of 1e-2 over 4 steps, after 2 of them: (4 - 2) / 4 of it. Over 8 steps of 3e-2: (8 - 2) / 8.
+    schedule = ("trainer.schedule=linear", "trainer.steps=4")
+    with Trainer(make_config(tied_model, tmp_path, *schedule), ranks=ranks) as trainer:
+        for _ in range(2):
+            trainer.step(make_samples())
+        rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))
+        assert trainer.step(make_samples()).learning_rate == pytest.approx(0.5e-2)
+    longer = ("trainer.schedule=linear", "trainer.steps=8", "trainer.learning_rate=3e-2")
+    with Trainer(make_config(tied_model, tmp_path, *longer), ranks=ranks) as trainer:
+        trainer.restore(SavedTensors(tmp_path), rest)
+        assert trainer.step(make_samples()).learning_rate == pytest.approx(0.75 * 3e-2)
+        assert trainer.step(make_samples()).learning_rate == pytest.approx(0.625 * 3e-2)
+
+
+def test_skipped_steps_are_counted_on(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
+    bad = [dataclasses.replace(make_samples()[0], advantage=float("nan"))]
+    config = make_config(tied_model, tmp_path, "trainer.max_skipped_steps=2")
+    with Trainer(config, ranks=ranks) as trainer:
+        assert trainer.step(bad).skipped
+        rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))
+    with Trainer(config, ranks=ranks) as trainer:
+        trainer.restore(SavedTensors(tmp_path), rest)
+        with pytest.raises(TrainerError, match="2 steps in a row"):
+            trainer.step(bad)
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    device = torch.device("cpu")
+    saved = json.loads(json.dumps(randomness(device)))
+    first = torch.rand(5)
+    assert not torch.equal(torch.rand(5), first)
+    restore_randomness(saved, device)
+    assert torch.equal(torch.rand(5), first)
