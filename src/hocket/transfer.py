@@ -48,7 +48,7 @@ def num_bytes(bucket: Sequence[TensorLayout]) -> int:
 def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSpec]]:
     """Returns the bucket of these tensors, uint8 [num_bytes] on `device`, and what is in it."""
     bucket = layout(named)
-    flat = torch.zeros(num_bytes(bucket), dtype=torch.uint8, device=device)
+    flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=device)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
     for item, (_, tensor), place in zip(bucket, named, _places(bucket), strict=True):
         _view(flat, item, place).copy_(tensor)
