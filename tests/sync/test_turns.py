@@ -10,6 +10,7 @@ import pytest
 import fakes
 from hocket import config as config_module
 from hocket import manifest
+from hocket.checkpoints import Checkpoints
 from hocket.errors import ServerError, SyncError
 from hocket.loop import Run
 from hocket.observe.console import Console
@@ -90,6 +91,10 @@ class World:
         save_file({"w": torch.ones(2)}, folder / "model.safetensors")
         return manifest.specs([("w", torch.ones(2))])
 
+    def state(self, sink: object) -> dict[str, Any]:
+        self.did("copy")
+        return {}
+
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
         self.did("score")
         return 0.001
@@ -112,8 +117,14 @@ class Parts:
     """The pool, publishing and turns of a run, around one world."""
 
     def __init__(self, tmp_path: Path, world: Any, *settings: str, share: bool = True) -> None:
-        sizes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2", "observe.tensorboard=false"]
-        more = [f"run.dir={tmp_path}/runs/a", f"launch.share_gpu={str(share).lower()}", *sizes, *settings]
+        sizes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2", "checkpoint.every_steps=1"]
+        more = [
+            f"run.dir={tmp_path}/runs/a",
+            "observe.tensorboard=false",
+            f"launch.share_gpu={str(share).lower()}",
+            *sizes,
+            *settings,
+        ]
         self.world = world
         world.root = tmp_path / "runs"
         self.config = config_module.load(None, more)
@@ -131,7 +142,11 @@ class Parts:
 
     async def train(self) -> None:
         world = self.world
-        with Recorder(self.config) as recorder, Console("plain", 2) as console:
+        with (
+            Recorder(self.config) as recorder,
+            Console("plain", 2) as console,
+            Checkpoints(self.config, world, {}) as kept,
+        ):
             await Run(
                 config=self.config,
                 trainer=world,
@@ -143,13 +158,14 @@ class Parts:
                 sync=self.sync,
                 recorder=recorder,
                 console=console,
+                checkpoints=kept,
                 turns=self.turns,
             ).train()
 
 
 FIRST = ["write", "offload", "wake weights", "load", "wake kv_cache"]
 CANARY = ["generate", "sleep 1", "onload", "score", "offload", "wake weights", "wake kv_cache"]
-UPDATE = ["sleep 2", "onload", "step", *FIRST]
+UPDATE = ["sleep 2", "onload", "step", "copy", *FIRST]
 
 
 async def test_server_and_trainer_are_never_on_the_gpu_together(tmp_path: Path) -> None:
@@ -163,7 +179,7 @@ async def test_server_and_trainer_are_never_on_the_gpu_together(tmp_path: Path) 
 async def test_without_sharing_nothing_more_is_asked_of_anybody(tmp_path: Path) -> None:
     world = World()
     await Parts(tmp_path, world, share=False).train()
-    update = ["generate", "step", "write", "load"]
+    update = ["generate", "step", "copy", "write", "load"]
     assert world.diary == ["write", "load", "generate", "score", *update, *update]
 
 
