@@ -58,7 +58,7 @@ class Run:
 
     async def train(self) -> dict[str, Any]:
         """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content."""
-        config, trainer, sync = self.config, self.trainer, self.sync
+        config, sync = self.config, self.sync
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
         if not (history := self.recorder.history()):
             self.recorder.metrics(0, await self._evaluate(step=0))
@@ -71,24 +71,10 @@ class Run:
             with timed(metrics, "time/step"):
                 prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
                 groups = await self._play(step, prompts, metrics)  # 2 rollouts     rollout/, 3 scores     rewards/
-                metrics |= rollout_metrics(groups, version=sync.version)
-                groups, signal = informative(groups, config)
-                metrics |= signal
-                if groups:
-                    self.console.progress(step, "training")
-                    if self.turns is not None:
-                        metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
-                    with timed(metrics, "time/measure"):
-                        measured = trainer.measure([rollout for group in groups for rollout in group.rollouts])
-                    samples, shaping = train_samples(
-                        groups, measured, config, self.kl.coef
-                    )  # 4 advantages   algorithm/
-                    self.kl.update(shaping.get("rollout/kl"), len(samples))
-                    stats = trainer.step(samples, keep=self.recorder.skipped(step))  # 5 batches, 6 update      trainer/
-                    metrics |= shaping | train_metrics(stats)
-                    metrics |= self.checkpoints.copy(step)
-                    with timed(metrics, "time/sync"):
-                        metrics |= await sync.publish()  # 7 weights      sync/
+                kept, signal = informative(groups, config)
+                metrics |= rollout_metrics(groups, version=sync.version) | signal
+                if kept:
+                    metrics |= await self._learn(step, kept)
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
                     after = await self._evaluate(step)
                     metrics |= after
@@ -106,6 +92,22 @@ class Run:
             seed=config.trainer.seed,
             final_version=sync.version,
         )
+
+    async def _learn(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Trains on the groups, publishes the new weights and returns what was measured on the way."""
+        metrics: dict[str, float] = {}
+        self.console.progress(step, "training")
+        if self.turns is not None:
+            metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
+        with timed(metrics, "time/measure"):
+            measured = self.trainer.measure([rollout for group in groups for rollout in group.rollouts])
+        samples, shaping = train_samples(groups, measured, self.config, self.kl.coef)  # 4 advantages   algorithm/
+        self.kl.update(shaping.get("rollout/kl"), len(samples))
+        stats = self.trainer.step(samples, keep=self.recorder.skipped(step))  # 5 batches, 6 update      trainer/
+        metrics |= shaping | train_metrics(stats) | self.checkpoints.copy(step)
+        with timed(metrics, "time/sync"):
+            metrics |= await self.sync.publish()  # 7 weights      sync/
+        return metrics
 
     async def _play(self, step: int, prompts: Sequence[Prompt], metrics: dict[str, float]) -> list[Group]:
         """Returns the scored groups of one step, in the order of their prompts; times generation and what follows."""

@@ -10,6 +10,7 @@ import pytest
 import fakes
 from hocket import config as config_module
 from hocket import manifest
+from hocket.algorithm.kl import KlController
 from hocket.checkpoints import Checkpoints
 from hocket.errors import ServerError, SyncError
 from hocket.loop import Run
@@ -20,7 +21,7 @@ from hocket.protocol import Health, ReloadRequest, ReloadResponse, SleepRequest,
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns, put_to_sleep
-from hocket.types import Completion, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
+from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
 
 
 class World:
@@ -91,6 +92,9 @@ class World:
         save_file({"w": torch.ones(2)}, folder / "model.safetensors")
         return manifest.specs([("w", torch.ones(2))])
 
+    def measure(self, rollouts: object) -> list[Measured]:
+        return []
+
     def state(self, sink: object) -> dict[str, Any]:
         self.did("copy")
         return {}
@@ -156,6 +160,7 @@ class Parts:
                 scorer=world,
                 judge=world,
                 sync=self.sync,
+                kl=KlController(self.config.algorithm),
                 recorder=recorder,
                 console=console,
                 checkpoints=kept,
