@@ -45,7 +45,7 @@ def make_samples() -> list[TrainSample]:
             token_ids=tuple(rng.randrange(62) for _ in range(9)),
             mask=(False, False, *[True] * 7),
             rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
-            advantage=rng.gauss(0, 1),
+            advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
         )
         for _ in range(5)
     ]
@@ -195,7 +195,7 @@ def test_a_schedule_goes_on_with_the_settings_of_now(ranks: Ranks, tied_model: s
 
 
 def test_skipped_steps_are_counted_on(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
-    bad = [dataclasses.replace(make_samples()[0], advantage=float("nan"))]
+    bad = [dataclasses.replace(make_samples()[0], advantages=(0.0, 0.0, *[float("nan")] * 7))]
     config = make_config(tied_model, tmp_path, "trainer.max_skipped_steps=2")
     with Trainer(config, ranks=ranks) as trainer:
         assert trainer.step(bad).skipped

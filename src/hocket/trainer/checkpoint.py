@@ -22,7 +22,7 @@ from hocket.protocol import AdapterConfig
 from hocket.system import flush
 from hocket.trainer import lora
 from hocket.trainer.master import MASTER
-from hocket.trainer.policy import DTYPES, PREFIX, published_as, write_model
+from hocket.trainer.policy import DTYPES, PREFIX, published_as, unshared, write_model
 
 BUCKET_BYTES = 1 << 30
 """Most bytes of one file, and of what the CPU's memory holds while it is written; a larger tensor is alone."""
@@ -117,7 +117,7 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}
         if {name: tensor.shape for name, tensor in tensors.items()} != expected:
             raise TrainerError(f"the checkpoint {folder} is of another model than {base}; name it with model.path=")
-        write_model(partial, model, tokenizer, published_as(model, tensors), DTYPES[dtype])
+        write_model(partial, model, tokenizer, unshared(published_as(model, tensors)), DTYPES[dtype])
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

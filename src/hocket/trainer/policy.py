@@ -9,6 +9,7 @@ import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 from transformers.core_model_loading import revert_weight_conversion
 
 from hocket.config import ModelConfig
@@ -174,6 +175,11 @@ def published_as(model: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns parameters under the names, and in the shapes, that checkpoints of the model's architecture have."""
     published: dict[str, Tensor] = revert_weight_conversion(model, dict(named))
     return published
+
+
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors that own their storage, without a copy where that can be: safetensors refuses parts of one."""
+    return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
 
 
 def write_model(folder: Path, model: Any, tokenizer: Any, published: Mapping[str, Tensor], dtype: torch.dtype) -> None:

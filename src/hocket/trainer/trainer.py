@@ -11,7 +11,6 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from hocket import manifest, transfer
 from hocket import tokenizer as tokenizers
@@ -26,7 +25,7 @@ from hocket.trainer.checkpoint import BUCKET_BYTES, SavedTensors
 from hocket.trainer.critic import Critic
 from hocket.trainer.engine import DeepSpeedEngine, default_zero_stage
 from hocket.trainer.frozen import FrozenEngine
-from hocket.trainer.policy import Policy, compute_dtype, skeleton, write_model
+from hocket.trainer.policy import Policy, compute_dtype, skeleton, unshared, write_model
 from hocket.trainer.ranks import Ranks, randomness, restore_randomness
 from hocket.trainer.reference import Reference
 from hocket.trainer.update import Update, accumulate, update
@@ -512,8 +511,7 @@ class Trainer:
         ]
         if not self.is_main:
             return {}
-        # DeepSpeed's tensors are parts of one, and would be cloned or refused as shared ones.
-        published = {name: from_dlpack(tensor.contiguous()) for name, tensor in self._policy.as_published(named)}
+        published = unshared(dict(self._policy.as_published(named)))  # DeepSpeed's are parts of one
         with concurrent.futures.ThreadPoolExecutor(1) as sums:  # of the tensors, while they are written
             specs = sums.submit(manifest.specs, published.items())
             try:
