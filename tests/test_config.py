@@ -386,3 +386,16 @@ def test_deltas_need_the_disk_backend() -> None:
     assert config.load(None, ["sync.delta=true"]).sync.full_every == 50
     with pytest.raises(ConfigError, match=r"sync\.delta=true needs sync\.backend=disk"):
         config.load(None, ["sync.delta=true", "sync.backend=nccl"])
+
+
+def test_the_size_of_micro_batches_is_a_number_or_found_out() -> None:
+    assert config.load(None, ["trainer.micro_batch_tokens=auto"]).trainer.micro_batch_tokens == "auto"
+    assert config.load(None, ["trainer.micro_batch_tokens=100"]).trainer.micro_batch_tokens == 100
+    for value in ("1", "most"):
+        with pytest.raises(ConfigError, match="micro_batch_tokens"):
+            config.load(None, [f"trainer.micro_batch_tokens={value}"])
+
+
+def test_an_offloaded_optimizer_needs_zero() -> None:
+    with pytest.raises(ConfigError, match="offload_optimizer needs zero_stage"):
+        config.load(None, ["trainer.offload_optimizer=true", "trainer.zero_stage=0"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.system import flush, write_atomically
+from hocket.system import flush, free_memory, write_atomically
 
 ORPHAN = "import os, signal; from hocket.system import end_with; end_with({parent}, signal.SIGKILL); print('went on')"
 PARENT = """
@@ -74,3 +74,26 @@ def test_files_and_folders_are_flushed(tmp_path: Path, monkeypatch: pytest.Monke
     assert flushed == [str(tmp_path / "a"), str(tmp_path)]
     with pytest.raises(FileNotFoundError):
         flush(tmp_path / "b")
+
+
+@pytest.mark.parametrize("folder", ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"])
+def test_free_memory_is_what_the_machine_or_the_control_group_has_left(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"/proc/meminfo": "MemTotal:       9000 kB\nMemAvailable:   3000 kB\n"}
+
+    def read(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert free_memory() == 3000 * 1024
+    new = folder == "/sys/fs/cgroup"
+    limit, used = ("memory.max", "memory.current") if new else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    files[f"{folder}/memory.stat"] = f"cache 7\n{'' if new else 'total_'}inactive_file 1000\n"
+    files[f"{folder}/{used}"] = "5000\n"
+    files[f"{folder}/{limit}"] = "9000\n"
+    assert free_memory() == 9000 - 5000 + 1000  # files that are only cached can go
+    files[f"{folder}/{limit}"] = "max\n" if new else f"{1 << 62}\n"
+    assert free_memory() == 3000 * 1024

@@ -374,7 +374,7 @@ class TrainerConfig(Section):
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
         8192, description="Most tokens in one forward pass of one rank; auto: as many as fit, measured at the start."
     )
-    logprob_chunk_tokens: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
+    logprob_chunk_tokens: int = Field(512, ge=1, description="Tokens whose logits exist at the same time.")
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None, description="DeepSpeed ZeRO stage; default: 1 on a CPU, 2 on a GPU."
     )

@@ -196,6 +196,12 @@ def test_sleep_and_wake_up_take_what_we_give() -> None:
     assert {"weights", "kv_cache"} == SLEEP_TAGS
 
 
+def test_a_float32_head_is_asked_of_the_engine_too(model: str) -> None:
+    assert not vllm_api.engine_arguments(load(None, [f"model.path={model}"])).hf_overrides
+    with_it = vllm_api.engine_arguments(load(None, [f"model.path={model}", "model.float32_head=true"]))
+    assert with_it.hf_overrides == {"head_dtype": "float32"}
+
+
 def test_only_a_server_that_shares_its_gpu_has_an_allocator_that_can_sleep(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hocket.trainer.logprobs import token_logprobs
+from hocket.trainer.memory import peak_bytes
 
 TEMPERATURE = 0.7
 Inputs = tuple[torch.Tensor, torch.nn.Linear, torch.Tensor, torch.Tensor]
@@ -63,6 +64,21 @@ def test_logits_exist_for_one_chunk_at_a_time(inputs: Inputs) -> None:
     token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=7, mask_bt=mask)
     assert max(sizes) <= 7
     assert sum(sizes) == mask.sum()
+
+
+def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backward() -> None:
+    head = torch.nn.Linear(4, 2000, bias=False)
+    peaks = []
+    for tokens in (64, 512):
+        hidden, targets = torch.randn(1, tokens, 4, requires_grad=True), torch.zeros(1, tokens, dtype=torch.long)
+
+        def work(hidden: torch.Tensor = hidden, targets: torch.Tensor = targets) -> None:
+            logprobs, _ = token_logprobs(hidden, head, targets, temperature=0.7, chunk_tokens=32)
+            logprobs.sum().backward()
+
+        peaks.append(peak_bytes(work, torch.device("cpu")))
+    assert peaks[0] < 14 * 32 * 2000  # three float32 numbers per logit of a chunk, and the head's gradient
+    assert peaks[1] < 1.15 * peaks[0]
 
 
 def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs) -> None:

@@ -135,6 +135,25 @@ def test_gradient_checkpointing_changes_no_gradient(tied_model: str, samples: li
         torch.testing.assert_close(grad, other)
 
 
+def test_a_float32_head_computes_logits_in_float32_whatever_the_dtype(
+    tied_model: str, samples: list[TrainSample]
+) -> None:
+    [[batch]] = pack(samples, micro_batch_tokens=1000, num_ranks=1)
+    found = {}
+    for exact in (False, True):
+        config = ModelConfig(path=tied_model, float32_head=exact)
+        policy = Policy(config, dtype=torch.bfloat16, temperature=0.7, chunk_tokens=16)
+        hidden = policy._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
+        logits = hidden.double() @ policy.model.lm_head.weight.double().T / 0.7
+        expected = logits.log_softmax(-1).gather(-1, batch.target_ids_bt[..., None]).squeeze(-1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=exact):  # ZeRO-0 computes so; the head stays out of it
+            logprobs, _ = policy(batch)
+        found[exact] = (logprobs - expected)[batch.mask_bt].abs().max().item()
+        logprobs.sum().backward()
+        assert policy.model.lm_head.weight.grad.dtype == torch.bfloat16
+    assert found[True] < 1e-4 < 1e-3 < found[False]
+
+
 def test_random_weights_depend_on_the_seed_only(tied_model: str) -> None:
     first, again, other = (make_policy(tied_model, random_init=True, seed=seed) for seed in (1, 1, 2))
     for a, b, c in zip(first.parameters(), again.parameters(), other.parameters(), strict=True):

@@ -139,6 +139,24 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_names(ranks: Ranks, ti
             trainer.step(bad)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_with_the_optimizer_offloaded_training_goes_on_after_a_skipped_step(
+    ranks: Ranks, tied_model: str, stage: int
+) -> None:
+    bad = [dataclasses.replace(make_samples()[0], advantage=math.nan)]
+    stats = {}
+    for offloaded in ("false", "true"):
+        settings = (f"trainer.zero_stage={stage}", "model.dtype=bfloat16", f"trainer.offload_optimizer={offloaded}")
+        with make_trainer(ranks, tied_model, *settings) as trainer:
+            steps = [make_samples(), make_samples(), bad, make_samples(), make_samples()]
+            stats[offloaded] = [trainer.step(samples) for samples in steps]
+    assert [step.skipped for step in stats["true"]] == [False, False, True, False, False]
+    for step, other in zip(stats["true"], stats["false"], strict=True):
+        assert step.skipped or step.loss == pytest.approx(other.loss, abs=2e-3)
+        assert step.skipped or step.grad_norm == pytest.approx(other.grad_norm, rel=0.02)
+    assert abs(stats["true"][-1].loss - stats["true"][0].loss) > 1e-2  # it does train
+
+
 def test_a_closed_trainer_says_so(ranks: Ranks, tied_model: str) -> None:
     trainer = make_trainer(ranks, tied_model)
     trainer.close()

@@ -178,6 +178,7 @@ def matrix(model: str, output: Path) -> None:
     """Two steps of every cell in MATRIX."""
     shard_everything()
     ranks = Ranks(timeout_s=60)
+    assert ranks.smallest(10 - ranks.rank) == 11 - ranks.size
     for name, settings in MATRIX.items():
         trainer = Trainer(make_config(model, *settings), ranks=ranks)
         if not trainer.is_main:

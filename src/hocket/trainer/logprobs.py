@@ -35,10 +35,13 @@ def token_logprobs(
     num_calls = max(1, -(-max(len(targets_n), max_tokens) // chunk_tokens))
 
     def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
-        logits_cv = lm_head(hidden_ch).float() / temperature
-        logprobs_cv = logits_cv.log_softmax(dim=-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        logprobs_cv = (lm_head(hidden_ch).float() / temperature).log_softmax(dim=-1)
+        if entropy_gradient and torch.is_grad_enabled():
             entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(dim=-1)
+        else:
+            with torch.no_grad():
+                probs_cv = logprobs_cv.exp()
+                entropy_c = torch.special.entr(probs_cv, out=probs_cv).sum(dim=-1)  # −p log p, 0 where p is
         return logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1), entropy_c
 
     chunks = []

@@ -26,7 +26,7 @@ LARGEST_MICRO_BATCH = 1 << 17
 """Beyond it nothing gets faster, and kernels that count elements in 32 bits may fail."""
 _MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
 _TOLERANCE = 0.15  # of the estimate
-_HEAD_BYTES = 20  # per logit of a chunk: scaled logits, their softmax and what the entropy takes, in float32
+_HEAD_BYTES = 12  # per logit of a chunk: log-softmax, its gradient and that of the logits, in float32
 _GRADIENT_BYTES = {  # ZeRO stage and whether in 16 bits: bytes per trained parameter, on each rank and shared by them
     (0, False): (4, 0),
     (0, True): (4, 0),

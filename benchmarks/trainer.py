@@ -1,0 +1,353 @@
+"""One optimiser step of hocket beside a bare PyTorch loop and beside the padded way; memory of the log-probs.
+
+    python benchmarks/trainer.py [--preset 1.5b] [--tokens 16384] [--dtype bfloat16] ...
+
+All ways take the same step on the same samples: a random Qwen2, the default policy loss, AdamW, gradients clipped.
+
+- hocket: `Trainer.step`, from samples to new weights (DeepSpeed, ZeRO as configured).
+- bare: the same packed micro-batches, forward and loss in a plain loop with torch's AdamW.
+- padded: transformers' model on right-padded rows with an attention mask, logits of every position at once.
+
+The spread is longest / shortest sequence; lengths are log-uniform between the two. Sequences come in random order, and
+the padded way takes them as they come. A quarter of each is prompt. On a CPU the ways alternate, in one process of one
+thread, and its processor time is counted, so that what else the machine does matters little; on a GPU each has a
+process of its own, and the wall clock. Memory is measured in fresh processes: what the resident set grows by on a CPU,
+what torch has allocated on a GPU.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from hocket import config as configs
+from hocket.algorithm.losses import LossOutput
+from hocket.trainer.batching import TrainBatch, num_positions, pack
+from hocket.trainer.flops import model_flops, peak_flops, step_flops
+from hocket.trainer.logprobs import token_logprobs
+from hocket.trainer.policy import Policy, skeleton
+from hocket.trainer.trainer import Trainer, grpo_loss
+from hocket.types import TrainSample
+
+ROOT = Path(__file__).resolve().parents[1]
+WAYS = ("hocket", "bare", "padded")
+SPREADS = (1, 4, 16)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Step = Callable[[Sequence[TrainSample]], object]
+
+
+def make_model(folder: Path, options: argparse.Namespace) -> None:
+    """Writes config and tokenizer of a Qwen2; its weights are random."""
+    sizes = {
+        "vocab_size": options.vocabulary,
+        "hidden_size": options.hidden,
+        "intermediate_size": options.hidden * 11 // 4 // 64 * 64,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 64,
+        "num_key_value_heads": max(1, options.hidden // 256),
+    }
+    if options.preset == "1.5b":  # Qwen2.5-1.5B
+        sizes = {
+            "vocab_size": 151_936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+        }
+    Qwen2Config(**sizes, tie_word_embeddings=True, max_position_embeddings=32_768).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "checkpoints" / "tiny-sort" / name, folder)
+
+
+def make_samples(spread: int, options: argparse.Namespace) -> list[TrainSample]:
+    """Returns about two micro-batches' worth of positions."""
+    draw, samples, left = random.Random(spread), [], 2 * options.tokens
+    while left > 0:
+        length = round(options.longest * spread ** -draw.random())
+        prompt = length // 4
+        samples.append(
+            TrainSample(
+                token_ids=tuple(draw.randrange(1000) for _ in range(length + 1)),
+                mask=(False,) * prompt + (True,) * (length + 1 - prompt),
+                rollout_logprobs=(0.0,) * prompt + (-9.0,) * (length + 1 - prompt),
+                advantage=draw.gauss(0, 1),
+            )
+        )
+        left -= length
+    return samples
+
+
+def settings(folder: Path, options: argparse.Namespace) -> configs.Config:
+    return configs.load(
+        None,
+        [
+            f"model.path={folder}",
+            "model.random_init=true",
+            f"model.dtype={options.dtype}",
+            f"trainer.micro_batch_tokens={options.tokens}",
+            f"trainer.gradient_checkpointing={str(options.gradient_checkpointing).lower()}",
+            *options.set,
+        ],
+    )
+
+
+class Loop:
+    """A plain training loop: float32 weights, autocast where another precision is asked for."""
+
+    def __init__(self, model: nn.Module, config: configs.Config) -> None:
+        self.model = model.to(DEVICE)
+        self.config = config
+        self.loss = grpo_loss(config.algorithm)
+        self.dtype = getattr(torch, config.model.dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+
+    def apply(self, outputs: Sequence[Callable[[], LossOutput]]) -> None:
+        """Takes one step on the micro-batches' shares of the loss."""
+        self.optimizer.zero_grad()
+        for output in outputs:
+            with torch.autocast(DEVICE.type, self.dtype, enabled=self.dtype != torch.float32):
+                loss = output().loss
+            loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
+        self.optimizer.step()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def bare(config: configs.Config) -> Step:
+    """The packed step without DeepSpeed, ranks or statistics."""
+    policy = Policy(
+        config.model,
+        dtype=torch.float32,
+        temperature=1.0,
+        chunk_tokens=config.trainer.logprob_chunk_tokens,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+    )
+    loop = Loop(policy, config)
+
+    def share(batch: TrainBatch) -> LossOutput:
+        return loop.loss(policy(batch)[0], batch)
+
+    def step(samples: Sequence[TrainSample]) -> None:
+        [batches] = pack(samples, micro_batch_tokens=config.trainer.micro_batch_tokens, num_ranks=1)
+        loop.apply([functools.partial(share, batch.to(DEVICE)) for batch in batches])
+
+    return step
+
+
+def padded(config: configs.Config) -> Step:
+    """The usual step: rows as long as the longest of their micro-batch, logits of every position at once."""
+    torch.manual_seed(config.trainer.seed)
+    architecture = Qwen2Config.from_pretrained(config.model.path)
+    model = AutoModelForCausalLM.from_config(architecture, attn_implementation="sdpa", dtype=torch.float32)
+    if config.trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loop = Loop(model.train(), config)
+    num_tokens = 0
+
+    def share(rows: Sequence[TrainSample]) -> LossOutput:
+        width = max(num_positions(row) for row in rows)
+
+        def tensor(values: Callable[[TrainSample], Sequence[Any]], filler: Any) -> torch.Tensor:
+            full = [[*values(row), *[filler] * (width - num_positions(row))] for row in rows]
+            return torch.tensor(full, device=DEVICE)
+
+        ids, targets = tensor(lambda s: s.token_ids[:-1], 0), tensor(lambda s: s.token_ids[1:], 0)
+        attention = tensor(lambda s: [1] * num_positions(s), 0)
+        logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits.float()
+        logprobs = logits.log_softmax(dim=-1).gather(-1, targets[..., None]).squeeze(-1)
+        [[batch]] = pack(rows, micro_batch_tokens=10**9, num_ranks=1)
+        batch = dataclasses.replace(
+            batch,
+            mask_bt=tensor(lambda s: s.mask[1:], False),
+            rollout_logprobs_bt=tensor(lambda s: s.rollout_logprobs[1:], 0.0),
+            advantages_bt=tensor(lambda s: [s.advantage] * num_positions(s), 0.0),
+            num_tokens_global=num_tokens,
+        )
+        return loop.loss(logprobs, batch)
+
+    def step(samples: Sequence[TrainSample]) -> None:
+        nonlocal num_tokens
+        num_tokens = sum(sum(sample.mask[1:]) for sample in samples)
+        micro_batches: list[list[TrainSample]] = [[]]
+        for sample in samples:
+            longest = max(num_positions(s) for s in [*micro_batches[-1], sample])
+            if longest * (len(micro_batches[-1]) + 1) > config.trainer.micro_batch_tokens:
+                micro_batches.append([])
+            micro_batches[-1].append(sample)
+        loop.apply([functools.partial(share, rows) for rows in micro_batches if rows])
+
+    return step
+
+
+def make(way: str, config: configs.Config) -> Step:
+    """Returns one step of the way."""
+    return Trainer(config).step if way == "hocket" else {"bare": bare, "padded": padded}[way](config)
+
+
+def timings(
+    ways: Sequence[str], config: configs.Config, options: argparse.Namespace
+) -> dict[str, dict[int, list[float]]]:
+    """Returns seconds per step by way and spread, all ways in turn within a round; the first round warms up."""
+    clock = time.perf_counter if DEVICE.type == "cuda" else time.process_time
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # or the trainer would choose
+    steps = {way: make(way, config) for way in ways}
+    found: dict[str, dict[int, list[float]]] = {way: {spread: [] for spread in SPREADS} for way in ways}
+    for spread in SPREADS:
+        samples = make_samples(spread, options)
+        for number in range(options.rounds + 1):
+            for way, step in steps.items():
+                start = clock()
+                step(samples)
+                if number > 0:
+                    found[way][spread].append(clock() - start)
+    return found
+
+
+def peak(work: Callable[[], object]) -> float:
+    """Returns by how many MiB memory grew at most while it ran. Only the first call of a process can tell on a CPU."""
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    work()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
+
+
+def logprob_step(num_tokens: int, vocabulary: int, chunk_tokens: int) -> None:
+    """Log-probs and entropies of that many tokens, and their backward pass; chunk_tokens 0: all logits at once."""
+    head = nn.Linear(512, vocabulary, bias=False, device=DEVICE)
+    hidden = torch.randn(1, num_tokens, 512, device=DEVICE, requires_grad=True)
+    targets = torch.zeros(1, num_tokens, dtype=torch.long, device=DEVICE)
+    if chunk_tokens:
+        logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=chunk_tokens)
+    else:
+        full = head(hidden).float().log_softmax(dim=-1)
+        logprobs = full.gather(-1, targets[..., None]).squeeze(-1)
+        with torch.no_grad():
+            _ = -(full.exp() * full).sum(dim=-1)
+    logprobs.sum().backward()
+
+
+def in_child(options: Sequence[str], **measure: Any) -> Any:
+    """Runs this file in a fresh process for one measurement and returns what it found."""
+    command = [sys.executable, "-W", "ignore", __file__, *options, "--measure", json.dumps(measure)]
+    environment = dict(os.environ)
+    if measure["kind"] != "times":  # the C library gives blocks back at once, so the resident set is what is in use
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=3600, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def answer(options: argparse.Namespace) -> Any:
+    """Does the one measurement that the parent asked for."""
+    measure = json.loads(options.measure)
+    if measure["kind"] == "logprobs":
+        logprob_step(64, 64, 32)  # what libraries load once is not part of it
+        return peak(lambda: logprob_step(*measure["sizes"]))
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), options)
+        config = settings(Path(folder), options)
+        if measure["kind"] == "times":
+            return timings(measure["ways"], config, options)
+        samples = make_samples(4, options)
+
+        def work() -> None:
+            step = make(measure["way"], config)
+            for _ in range(2):  # the second has AdamW's moments beside the activations
+                step(samples)
+
+        return peak(work)
+
+
+def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
+    """Prints step times, their ratios round by round, which other load disturbs least, and peak memory."""
+    groups = [[way] for way in WAYS] if DEVICE.type == "cuda" else [list(WAYS)]
+    times: dict[str, dict[str, list[float]]] = {}
+    for ways in groups:
+        times |= in_child(arguments, kind="times", ways=ways)
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), options)
+        model = skeleton(settings(Path(folder), options).model)
+    flops, best = model_flops(model), peak_flops(DEVICE, getattr(torch, options.dtype))
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(
+        f"{size:.1f} M parameters, {options.dtype} on {DEVICE.type}, {options.tokens} tokens per micro-batch, about "
+        f"two of them per step, {options.rounds} rounds after one to warm up; MFU of {best / 1e12:.2f} TFLOP/s"
+    )
+    for spread in SPREADS:
+        samples = make_samples(spread, options)
+        lengths = [num_positions(sample) for sample in samples]
+        needed = step_flops(flops, lengths, sum(sum(sample.mask[1:]) for sample in samples))
+        print(f"spread {spread}x: {len(lengths)} sequences of {min(lengths)} to {max(lengths)}, {sum(lengths)} tokens")
+        for way in WAYS:
+            mine, hocket = times[way][str(spread)], times["hocket"][str(spread)]
+            median = statistics.median(mine)
+            ratio = statistics.median(a / b for a, b in zip(mine, hocket, strict=True))
+            print(
+                f"  {way:>6}: {sum(lengths) / median:8.0f} tokens/s, {median:.3f} s ({min(mine):.3f}..{max(mine):.3f}),"
+                f" MFU {needed / median / best:4.0%}; hocket is {ratio:.2f} x as fast"
+            )
+    for way in WAYS:
+        print(f"  {way:>6}: peak memory {in_child(arguments, kind='memory', way=way):7.0f} MiB (4x)", flush=True)
+
+
+def report_logprobs(arguments: Sequence[str], chunk: int) -> None:
+    """Prints peak memory against sequence length and vocabulary, in chunks and whole."""
+    print(f"log-probs, entropies and backward, hidden size 512, float32: peak MiB in chunks of {chunk} | whole")
+    for vocabulary in (12_500, 25_000, 50_000):
+        for tokens in (1024, 2048, 4096):
+            parts, whole = (
+                in_child(arguments, kind="logprobs", sizes=[tokens, vocabulary, size]) for size in (chunk, 0)
+            )
+            print(f"  {vocabulary:6} x {tokens:5}: {parts:6.0f} | {whole:6.0f}  ({parts / whole:.2f})", flush=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=["1.5b"], help="sizes of Qwen2.5-1.5B")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=2048, help="per micro-batch")
+    parser.add_argument("--longest", type=int, default=512, help="tokens of the longest sequence")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of hocket's config")
+    parser.add_argument("--only", choices=["steps", "logprobs"])
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.measure:
+        print(json.dumps(answer(options)))
+        return
+    if options.only != "logprobs":
+        report_steps(arguments, options)
+    if options.only != "steps":
+        report_logprobs(arguments, configs.TrainerConfig().logprob_chunk_tokens)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
