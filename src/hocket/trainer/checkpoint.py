@@ -93,6 +93,7 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
     """
     if output.exists():
         raise ConfigError(f"{output} exists already; remove it, or name another folder")
+    transformers.utils.logging.disable_progress_bar()
     saved = SavedTensors(folder)
     prefix = f"{MASTER}/{PREFIX}"
     names = [name.removeprefix(prefix) for name in saved.shapes() if name.startswith(prefix)]
