@@ -1,5 +1,6 @@
 """The trainer as the loop sees it: one object on rank 0; the other ranks follow and do the same work."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from hocket.manifest import dtype_name
 from hocket.protocol import AdapterConfig, Health, TensorLayout
 from hocket.trainer import lora
 from hocket.trainer.batching import TrainBatch, check_fits, pack
-from hocket.trainer.checkpoint import BUCKET_BYTES, SavedTensors
+from hocket.trainer.checkpoint import BUCKET_BYTES, POLICY, SavedTensors
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.policy import PREFIX, Policy, compute_dtype, write_model
 from hocket.trainer.ranks import Ranks, randomness, restore_randomness
@@ -232,7 +233,9 @@ class Trainer:
         Raises:
             TrainerError: it is the state of another model; nothing has changed.
         """
-        saved.check(self._engine.shapes())
+        saved.check(
+            {f"{name}/{key}": shape for name, e in self._engines().items() for key, shape in e.shapes().items()}
+        )
         self._saved = saved
         self._together("restore", rest)
 
@@ -375,23 +378,33 @@ class Trainer:
         self._engine.onload()
         self._away = False
 
+    def _engines(self) -> dict[str, DeepSpeedEngine]:
+        """Returns everything whose weights and optimiser are saved, by the name that its tensors begin with."""
+        return {POLICY: self._engine}
+
     def _state(self) -> dict[str, Any]:
-        for bucket in self._engine.state(BUCKET_BYTES):
-            if self._state_sink is not None and self._sink_failure is None:
-                try:
-                    self._state_sink(bucket)
-                except Exception as error:  # noqa: BLE001 - raised by `state`: the ranks must gather what is left
-                    self._sink_failure = error
+        for name, engine in self._engines().items():
+            for bucket in engine.state(BUCKET_BYTES):
+                if self._state_sink is not None and self._sink_failure is None:
+                    try:
+                        self._state_sink({f"{name}/{key}": tensor for key, tensor in bucket.items()})
+                    except Exception as error:  # noqa: BLE001 - raised by `state`: the ranks must gather what is left
+                        self._sink_failure = error
         return {
-            **self._engine.counters(),
+            "engines": {name: engine.counters() for name, engine in self._engines().items()},
             "skipped_in_row": self._skipped_in_row,
             "random": self._ranks.gather(randomness(self._ranks.device)),
             "dtype": dtype_name(self._dtype),
             "adapter": None if self.adapter is None else self.adapter.model_dump(),
         }
 
+    def _read(self, engine: str, key: str) -> Tensor:
+        return self._saved.read(f"{engine}/{key}")
+
     def _restore(self, rest: Mapping[str, Any]) -> None:
-        self._engine.restore(lambda name: self._saved.read(name), rest)
+        for name, engine in self._engines().items():
+            read = functools.partial(self._read, name)  # asked on rank 0 alone
+            engine.restore(read, rest["engines"][name])
         self._skipped_in_row = rest["skipped_in_row"]
         if self._ranks.rank < len(rest["random"]):
             restore_randomness(rest["random"][self._ranks.rank], self._ranks.device)
