@@ -24,6 +24,8 @@ from hocket.trainer import lora
 from hocket.trainer.master import MASTER
 from hocket.trainer.policy import DTYPES, PREFIX, published_as, unshared, write_model
 
+POLICY = "policy"
+"""What the names of the trained model's tensors begin with."""
 BUCKET_BYTES = 1 << 30
 """Most bytes of one file, and of what the CPU's memory holds while it is written; a larger tensor is alone."""
 
@@ -93,8 +95,9 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
     """
     if output.exists():
         raise ConfigError(f"{output} exists already; remove it, or name another folder")
+    transformers.utils.logging.disable_progress_bar()
     saved = SavedTensors(folder)
-    prefix = f"{MASTER}/{PREFIX}"
+    prefix = f"{POLICY}/{MASTER}/{PREFIX}"
     names = [name.removeprefix(prefix) for name in saved.shapes() if name.startswith(prefix)]
     tensors = {name: saved.read(prefix + name).to(DTYPES[dtype]) for name in names}
     partial = output.with_name(f".{output.name}.partial")

@@ -21,7 +21,7 @@ from hocket.manifest import dtype_name
 from hocket.protocol import AdapterConfig, Health, TensorLayout, TensorSpec
 from hocket.trainer import flops, guards, lora, measure, memory
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
-from hocket.trainer.checkpoint import BUCKET_BYTES, SavedTensors
+from hocket.trainer.checkpoint import BUCKET_BYTES, POLICY, SavedTensors
 from hocket.trainer.critic import Critic
 from hocket.trainer.engine import DeepSpeedEngine, default_zero_stage
 from hocket.trainer.frozen import FrozenEngine
@@ -350,7 +350,7 @@ class Trainer:
             TrainerError: it is the state of another model; nothing has changed.
         """
         saved.check(
-            {f"{who}{name}": shape for who, kept in self._kept().items() for name, shape in kept.shapes().items()}
+            {f"{name}/{key}": shape for name, e in self._engines().items() for key, shape in e.shapes().items()}
         )
         self._saved = saved
         self._together("restore", rest)
@@ -546,31 +546,35 @@ class Trainer:
             engine.onload()
         self._away = False
 
-    def _kept(self) -> dict[str, DeepSpeedEngine | FrozenEngine]:
-        """Returns the models whose weights no other file holds, by what precedes the names of their tensors."""
+    def _engines(self) -> dict[str, DeepSpeedEngine | FrozenEngine]:
+        """Returns the models whose state no other file holds, by the name that their tensors begin with."""
         resets = self._reference is not None and self._reference.reset_every > 0
-        beside = {f"{name}/": engine for name, engine in self._beside.items() if name == "critic" or resets}
-        return {"": self._engine, **beside}
+        beside = {name: engine for name, engine in self._beside.items() if name == "critic" or resets}
+        return {POLICY: self._engine, **beside}
 
     def _state(self) -> dict[str, Any]:
-        for who, engine in self._kept().items():
+        for name, engine in self._engines().items():
             for bucket in engine.state(BUCKET_BYTES):
                 if self._state_sink is not None and self._sink_failure is None:
                     try:
-                        self._state_sink({f"{who}{name}": tensor for name, tensor in bucket.items()})
+                        self._state_sink({f"{name}/{key}": tensor for key, tensor in bucket.items()})
                     except Exception as error:  # noqa: BLE001 - raised by `state`: the ranks must gather what is left
                         self._sink_failure = error
         return {
-            "counters": {who: engine.counters() for who, engine in self._kept().items()},
+            "engines": {name: engine.counters() for name, engine in self._engines().items()},
             "skipped_in_row": self._skipped_in_row,
             "random": self._ranks.gather(randomness(self._ranks.device)),
             "dtype": dtype_name(self._dtype),
             "adapter": None if self.adapter is None else self.adapter.model_dump(),
         }
 
+    def _read(self, engine: str, key: str) -> Tensor:
+        return self._saved.read(f"{engine}/{key}")
+
     def _restore(self, rest: Mapping[str, Any]) -> None:
-        for who, engine in self._kept().items():
-            engine.restore(lambda name: self._saved.read(f"{who}{name}"), rest["counters"][who])  # noqa: B023
+        for name, engine in self._engines().items():
+            read = functools.partial(self._read, name)  # asked on rank 0 alone
+            engine.restore(read, rest["engines"][name])
         self._skipped_in_row = rest["skipped_in_row"]
         if self._ranks.rank < len(rest["random"]):
             restore_randomness(rest["random"][self._ranks.rank], self._ranks.device)
