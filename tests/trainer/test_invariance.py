@@ -47,7 +47,7 @@ def reference(tied_model: str) -> dict[str, Any]:
             weight = (logprobs.detach() - torch.tensor(sample.rollout_logprobs[1:])).exp().clamp(max=2)
             ratio = (logprobs - logprobs.detach()).exp()
             mask = torch.tensor(sample.mask[1:])
-            total = total - (weight * sample.advantage * ratio)[mask].sum()
+            total = total - (weight * torch.tensor(sample.advantages[1:]) * ratio)[mask].sum()
             num_tokens += int(mask.sum())
         optimizer.zero_grad()
         (total / num_tokens).backward()

@@ -219,7 +219,7 @@ def test_an_export_in_several_files_is_whole(
     ranks: Ranks, model: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "hocket.trainer.trainer.save_torch_state_dict", functools.partial(save_torch_state_dict, max_shard_size=8192)
+        "hocket.trainer.policy.save_torch_state_dict", functools.partial(save_torch_state_dict, max_shard_size=8192)
     )
     with make_trainer(ranks, request.getfixturevalue(model), "model.dtype=bfloat16") as trainer:
         specs = trainer.export(tmp_path)
@@ -307,7 +307,7 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
 
     with make_trainer(ranks, tied_model) as trainer:
         with monkeypatch.context() as patch:
-            patch.setattr("hocket.trainer.trainer.save_torch_state_dict", full)
+            patch.setattr("hocket.trainer.policy.save_torch_state_dict", full)
             with pytest.raises(OSError, match="No space left"):
                 trainer.export(tmp_path / "model")
         assert not trainer.step(make_samples()).skipped
