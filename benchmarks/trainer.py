@@ -89,7 +89,7 @@ def make_samples(spread: int, options: argparse.Namespace) -> list[TrainSample]:
                 token_ids=tuple(draw.randrange(1000) for _ in range(length + 1)),
                 mask=(False,) * prompt + (True,) * (length + 1 - prompt),
                 rollout_logprobs=(0.0,) * prompt + (-9.0,) * (length + 1 - prompt),
-                advantage=draw.gauss(0, 1),
+                advantages=(0.0,) * prompt + (draw.gauss(0, 1),) * (length + 1 - prompt),
             )
         )
         left -= length
@@ -180,7 +180,7 @@ def padded(config: configs.Config) -> Step:
             batch,
             mask_bt=tensor(lambda s: s.mask[1:], False),
             rollout_logprobs_bt=tensor(lambda s: s.rollout_logprobs[1:], 0.0),
-            advantages_bt=tensor(lambda s: [s.advantage] * num_positions(s), 0.0),
+            advantages_bt=tensor(lambda s: s.advantages[1:], 0.0),
             num_tokens_global=num_tokens,
         )
         return loop.loss(logprobs, batch)
