@@ -4,6 +4,7 @@ Works under plain `python` (one rank), `torchrun` and the `deepspeed` launcher, 
 LOCAL_RANK. Commands and reports go over a gloo group of their own, beside the group that gradients use.
 """
 
+import atexit
 import base64
 import contextlib
 import datetime
@@ -48,6 +49,7 @@ class Ranks:
         self.timeout_s = timeout_s
         self.destroy: Callable[[], None] = dist.destroy_process_group
         self._left = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="hocket-ranks", daemon=True)
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         timeout = datetime.timedelta(seconds=timeout_s)
         if torch.cuda.is_available():
@@ -63,7 +65,8 @@ class Ranks:
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
             self._control = dist.new_group(backend="gloo", timeout=timeout)
         if self.size > 1:
-            threading.Thread(target=self._watch, name="hocket-ranks", daemon=True).start()
+            self._watcher.start()
+            atexit.register(self._stop_watching)  # a thread within the store's C++ would abort a process that ends
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns one more group of all ranks, for gradients, with the same deadline."""
@@ -115,7 +118,7 @@ class Ranks:
 
     def close(self) -> None:
         """Parts from the other ranks together; a rank that just left could make them fail on their way out."""
-        self._left.set()
+        self._stop_watching()
         self.barrier()
         self.destroy()
 
@@ -128,7 +131,7 @@ class Ranks:
 
     def leave(self, failure: str | None = None) -> None:
         """Says that this rank goes because of an error; with `failure`, its own, which the others will then name."""
-        self._left.set()
+        self._stop_watching()
         if failure is not None:
             with contextlib.suppress(RuntimeError):  # rank 0, which keeps what ranks say, may be gone
                 self._store.compare_set(FAILURE, "", f"rank {self.rank} failed: {failure}")
@@ -139,6 +142,11 @@ class Ranks:
             if self._store.check([FAILURE]):
                 return str(self._store.get(FAILURE).decode())
         return None
+
+    def _stop_watching(self) -> None:
+        self._left.set()
+        if self._watcher.is_alive():
+            self._watcher.join(GRACE_S)
 
     def _watch(self) -> None:
         while not self._left.wait(WATCH_S):
