@@ -19,6 +19,7 @@ from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import in_order, play, refuse_failing, sampling_params
+from hocket.rollout.episodes import Episodes
 from hocket.rollout.evaluate import evaluate
 from hocket.sync.base import WeightSync
 from hocket.sync.turns import Turns
@@ -35,6 +36,7 @@ class Run:
         held_out: prompts of the evaluation; none: no evaluation.
         scorer: rewards of the training rollouts.
         judge: the one reward whose mean over held-out prompts is the accuracy.
+        episodes: how episodes of several turns are played; None: the model answers once.
         turns: where server and trainer share a GPU; publishing ends the trainer's turn.
     """
 
@@ -48,6 +50,7 @@ class Run:
     sync: WeightSync
     recorder: Recorder
     console: Console
+    episodes: Episodes | None = None
     turns: Turns | None = None
 
     async def train(self) -> dict[str, Any]:
@@ -63,7 +66,7 @@ class Run:
             with timed(metrics, "time/step"):
                 prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
                 with timed(metrics, "time/generate"):
-                    groups = await self._play(step, prompts)  # 2 rollouts     rollout/, 3 scores     rewards/
+                    groups = await self._play(step, prompts)  # 2 rollouts     rollout/, envs/, 3 scores     rewards/
                 metrics |= rollout_metrics(groups, version=sync.version)
                 samples, signal = train_samples(groups, config.algorithm)  # 4 advantages   algorithm/
                 metrics |= signal
@@ -104,6 +107,7 @@ class Run:
             group_size=rollout.group_size,
             label=f"step {step}",
             timeout_s=rollout.timeout_s,
+            episodes=self.episodes,
         ):
             groups.append(group)
             self.console.progress(step, f"{len(groups)}/{len(prompts)} groups scored")
@@ -120,7 +124,12 @@ class Run:
         metrics: dict[str, float] = {}
         with timed(metrics, "time/eval"):
             measured, groups = await evaluate(
-                self.held_out, server=self.servers, scorer=self.judge, config=self.config, label=f"eval {step}"
+                self.held_out,
+                server=self.servers,
+                scorer=self.judge,
+                config=self.config,
+                label=f"eval {step}",
+                episodes=self.episodes,
             )
         self.recorder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured

@@ -70,7 +70,8 @@ class Recorder:
 
 def _rows(group: Group) -> Iterable[dict[str, Any]]:
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        yield {
+        dialogue = {"dialogue": rollout.dialogue} if rollout.dialogue else {}
+        yield dialogue | {
             "id": rollout.id,
             "group_id": rollout.group_id,
             "prompt_id": rollout.prompt.id,
