@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hocket.config import ServerConfig
+from hocket.server import vllm_api
 from hocket.server.errors import ApiError
 from hocket.server.requests import RequestReader
 
@@ -13,7 +14,11 @@ from hocket.server.requests import RequestReader
 @pytest.fixture(scope="module")
 def reader(kit: Any) -> RequestReader:
     return RequestReader(
-        kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig(max_prompts=4, max_n=3)
+        kit.make_tokenizer(),
+        vocab_size=96,
+        max_length=32,
+        limits=ServerConfig(max_prompts=4, max_n=3),
+        find_calls=vllm_api.find_calls,
     )
 
 
@@ -108,7 +113,9 @@ def test_wrong_messages_are_refused_by_name(reader: RequestReader, messages: Any
 def test_a_model_without_chat_template_refuses_messages(kit: Any) -> None:
     tokenizer = kit.make_tokenizer()
     tokenizer.chat_template = None
-    reader = RequestReader(tokenizer, vocab_size=96, max_length=32, limits=ServerConfig())
+    reader = RequestReader(
+        tokenizer, vocab_size=96, max_length=32, limits=ServerConfig(), find_calls=vllm_api.find_calls
+    )
     with pytest.raises(ApiError, match="no chat template"):
         read(reader, prompts=[[{"role": "user", "content": "a"}]])
 

@@ -58,7 +58,8 @@ class Recorder:
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Writes rollouts/NAME.jsonl, one line per rollout."""
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group))
+        rows = (row for group in groups for row in _rows(group))
+        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         write_atomically(self.run_dir / "rollouts" / f"{name}.jsonl", lines)
 
     def summary(self, **values: Any) -> dict[str, Any]:

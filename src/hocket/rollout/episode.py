@@ -51,11 +51,14 @@ class Transcript:
         self.finish_reason: FinishReason = "stop"
         self.told(prompt.token_ids)
 
-    def told(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens that the policy did not sample."""
+    def told(self, token_ids: Sequence[int], observation: Observation | None = None) -> None:
+        """Appends tokens that the policy did not sample: what the environment said, or the prompt."""
         self.token_ids += token_ids
         self.mask += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
+        if observation is not None:
+            self.dialogue += observation.messages
+            self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
 
     def begins_with(self, token_ids: Sequence[int]) -> None:
         """Puts other tokens in the place of the prompt's."""
@@ -153,8 +156,9 @@ class Episode:
         transcript.reward = 0.0
         start = await self._call(environment.reset, transcript.prompt, self._seed(0), returns=(Observation, type(None)))
         observation: Observation = start or Observation()
-        self._tell_before(observation)
-        while room := self._room():
+        told = self._before(observation)
+        while (room := self._room(told)) > 0:
+            transcript.told(told, observation)
             sampling = self._next(observation, room)
             grown(len(transcript.token_ids) + sampling.max_tokens)
             completion = await self._ask(transcript.token_ids, sampling, seed=self._seed(transcript.turns + 1))
@@ -163,8 +167,7 @@ class Episode:
             transcript.reward += step.reward
             if step.done:
                 return
-            self._tell(step, completion)
-            observation = step
+            observation, told = step, self._between(step, completion)
         transcript.finish_reason = "length"
         transcript.reward += await self._call(environment.truncated, returns=(float, int))
 
@@ -172,11 +175,11 @@ class Episode:
         self._left_s = self._limits.timeout_s
         await self._call(environment.close, returns=(object,))
 
-    def _room(self) -> int:
-        """Returns how many tokens the next turn may have; 0: there is none."""
+    def _room(self, told: Sequence[int]) -> int:
+        """Returns how many tokens the next turn may have once the model has been told so much; below 1: none."""
         if self.transcript.turns == self._limits.max_turns:
             return 0
-        return max(0, self._limits.max_length - len(self.transcript.token_ids))
+        return self._limits.max_length - len(self.transcript.token_ids) - len(told)
 
     def _next(self, observation: Observation, room: int) -> SamplingParams:
         wanted = self._sampling.max_tokens if observation.max_tokens is None else observation.max_tokens
@@ -187,26 +190,26 @@ class Episode:
         digest = hashlib.sha256(f"{self._sampling.seed}:{self._number}:{turn}".encode()).digest()
         return int.from_bytes(digest[:6], "big")
 
-    def _tell_before(self, observation: Observation) -> None:
-        """Adds what the environment says before the model's first turn: the prompt is then rendered with it."""
+    def _before(self, observation: Observation) -> list[int]:
+        """Returns what the environment says before the first turn; messages make the prompt another one."""
         if not observation.messages:
-            self._tell(observation, None)
-            return
+            return self._text(observation)
         messages = [*(self.transcript.prompt.messages or ()), *observation.messages]
-        rendered = self._rendered(lambda: self._renderer.encode([self._renderer.render(messages)])[0])
-        self.transcript.begins_with(rendered)
-        self.transcript.dialogue += observation.messages
+        prompt = self._rendered(lambda: self._renderer.encode([self._renderer.render(messages)])[0])
+        if len(prompt) >= self._limits.max_length:
+            raise EpisodeError(f"reset: a prompt of {len(prompt)} tokens leaves no room for a turn in model.max_length")
+        self.transcript.begins_with(prompt)
+        return []
 
-    def _tell(self, observation: Observation, completion: Completion | None) -> None:
-        """Adds what the environment says next; where it says nothing, the model goes on where it stopped."""
-        transcript = self.transcript
-        if observation.text:
-            transcript.told(self._renderer.encode([observation.text])[0])
-            transcript.dialogue.append({"role": "environment", "content": observation.text})
-        if observation.messages and completion is not None:
-            ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-            transcript.told(self._rendered(lambda: self._renderer.following(observation.messages, ended=ended)))
-            transcript.dialogue += observation.messages
+    def _between(self, step: Step, completion: Completion) -> list[int]:
+        """Returns what the environment says after a turn; where it says nothing, the model goes on where it stopped."""
+        if not step.messages:
+            return self._text(step)
+        ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
+        return self._rendered(lambda: self._renderer.following(step.messages, ended=ended))
+
+    def _text(self, observation: Observation) -> list[int]:
+        return self._renderer.encode([observation.text])[0] if observation.text else []
 
     def _rendered(self, render: Callable[[], list[int]]) -> list[int]:
         try:

@@ -257,7 +257,7 @@ def find_calls(tokenizer: Any, tools: ToolParsing) -> FindCalls:
     """Returns what finds calls of these tools in a completion, by vLLM's own parser; one thread at a time may use it.
 
     Raises:
-        ValueError: there is no such parser, or a tool is described in another way.
+        ValueError: there is no such parser, it can't be used here, or a tool is described in another way.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
@@ -265,7 +265,10 @@ def find_calls(tokenizer: Any, tools: ToolParsing) -> FindCalls:
     if tools.parser not in (known := ToolParserManager.list_registered()):
         raise ValueError(f"vLLM has no tool parser {tools.parser!r}; known: {', '.join(known)}")
     request = ChatCompletionRequest(messages=[], tools=tools.tools)
-    parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
+    try:
+        parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
+    except (ImportError, RuntimeError, ValueError) as error:  # a package or a token of its own is missing
+        raise ValueError(f"vLLM's tool parser {tools.parser!r} can't be used here: {error}") from error
     request = parser.adjust_request(request)
 
     def find(token_ids: Sequence[int], ended: bool) -> list[dict[str, str]]:
@@ -274,7 +277,7 @@ def find_calls(tokenizer: Any, tools: ToolParsing) -> FindCalls:
             calls = parser.extract_tool_calls(text, request=request).tool_calls
         # The parsers read what a model wrote, and some raise where it is malformed: then there is no call in it.
         except Exception:
-            logger.exception("vLLM's tool parser %s failed on %r", tools.parser, text)
+            logger.exception("vLLM's tool parser %s failed on %.200r", tools.parser, text)
             return []
         return [
             {
