@@ -2,15 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
-from hocket.data import PromptStream, Renderer, load_prompts
-from hocket.envs import Environment
-from hocket.envs.base import bind
+from hocket.data import PromptStream, load_prompts
 from hocket.errors import ConfigError
 from hocket.launch import Child, refuse_dead, server_process
 from hocket.observe.console import Console
@@ -19,8 +17,7 @@ from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
-from hocket.rollout.episode import Limits
-from hocket.rollout.episodes import Episodes
+from hocket.rollout.episodes import Episodes, episodes_of
 from hocket.rollout.evaluate import evaluate, rewards_of_eval
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
@@ -47,9 +44,9 @@ def train(config: Config) -> int:
         scorer = stack.enter_context(RewardScorer(config.rewards))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
-        prompts = _load("train", config, tokenizer, console)
-        held_out = _load("eval", config, tokenizer, console)
-        episodes = _episodes(config, tokenizer)
+        episodes = episodes_of(config, tokenizer)
+        prompts = _load("train", config, tokenizer, console, episodes)
+        held_out = _load("eval", config, tokenizer, console, episodes)
         recorder = stack.enter_context(Recorder(config))
         tell = {"on_wait": console.doing, "say": console.say}
         asyncio.run(_make_room(config, **tell))
@@ -94,10 +91,10 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
-        held_out = _load("eval", config, tokenizer, console)
+        episodes = episodes_of(config, tokenizer)
+        held_out = _load("eval", config, tokenizer, console, episodes)
         if not held_out:
             raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
-        episodes = _episodes(config, tokenizer)
 
         own: Child | None = None
 
@@ -172,39 +169,15 @@ def _sync(
     )
 
 
-def _environment(config: Config) -> Callable[[], Environment]:
-    return bind(config.env.name, config.env.model_extra or {})
-
-
-def _tools(config: Config) -> Sequence[Mapping[str, Any]]:
-    toolbox = _environment(config)().toolbox
-    return () if toolbox is None else toolbox.schemas
-
-
-def _episodes(config: Config, tokenizer: Any) -> Episodes | None:
-    """Returns how episodes are played; None where the model answers once."""
-    make = _environment(config)
-    if config.env.name == "single_turn":
-        return None
-    return Episodes(
-        make=make,
-        renderer=Renderer(config.data, tokenizer, _tools(config)),
-        limits=Limits(
-            max_turns=config.env.max_turns,
-            max_length=tokenizers.context_length(config.model),
-            timeout_s=config.env.timeout_s,
-        ),
-        max_in_flight_tokens=config.rollout.max_in_flight_tokens,
-    )
-
-
-def _load(which: str, config: Config, tokenizer: Any, console: Console) -> tuple[Prompt, ...]:
+def _load(
+    which: str, config: Config, tokenizer: Any, console: Console, episodes: Episodes | None
+) -> tuple[Prompt, ...]:
     """Returns the prompts of training ("train") or of the evaluation ("eval"), and says how many were too long."""
     data = config.data if which == "train" else config.eval.data
     if which == "eval" and config.eval.num_prompts == 0:
         return ()
     longest = tokenizers.context_length(config.model) - config.rollout.max_tokens
-    loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=_tools(config))
+    loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=episodes.renderer.tools if episodes else ())
     if loaded.num_dropped:
         limit = min(longest, data.max_prompt_tokens or longest)
         console.say(f"{which}: dropped {loaded.num_dropped} prompts of {data.source} with more than {limit} tokens")

@@ -134,3 +134,13 @@ def test_a_body_that_is_no_json_is_malformed_and_a_wrong_field_is_invalid(reader
     with pytest.raises(ApiError, match="colour: unknown field") as caught:
         read(reader, prompts=["a"], colour="red")
     assert (caught.value.status, caught.value.body.code) == (422, "invalid_request")
+
+
+def test_the_tools_of_a_request_are_looked_for_in_each_of_its_completions(reader: RequestReader) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    _, jobs = read(reader, prompts=["a", "b"], n=2, tools={"parser": "pythonic", "tools": [tool]})
+    token_ids = [ord(character) - 30 for character in "[f(x=1)]"]
+    assert [job.tools(token_ids, False) for job in jobs] == [[{"name": "f", "arguments": '{"x": 1}', "id": ""}]] * 4
+    with pytest.raises(ApiError, match="no tool parser 'x'") as caught:
+        read(reader, prompts=["a"], tools={"parser": "x", "tools": [tool]})
+    assert caught.value.status == 422

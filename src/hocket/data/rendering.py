@@ -47,7 +47,7 @@ class Renderer:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        tools: functions that the chat template shows to the model, as OpenAI's API describes one.
+        tools: kept as an attribute; functions that the chat template shows to the model, as OpenAI's API describes one.
 
     Raises:
         DataError: the section asks for what the tokenizer lacks, or contradicts itself.
@@ -61,7 +61,7 @@ class Renderer:
         if tools and not data.chat_template:
             raise DataError("tools are shown by the chat template; set data.chat_template: true")
         self._data = data
-        self._tools = list(tools) or None
+        self.tools = tuple(tools)
         self._tokenizer = tokenizer
         self._pattern = _compile(data)
 
@@ -113,7 +113,7 @@ class Renderer:
             raise ValueError("messages need data.chat_template: true; without one there is plain text alone")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=self._tools, add_generation_prompt=True, tokenize=False
+                list(messages), tools=list(self.tools) or None, add_generation_prompt=True, tokenize=False
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error

@@ -27,6 +27,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from hocket.config import EnvConfig
 from hocket.errors import ConfigError
 from hocket.registry import Registry, nearest
 from hocket.types import FinishReason, Message, Prompt, Toolbox, ToolCall
@@ -136,7 +137,7 @@ def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     called = f"environment {name}{inspect.signature(kind)}"
     for option in options:
         if option not in parameters:
-            raise ConfigError(f"{called} has no option {option!r}{nearest(option, parameters)}")
+            raise ConfigError(f"{called} has no option {option!r}{nearest(option, [*parameters, *EnvConfig.model_fields])}")
     for parameter in parameters.values():
         if parameter.default is parameter.empty and parameter.name not in options:
             raise ConfigError(f"{called} needs the option {parameter.name!r}: set env.{parameter.name}")

@@ -7,9 +7,13 @@ import asyncio
 import dataclasses
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
+from hocket import tokenizer as tokenizers
+from hocket.config import Config
 from hocket.data import Renderer
 from hocket.envs import Environment
+from hocket.envs.base import bind
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
 from hocket.types import Prompt, Rollout, SamplingParams
@@ -136,3 +140,26 @@ class Episodes:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def episodes_of(config: Config, tokenizer: Any) -> Episodes | None:
+    """Returns how a run's episodes are played; None where the model answers once.
+
+    Raises:
+        ConfigError: there is no such environment, or its options are wrong.
+    """
+    make = bind(config.env.name, config.env.model_extra or {})
+    if config.env.name == "single_turn":
+        return None
+    limits = Limits(
+        max_turns=config.env.max_turns,
+        max_length=tokenizers.context_length(config.model),
+        timeout_s=config.env.timeout_s,
+    )
+    toolbox = make().toolbox
+    return Episodes(
+        make=make,
+        renderer=Renderer(config.data, tokenizer, () if toolbox is None else toolbox.schemas),
+        limits=limits,
+        max_in_flight_tokens=config.rollout.max_in_flight_tokens,
+    )
