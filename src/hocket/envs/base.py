@@ -137,7 +137,8 @@ def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     called = f"environment {name}{inspect.signature(kind)}"
     for option in options:
         if option not in parameters:
-            raise ConfigError(f"{called} has no option {option!r}{nearest(option, [*parameters, *EnvConfig.model_fields])}")
+            close = nearest(option, [*parameters, *EnvConfig.model_fields])
+            raise ConfigError(f"{called} has no option {option!r}{close}")
     for parameter in parameters.values():
         if parameter.default is parameter.empty and parameter.name not in options:
             raise ConfigError(f"{called} needs the option {parameter.name!r}: set env.{parameter.name}")
