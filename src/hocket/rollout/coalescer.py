@@ -1,8 +1,8 @@
 """Single turns of many episodes, asked for in few requests.
 
-One request per turn halves the engine's throughput, and the HTTP client slows down with hundreds in flight
-(facts are in its own module). Turns that come within a few milliseconds go together; the more requests are under way,
-the longer the next one waits for company. Knows nothing of episodes.
+One request per turn costs the engine more than half of its throughput, and the HTTP client slows down with hundreds in
+flight. Turns that come within a few milliseconds go together; the more requests are under way, the longer the next one
+waits for company. Knows nothing of episodes.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ from hocket.envs import Environment
 from hocket.envs.base import bind
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
-from hocket.types import Prompt, Rollout, SamplingParams
+from hocket.types import Prompt, Rollout, SamplingParams, Toolbox
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +75,14 @@ class Episodes:
     Attributes:
         make: gives every episode an environment of its own.
         renderer: of the data that the prompts are from.
+        toolbox: of the environments.
         max_in_flight_tokens: of all unfinished episodes, with the turn that each is about to take; None: no bound.
     """
 
     make: Callable[[], Environment]
     renderer: Renderer
     limits: Limits
+    toolbox: Toolbox | None = None
     max_in_flight_tokens: int | None = None
 
     async def play(
@@ -100,7 +102,7 @@ class Episodes:
         """
         budget = Budget(self.max_in_flight_tokens)
         ended: asyncio.Queue[asyncio.Task[Played]] = asyncio.Queue()
-        async with Coalescer(server, timeout_s=timeout_s, tools=self.make().toolbox) as coalescer:
+        async with Coalescer(server, timeout_s=timeout_s, tools=self.toolbox) as coalescer:
 
             async def one(i: int, j: int) -> Played:
                 held = len(prompts[i].token_ids) + sampling.max_tokens
@@ -161,5 +163,6 @@ def episodes_of(config: Config, tokenizer: Any) -> Episodes | None:
         make=make,
         renderer=Renderer(config.data, tokenizer, () if toolbox is None else toolbox.schemas),
         limits=limits,
+        toolbox=toolbox,
         max_in_flight_tokens=config.rollout.max_in_flight_tokens,
     )
