@@ -11,7 +11,7 @@ import pytest
 from hocket.client import ServerClient
 from hocket.errors import ServerError
 from hocket.protocol import DiskSource, GroupRequest, ReloadRequest
-from hocket.types import Completion, SamplingParams
+from hocket.types import Completion, SamplingParams, Toolbox, ToolCall
 
 HEALTH = {
     "status": "ready",
@@ -128,6 +128,22 @@ async def test_seeds_and_the_session_go_with_the_request() -> None:
         await generate(server, seeds=[11], session="s1")
         await generate(server)
     assert [(body["seeds"], body["session"]) for body in seen] == [([11], "s1"), (None, None)]
+
+
+async def test_tools_go_with_the_request_and_calls_come_back() -> None:
+    seen: list[dict[str, object]] = []
+    schema = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    call = {"name": "f", "arguments": '{"x": 1}', "id": ""}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(json.loads(request.content))
+        done = COMPLETION | {"tool_calls": [call]}
+        return httpx.Response(200, content=lines({"prompt": 0, "index": 0, "completion": done}, END))
+
+    async with client(handler) as server:
+        ((_, _, completion),) = await generate(server, tools=Toolbox(parser="hermes", schemas=(schema,)))
+    assert completion.tool_calls == (ToolCall(name="f", arguments='{"x": 1}'),)
+    assert seen[0]["tools"] == {"parser": "hermes", "tools": [schema]}
 
 
 async def test_only_a_connection_that_fails_counts_as_nobody_there() -> None:

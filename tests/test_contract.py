@@ -119,7 +119,7 @@ def test_heavy_packages_have_one_home(package: str) -> None:
     assert users <= HOMES[package]
 
 
-@pytest.mark.parametrize("package", ["data", "rewards", "rollout", "client", "pool", "config", "protocol"])
+@pytest.mark.parametrize("package", ["data", "envs", "rewards", "rollout", "client", "pool", "config", "protocol"])
 def test_no_torch_is_needed_for(package: str) -> None:
     modules = [name for name in FILES if part(name) == package]
     assert modules

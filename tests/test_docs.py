@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from hocket import config, presets
+from hocket.envs import Action
+from hocket.envs.base import bind
 from hocket.observe import metrics
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
-from hocket.types import Prompt, Rollout
+from hocket.types import Prompt, Rollout, ToolCall
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,3 +68,25 @@ async def test_the_readmes_own_reward_works_as_it_stands(tmp_path: Path) -> None
     )
     with RewardScorer(settings.rewards) as scorer:
         assert (await scorer.score(rollout)).total == pytest.approx(0.5)  # "ab" of "abcd", and no bonus
+
+
+async def test_the_environment_and_the_tool_of_the_documentation_work_as_they_stand(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    codes = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
+    commands = re.findall(r'"plugins=\[(.*?)\]" "(env=.*?)"', page)
+    assert [name for name, _ in codes] == [name for name, _ in commands] == ["my_envs.py", "my_tools.py"]
+    made = []
+    for (name, code), (_, env) in zip(codes, commands, strict=True):
+        (tmp_path / name).write_text(code)
+        settings = config.load(None, [f"plugins=[{tmp_path / name}]", env])
+        load_plugins(settings.plugins)
+        made.append(bind(settings.env.name, settings.env.model_extra or {})())
+    spell, tools = made
+    assert spell.words == 50
+    started = await spell.reset(Prompt(id="p", token_ids=(1,), answer="ab"), 0)
+    assert started.messages[0]["content"] == "First letter?"
+    steps = [await spell.step(Action(text=text, token_ids=(1,), finish_reason="stop")) for text in ("a ", "c")]
+    assert [(step.reward, step.done) for step in steps] == [(0.5, False), (0.0, True)]
+    call = ToolCall(name="population", arguments='{"city": "Cologne"}')
+    told = await tools.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=(call,)))
+    assert [message["content"] for message in told.messages] == ["1087353"]

@@ -16,8 +16,8 @@ import pytest
 import fakes
 from hocket.errors import ServerError, SyncError
 from hocket.pool import Member, ServerPool
-from hocket.protocol import ErrorBody, GenerateRequest, Health
-from hocket.types import Completion, SamplingParams
+from hocket.protocol import ErrorBody, GenerateRequest, Health, ToolParsing
+from hocket.types import Completion, SamplingParams, Toolbox
 
 SEED = 1000
 SAMPLING = SamplingParams(max_tokens=10, seed=SEED)
@@ -217,6 +217,18 @@ async def test_every_pair_has_the_same_seed_whoever_plays_it(servers: list[FakeS
             assert outcome(await play(pool, prompts, n=3)) == texts(prompts, 3)
     assert servers[0].requests[0].seeds == [1000, 1003, 1006, 1009, 1012]  # seed + i * n
     assert servers[0].requests[0].sampling.seed is None
+
+
+async def test_seeds_of_the_prompts_own_and_tools_go_where_the_prompts_go(servers: list[FakeServer]) -> None:
+    toolbox = Toolbox(parser="hermes", schemas=({"type": "function"},))
+    servers[0].cut_after = 1
+    async with make_pool(servers) as pool:
+        prompts, seeds = [[i] for i in range(4)], [70, 50, 60, 80]
+        done = pool.generate(prompts, SamplingParams(max_tokens=3), timeout_s=5, seeds=seeds, tools=toolbox)
+        assert len([item async for item in done]) == 4
+    assert sorted(servers[0].played + servers[1].played) == [(0, 70), (1, 50), (2, 60), (3, 80)]
+    sent = [request.tools for server in servers for request in server.requests]
+    assert sent == [ToolParsing(parser="hermes", tools=[{"type": "function"}])] * 3  # two shares, and what was lost
 
 
 async def test_without_a_seed_none_is_sent(servers: list[FakeServer]) -> None:

@@ -30,16 +30,19 @@ from hocket.protocol import (
     SleepResponse,
     StreamEnd,
     StreamLine,
+    ToolParsing,
     UploadResponse,
     WakeRequest,
 )
-from hocket.types import Completion, SamplingParams
+from hocket.types import Completion, SamplingParams, Toolbox, ToolCall
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 _STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(StreamLine | StreamEnd)
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
+MAX_CONNECTIONS = 64
+"""Of one server. Callers keep well below it: a call that waits for a connection may pass its deadline."""
 
 
 class ServerClient:
@@ -59,7 +62,7 @@ class ServerClient:
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             # A connection idle for longer than the server keeps it would fail at its next use.
-            limits=httpx.Limits(max_connections=16, keepalive_expiry=2.0),
+            limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=2.0),
             timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # each call has one deadline around all of it
             transport=transport,
             trust_env=False,  # a company proxy knows nothing of servers on this machine or network
@@ -95,6 +98,7 @@ class ServerClient:
         timeout_s: float,
         seeds: Sequence[int] | None = None,
         session: str | None = None,
+        tools: Toolbox | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         """Yields (prompt index, sample index, completion) as the server finishes them, in any order.
 
@@ -104,6 +108,7 @@ class ServerClient:
             timeout_s: deadline for the whole answer.
             seeds: one per prompt, instead of sampling.seed.
             session: the server must not have been started again since it had this one.
+            tools: calls of these are looked for in the completions.
 
         Raises:
             ServerError: refused, unreachable, cut off, or not finished in time.
@@ -115,6 +120,7 @@ class ServerClient:
             stream=True,
             seeds=None if seeds is None else list(seeds),
             session=session,
+            tools=None if tools is None else ToolParsing(parser=tools.parser, tools=[dict(s) for s in tools.schemas]),
         )
         received = 0
         async with (
@@ -145,6 +151,7 @@ class ServerClient:
                         finish_reason=done.finish_reason,
                         versions=tuple(done.versions),
                         text=done.text,
+                        tool_calls=tuple(ToolCall(**call.model_dump()) for call in done.tool_calls),
                     ),
                 )
         raise ServerError(

@@ -20,6 +20,7 @@ from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
+from hocket.rollout.episodes import Episodes, episodes_of
 from hocket.rollout.evaluate import evaluate, rewards_of_eval
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
@@ -50,8 +51,9 @@ def train(config: Config) -> int:
         scorer = stack.enter_context(RewardScorer(config.rewards))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
-        prompts = _load("train", config, tokenizer, console)
-        held_out = _load("eval", config, tokenizer, console)
+        episodes = episodes_of(config, tokenizer)
+        prompts = _load("train", config, tokenizer, console, episodes)
+        held_out = _load("eval", config, tokenizer, console, episodes)
         stream = PromptStream(prompts, config.trainer.seed)
         recorder = stack.enter_context(Recorder(config))
         tell = {"on_wait": console.doing, "say": console.say}
@@ -90,6 +92,7 @@ def train(config: Config) -> int:
                         recorder=recorder,
                         console=console,
                         checkpoints=kept,
+                        episodes=episodes,
                         turns=turns,
                     ).train()
 
@@ -109,7 +112,8 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
-        held_out = _load("eval", config, tokenizer, console)
+        episodes = episodes_of(config, tokenizer)
+        held_out = _load("eval", config, tokenizer, console, episodes)
         if not held_out:
             raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
 
@@ -135,7 +139,9 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
                 servers.bring_up = check
                 if not config.server.urls and not await servers.members[0].server.answers():
                     own = stack.enter_context(server_process(config, arguments, config.run_dir))
-                metrics, _ = await evaluate(held_out, server=servers, scorer=judge, config=config, label="eval")
+                metrics, _ = await evaluate(
+                    held_out, server=servers, scorer=judge, config=config, label="eval", episodes=episodes
+                )
                 return metrics
 
         return asyncio.run(run())
@@ -205,13 +211,15 @@ def _sync(
     )
 
 
-def _load(which: str, config: Config, tokenizer: Any, console: Console) -> tuple[Prompt, ...]:
+def _load(
+    which: str, config: Config, tokenizer: Any, console: Console, episodes: Episodes | None
+) -> tuple[Prompt, ...]:
     """Returns the prompts of training ("train") or of the evaluation ("eval"), and says how many were too long."""
     data = config.data if which == "train" else config.eval.data
     if which == "eval" and config.eval.num_prompts == 0:
         return ()
     longest = tokenizers.context_length(config.model) - config.rollout.max_tokens
-    loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest)
+    loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=episodes.renderer.tools if episodes else ())
     if loaded.num_dropped:
         limit = min(longest, data.max_prompt_tokens or longest)
         console.say(f"{which}: dropped {loaded.num_dropped} prompts of {data.source} with more than {limit} tokens")

@@ -128,6 +128,12 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = Field((), description="Strings that end a completion.")
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a completion, besides the model's own.")
     timeout_s: float = Field(600.0, gt=0, description="Deadline for one step's generation.")
+    max_in_flight_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="No other episode of several turns starts while those that have begun hold so many tokens, the "
+        "turn to come included; default: all start at once. About what the servers' KV caches hold is a good choice.",
+    )
     top_p: float = Field(1.0, description="Must stay 1: the trainer can't reproduce a truncated distribution.")
     top_k: int = Field(-1, description="Must stay -1, for the same reason as top_p.")
 
@@ -139,6 +145,20 @@ class RolloutConfig(Section):
                 "sampler but some under the trainer, which biases every importance weight; lower the temperature"
             )
         return self
+
+
+class EnvConfig(Section):
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    name: str = Field(
+        "single_turn",
+        description="Environment that answers the model's turns: single_turn, guess, tools, or one of your own; every "
+        "other key is an option of it.",
+    )
+    max_turns: int = Field(16, ge=1, description="An episode that is not done after so many turns is cut off.")
+    timeout_s: float = Field(
+        60.0, gt=0, description="Deadline of the environment's own work in one episode; past it, the episode failed."
+    )
 
 
 class RewardSpec(Section):
@@ -541,6 +561,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    env: EnvConfig = EnvConfig()
     rewards: RewardsConfig = RewardsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
@@ -552,7 +573,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LaunchConfig()
-    plugins: tuple[str, ...] = Field((), description="Python files with rewards of your own.")
+    plugins: tuple[str, ...] = Field((), description="Python files with rewards, environments and tools of your own.")
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> "Config":

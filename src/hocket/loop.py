@@ -21,6 +21,7 @@ from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import in_order, play, refuse_failing, sampling_params
+from hocket.rollout.episodes import Episodes
 from hocket.rollout.evaluate import evaluate
 from hocket.sync.base import WeightSync
 from hocket.sync.turns import Turns
@@ -38,6 +39,7 @@ class Run:
         scorer: rewards of the training rollouts.
         judge: the one reward whose mean over held-out prompts is the accuracy.
         kl: weighs a KL in the rewards.
+        episodes: how episodes of several turns are played; None: the model answers once.
         turns: where server and trainer share a GPU; publishing ends the trainer's turn.
         checkpoints: what the run can go on from; the recorder's history says how far it already is.
     """
@@ -53,6 +55,7 @@ class Run:
     kl: KlController
     recorder: Recorder
     console: Console
+    episodes: Episodes | None = None
     turns: Turns | None = None
     checkpoints: Checkpoints
 
@@ -70,7 +73,7 @@ class Run:
             metrics: dict[str, float] = {}
             with timed(metrics, "time/step"):
                 prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
-                groups = await self._play(step, prompts, metrics)  # 2 rollouts     rollout/, 3 scores     rewards/
+                groups = await self._play(step, prompts, metrics)  # 2 rollouts   rollout/, envs/, 3 scores   rewards/
                 kept, signal = informative(groups, config)
                 metrics |= rollout_metrics(groups, version=sync.version) | signal
                 if kept:
@@ -128,6 +131,7 @@ class Run:
             label=f"step {step}",
             timeout_s=rollout.timeout_s,
             on_generated=generated,
+            episodes=self.episodes,
         ):
             groups.append(group)
             self.console.progress(step, f"{len(groups)}/{len(prompts)} groups scored")
@@ -145,7 +149,12 @@ class Run:
         metrics: dict[str, float] = {}
         with timed(metrics, "time/eval"):
             measured, groups = await evaluate(
-                self.held_out, server=self.servers, scorer=self.judge, config=self.config, label=f"eval {step}"
+                self.held_out,
+                server=self.servers,
+                scorer=self.judge,
+                config=self.config,
+                label=f"eval {step}",
+                episodes=self.episodes,
             )
         self.recorder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from hocket.client import HEALTH_TIMEOUT_S, ServerClient
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import Health
-from hocket.types import Completion, SamplingParams
+from hocket.types import Completion, SamplingParams, Toolbox
 
 POLL_S = 0.25
 LOOK_S = 3.0
@@ -192,7 +192,14 @@ class ServerPool:
         member.take_out(reason)
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[int] | None = None,
+        tools: Toolbox | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         """Yields (prompt index, sample index, completion) as the servers finish them, each pair exactly once.
 
@@ -202,11 +209,17 @@ class ServerPool:
             prompts: token ids of each prompt.
             n: completions per prompt.
             timeout_s: deadline for all of them.
+            seeds: one per prompt, instead of sampling.seed.
+            tools: calls of these are looked for in the completions.
 
         Raises:
             ServerError: refused, not finished in time, or no server is left and none came back.
         """
-        work = _Work(prompts=prompts, sampling=sampling, n=n, end=time.monotonic() + timeout_s)
+        if seeds is None and sampling.seed is not None:
+            seeds = [sampling.seed + i * n for i in range(len(prompts))]
+        sampling = dataclasses.replace(sampling, seed=None)
+        end = time.monotonic() + timeout_s
+        work = _Work(prompts=prompts, sampling=sampling, n=n, end=end, seeds=seeds, tools=tools)
         waiting = [(i, j) for i in range(len(prompts)) for j in range(n)]
         left = len(waiting)
         events: asyncio.Queue[tuple[int, int, Completion] | _Lost | Exception] = asyncio.Queue()
@@ -296,6 +309,8 @@ class _Work:
     sampling: SamplingParams
     n: int
     end: float
+    seeds: Sequence[int] | None
+    tools: Toolbox | None
     losses: Counter[Pair] = dataclasses.field(default_factory=Counter)
 
     def count(self, lost: _Lost) -> None:
@@ -317,7 +332,8 @@ class _Work:
         return len(self.prompts[i]) + self.sampling.max_tokens
 
     def seed(self, i: int, j: int) -> int | None:
-        return None if self.sampling.seed is None else (self.sampling.seed + i * self.n + j) % 2**63
+        """Returns the seed of one completion, None where no seeds are asked for."""
+        return None if self.seeds is None else (self.seeds[i] + j) % 2**63
 
 
 def _shares(members: Sequence[Member], pairs: Sequence[Pair], work: _Work) -> list[tuple[Member, list[Pair]]]:
@@ -342,14 +358,15 @@ async def _ask(member: Member, pairs: Sequence[Pair], work: _Work) -> AsyncItera
     whole = all(len(mine) == work.n for mine in numbers.values())
     # What is left of a prompt need not be in a row: each is then asked for alone.
     asked = [(i, 0) for i in numbers] if whole else list(pairs)
-    seeds = None if work.sampling.seed is None else [work.seed(i, j) or 0 for i, j in asked]
+    seeds = None if work.seeds is None else [work.seed(i, j) or 0 for i, j in asked]
     answers = member.server.generate(
         [work.prompts[i] for i, _ in asked],
-        dataclasses.replace(work.sampling, seed=None),
+        work.sampling,
         n=work.n if whole else 1,
         timeout_s=max(0.0, work.end - time.monotonic()),
         seeds=seeds,
         session=member.session,
+        tools=work.tools,
     )
     async for k, j, completion in answers:
         i, first = asked[k]

@@ -40,6 +40,17 @@ class Sampling(Strict):
     seed: Seed | None = None
 
 
+class ToolParsing(Strict):
+    """Has the server look for tool calls: `parser` is vLLM's name for how they are written ("hermes").
+
+    Each tool is a function as OpenAI's API describes one. Prompts are taken as they are: that they name the tools is
+    for the caller to see to.
+    """
+
+    parser: str = Field(min_length=1)
+    tools: list[dict[str, Any]] = Field(min_length=1)
+
+
 class GenerateRequest(Strict):
     """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
 
@@ -54,16 +65,29 @@ class GenerateRequest(Strict):
     stream: bool = False
     seeds: list[Seed] | None = None
     session: str | None = None
+    tools: ToolParsing | None = None
+
+
+class ToolCallMessage(Strict):
+    """A tool call in a completion; `arguments` is JSON as the model wrote it, `id` empty where it wrote none."""
+
+    name: str
+    arguments: str
+    id: str
 
 
 class CompletionMessage(Strict):
-    """One sampled completion; `versions` are spans [weight version, start, end] over its tokens."""
+    """One sampled completion; `versions` are spans [weight version, start, end] over its tokens.
+
+    `tool_calls` is there where the request has `tools`.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     text: str
     finish_reason: FinishReason
     versions: list[tuple[int, int, int]]
+    tool_calls: list[ToolCallMessage] = []
 
 
 class GenerateResponse(Strict):

@@ -56,6 +56,28 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Toolbox:
+    """The functions that a model may call, and how it writes a call.
+
+    Attributes:
+        parser: vLLM's name for the way in which calls are written, "hermes".
+        schemas: each function as OpenAI's API describes one, {"type": "function", "function": {...}}.
+    """
+
+    parser: str
+    schemas: tuple[Mapping[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the model wrote: `arguments` is the JSON text, `id` is empty where its way of writing has none."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What the engine sampled for one prompt.
 
@@ -65,6 +87,7 @@ class Completion:
         finish_reason: the engine's own word for why it ended.
         versions: spans of (weight version, start, end) that cover the tokens.
         text: decoded tokens without the stop token, for rewards and people.
+        tool_calls: what was found of them in the text, where they were asked for.
     """
 
     token_ids: tuple[int, ...]
@@ -72,6 +95,7 @@ class Completion:
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]
     text: str
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def __post_init__(self) -> None:
         _same_length(token_ids=self.token_ids, logprobs=self.logprobs)
@@ -85,9 +109,12 @@ class Rollout:
         token_ids: every token of the episode.
         mask: true where the policy sampled the token; false for prompt and environment tokens.
         logprobs: the engine's log-probability of each sampled token; 0.0 where the mask is false.
-        version_min, version_max: the oldest and newest weight version that sampled one of its tokens.
-        text: what the policy wrote.
+        finish_reason: "stop" where the episode was done, "length" where a limit cut it off.
+        version_min, version_max: the oldest and newest weight version that sampled one of its tokens; 0 where none did.
+        text: what the policy wrote, in its last turn where it had several.
         turns: how many times the policy was asked.
+        reward: sum of what the environment gave; None where it plays no part in the reward.
+        dialogue: what policy and environment said after the prompt, for people; () for a single turn.
     """
 
     id: str
@@ -101,6 +128,8 @@ class Rollout:
     version_max: int
     text: str
     turns: int = 1
+    reward: float | None = None
+    dialogue: tuple[Message, ...] = ()
 
     def __post_init__(self) -> None:
         _same_length(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -50,6 +51,18 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
             "reward/length": 0.25,  # of the two that have it
         }
     )
+
+
+def test_turns_are_counted_where_there_are_several_and_an_episode_without_any_has_no_version() -> None:
+    rollouts = (
+        dataclasses.replace(rollout(2, "stop", 5), turns=3),
+        rollout(2, "stop", 5),
+        dataclasses.replace(rollout(0, "stop", 0), turns=0),
+    )
+    group = Group(id="g", rollouts=rollouts, scores=(Score(total=1.0),) * 3)
+    metrics = rollout_metrics([group], version=5)
+    assert metrics["rollout/turns_mean"] == pytest.approx(4 / 3)
+    assert metrics["rollout/version_lag"] == 0
 
 
 def test_a_step_without_any_score_has_no_reward_metrics() -> None:

@@ -11,7 +11,12 @@ from hocket.types import Prompt, Rollout
 @pytest.fixture
 def make_rollout() -> Callable[..., Rollout]:
     def make(
-        text: str = "abcd", *, answer: str | None = "abcd", id: str = "step 1/0/0", num_sampled: int = 3
+        text: str = "abcd",
+        *,
+        answer: str | None = "abcd",
+        id: str = "step 1/0/0",
+        num_sampled: int = 3,
+        reward: float | None = None,
     ) -> Rollout:
         prompt = Prompt(
             id="rows.jsonl:1",
@@ -32,6 +37,7 @@ def make_rollout() -> Callable[..., Rollout]:
             version_min=1,
             version_max=1,
             text=text,
+            reward=reward,
         )
 
     return make

@@ -73,6 +73,15 @@ async def test_think_format_wants_one_thought_and_then_an_answer(
     assert (await scorer_of({"think_format": 1.0}).score(make_rollout(completion))).total == value
 
 
+async def test_env_is_what_the_environment_gave_and_an_error_where_there_is_none(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
+    scorer = scorer_of({"env": 2.0})
+    assert (await scorer.score(make_rollout("x", reward=0.25))).total == 0.5
+    assert "set env.name" in ((await scorer.score(make_rollout("x"))).error or "")
+    assert "not a finite number" in ((await scorer.score(make_rollout("x", reward=float("nan")))).error or "")
+
+
 async def test_random_depends_on_the_rollout_and_the_seed_only(scorer_of: Scorers, make_rollout: Make) -> None:
     async def draw(seed: int, text: str) -> list[float]:
         scorer = scorer_of({"random": {"seed": seed}})

@@ -21,6 +21,7 @@ from hocket.protocol import (
     ReloadRequest,
     ReloadResponse,
 )
+from hocket.server import vllm_api
 from hocket.server.app import assemble
 from hocket.server.errors import ApiError
 from hocket.server.requests import Job, RequestReader
@@ -78,7 +79,11 @@ class FakeEngine:
 
 @pytest.fixture
 def engine(kit: Any) -> FakeEngine:
-    return FakeEngine(RequestReader(kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig()))
+    return FakeEngine(
+        RequestReader(
+            kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig(), find_calls=vllm_api.find_calls
+        )
+    )
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hocket.config import ServerConfig
+from hocket.server import vllm_api
 from hocket.server.errors import ApiError
 from hocket.server.requests import RequestReader
 
@@ -13,7 +14,11 @@ from hocket.server.requests import RequestReader
 @pytest.fixture(scope="module")
 def reader(kit: Any) -> RequestReader:
     return RequestReader(
-        kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig(max_prompts=4, max_n=3)
+        kit.make_tokenizer(),
+        vocab_size=96,
+        max_length=32,
+        limits=ServerConfig(max_prompts=4, max_n=3),
+        find_calls=vllm_api.find_calls,
     )
 
 
@@ -108,7 +113,9 @@ def test_wrong_messages_are_refused_by_name(reader: RequestReader, messages: Any
 def test_a_model_without_chat_template_refuses_messages(kit: Any) -> None:
     tokenizer = kit.make_tokenizer()
     tokenizer.chat_template = None
-    reader = RequestReader(tokenizer, vocab_size=96, max_length=32, limits=ServerConfig())
+    reader = RequestReader(
+        tokenizer, vocab_size=96, max_length=32, limits=ServerConfig(), find_calls=vllm_api.find_calls
+    )
     with pytest.raises(ApiError, match="no chat template"):
         read(reader, prompts=[[{"role": "user", "content": "a"}]])
 
@@ -127,3 +134,13 @@ def test_a_body_that_is_no_json_is_malformed_and_a_wrong_field_is_invalid(reader
     with pytest.raises(ApiError, match="colour: unknown field") as caught:
         read(reader, prompts=["a"], colour="red")
     assert (caught.value.status, caught.value.body.code) == (422, "invalid_request")
+
+
+def test_the_tools_of_a_request_are_looked_for_in_each_of_its_completions(reader: RequestReader) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    _, jobs = read(reader, prompts=["a", "b"], n=2, tools={"parser": "pythonic", "tools": [tool]})
+    token_ids = [ord(character) - 30 for character in "[f(x=1)]"]
+    assert [job.tools(token_ids, False) for job in jobs] == [[{"name": "f", "arguments": '{"x": 1}', "id": ""}]] * 4
+    with pytest.raises(ApiError, match="no tool parser 'x'") as caught:
+        read(reader, prompts=["a"], tools={"parser": "x", "tools": [tool]})
+    assert caught.value.status == 422

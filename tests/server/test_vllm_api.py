@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hocket import tokenizer
 from hocket.config import load
-from hocket.protocol import AdapterConfig, Sampling
+from hocket.protocol import AdapterConfig, Sampling, ToolParsing
 from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.requests import Job
@@ -32,6 +34,7 @@ NAMES = {
     ],
     "vllm.config.lora": ["MaxLoRARanks"],
     "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args", "AsyncEngineArgs.create_engine_config"],
+    "vllm.entrypoints.openai.chat_completion.protocol": ["ChatCompletionRequest"],
     "vllm.entrypoints.launchers.api_server.app_state": ["init_app_state"],
     "vllm.entrypoints.launchers.app": ["build_app"],
     "vllm.entrypoints.launchers.cli_args": ["make_arg_parser"],
@@ -47,6 +50,8 @@ NAMES = {
     "vllm.model_executor.model_loader.reload.layerwise": ["finalize_layerwise_reload", "get_layerwise_info"],
     "vllm.platforms": ["current_platform.is_cpu"],
     "vllm.sampling_params": ["RequestOutputKind.FINAL_ONLY", "SamplingParams"],
+    "vllm.tool_parsers": ["ToolParserManager.get_tool_parser", "ToolParserManager.list_registered"],
+    "vllm.tool_parsers.abstract_tool_parser": ["ToolParser.adjust_request", "ToolParser.extract_tool_calls"],
     "vllm.utils.argparse_utils": ["FlexibleArgumentParser"],
     "vllm.v1.engine.async_llm": [
         "AsyncLLM.from_vllm_config",
@@ -279,3 +284,57 @@ def test_health_is_ours_alone(args: Any) -> None:
     app = vllm_api.app_without_engine(args, ("generate",), None)
     assemble(app, Absent(), load(None, []))  # type: ignore[arg-type]
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
+
+
+CALCULATE = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tools_tokenizer() -> Any:
+    return tokenizer.load(str(Path(__file__).parents[2] / "checkpoints" / "tiny-tools"))
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"name": "calculate", "arguments": {"expression": "1+2"}}</tool_call>'
+            '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+            [("calculate", {"expression": "1+2"}), ("other", {})],
+        ),
+        ("hermes", "no call at all", []),
+        ("hermes", '<tool_call>{"name": "calculate", "argum', []),
+        ("hermes", "<tool_call>[1]</tool_call>", []),
+        ("pythonic", '[calculate(expression="1+2")]', [("calculate", {"expression": "1+2"})]),
+    ],
+)
+def test_vllms_parsers_find_the_calls_in_token_ids(
+    tools_tokenizer: Any, parser: str, text: str, calls: list[Any]
+) -> None:
+    find = vllm_api.find_calls(tools_tokenizer, ToolParsing(parser=parser, tools=[CALCULATE]))
+    token_ids = tools_tokenizer.encode(text)
+    for found in (find(token_ids, False), find([*token_ids, 1], True), find(token_ids, False)):  # it keeps no state
+        assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
+        assert all(call["id"] == "" for call in found)  # vLLM's own are random
+
+
+@pytest.mark.parametrize(
+    ("parser", "tools", "said"),
+    [
+        ("herms", [CALCULATE], "no tool parser 'herms'; known: .*hermes"),
+        ("llama3_json", [CALCULATE], "'llama3_json' can't be used here: .*bot token"),
+        ("hermes", [{"name": "calculate"}], "tools.0.function"),
+    ],
+)
+def test_tools_that_could_not_be_parsed_are_refused(
+    tools_tokenizer: Any, parser: str, tools: list[Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"(?s){said}"):
+        vllm_api.find_calls(tools_tokenizer, ToolParsing(parser=parser, tools=tools))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hocket.config import DataConfig
@@ -27,19 +27,27 @@ class Prompts:
     num_dropped: int
 
 
-def load_prompts(data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int = 0) -> Prompts:
+def load_prompts(
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    seed: int = 0,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Prompts:
     """Reads, checks and renders every row of `data.source`.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         max_prompt_tokens: longer prompts are dropped and counted; data.max_prompt_tokens counts where it is lower.
         seed: of the rows that a built-in task makes.
+        tools: functions that the chat template shows to the model.
 
     Raises:
         DataError: the source can't be read, or has rows that can't be used; names file, line and what is missing.
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
-    prompts = _load(data, Renderer(data, tokenizer), seed=seed)
+    prompts = _load(data, Renderer(data, tokenizer, tools), seed=seed)
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= longest)
     return Prompts(prompts=kept, num_dropped=len(prompts) - len(kept))
 

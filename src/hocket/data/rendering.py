@@ -14,6 +14,9 @@ from hocket.data.sources import Row
 from hocket.errors import DataError
 from hocket.types import Message, Prompt
 
+PROBE = "hocket-0123456789"
+"""What the model says in made-up turns, by which the template's text around it is found."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
@@ -44,17 +47,21 @@ class Renderer:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
+        tools: kept as an attribute; functions that the chat template shows to the model, as OpenAI's API describes one.
 
     Raises:
         DataError: the section asks for what the tokenizer lacks, or contradicts itself.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: Any) -> None:
+    def __init__(self, data: DataConfig, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         if data.chat_template and tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template; set data.chat_template: false for plain text")
         if data.system_prompt is not None and not data.chat_template:
             raise DataError("data.system_prompt needs data.chat_template: true")
+        if tools and not data.chat_template:
+            raise DataError("tools are shown by the chat template; set data.chat_template: true")
         self._data = data
+        self.tools = tuple(tools)
         self._tokenizer = tokenizer
         self._pattern = _compile(data)
 
@@ -74,7 +81,7 @@ class Renderer:
         return Draft(
             where=row.where,
             id=row.id,
-            rendered=self._apply_template(messages) if messages is not None else value,
+            rendered=self.render(messages) if messages is not None else value,
             messages=messages,
             text=value if messages is None else _last_user_text(messages),
             answer=None if with_response else self._answer(row.values),
@@ -98,14 +105,47 @@ class Renderer:
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
 
+    def render(self, messages: Sequence[Message]) -> str:
+        """Returns the chat as text, up to where the model's next turn begins. Raises ValueError where it can't be."""
+        from jinja2 import TemplateError
+
+        if not self._data.chat_template:
+            raise ValueError("messages need data.chat_template: true; without one there is plain text alone")
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(self.tools) or None, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        return text
+
+    def following(self, messages: Sequence[Message], *, ended: int | None) -> list[int]:
+        """Returns the tokens between a turn of the model and its next one, in which it is told `messages`.
+
+        They are what the template writes after a made-up turn, so that nothing of the real one is rendered or encoded
+        again: a template may rewrite earlier turns, and the model need not write a text as the tokenizer would.
+
+        Args:
+            ended: the token with which the model ended its turn, None where it was cut off: what ends a turn in the
+                template is then added.
+
+        Raises:
+            ValueError: the template can't render them.
+        """
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        _, found, after = self.render([*turn, *messages]).partition(PROBE)
+        if not found:
+            raise ValueError("the chat template does not show what the model said before")
+        (token_ids,) = self.encode([after])
+        return token_ids[1:] if token_ids[:1] == [ended] else token_ids
+
     def end_of_turn(self) -> int:
         """Returns the token with which the model ends its answer: the chat template's own, else the tokenizer's EOS."""
         eos: int | None = self._tokenizer.eos_token_id
         if self._data.chat_template:
-            probe = "0123456789"
-            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": probe}]
+            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
-            after = self.encode([text.rpartition(probe)[2]])[0][:1]
+            after = self.encode([text.rpartition(PROBE)[2]])[0][:1]
             if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
                 return after[0]
         if eos is None:
@@ -138,15 +178,6 @@ class Renderer:
         if value[-1]["role"] == "assistant":
             raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
         return tuple(value)
-
-    def _apply_template(self, messages: Sequence[Message]) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
-        return text
 
     def _answer(self, values: Mapping[str, Any]) -> str | None:
         column = self._data.answer_column

@@ -50,12 +50,13 @@ METRICS = (
     Metric(name="rollout/length_stopped", meaning="the same over rollouts that ended by themselves"),
     Metric(
         name="rollout/truncated",
-        meaning="share of rollouts cut off at rollout.max_tokens",
+        meaning="share of rollouts cut off at rollout.max_tokens, env.max_turns or model.max_length",
         high=0.05,
         advice="raise rollout.max_tokens, or reward shorter answers",
     ),
     Metric(name="rollout/tokens", meaning="sampled tokens of the step"),
     Metric(name="rollout/tokens_per_s", meaning="sampled tokens per second of time/generate"),
+    Metric(name="rollout/turns_mean", meaning="mean number of turns of the model, where an episode has several"),
     Metric(
         name="rollout/version_lag", meaning="newest published version minus the oldest that sampled a token", high=0
     ),
@@ -214,8 +215,12 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float
         "rollout/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
         "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "rollout/tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
-        "rollout/version_lag": float(version - min(rollout.version_min for rollout in rollouts)),
+        "rollout/version_lag": float(
+            version - min((rollout.version_min for rollout in rollouts if rollout.turns), default=version)
+        ),
     }
+    if any(rollout.turns > 1 for rollout in rollouts):
+        metrics["rollout/turns_mean"] = statistics.fmean(rollout.turns for rollout in rollouts)
     if stopped:
         metrics["rollout/length_stopped"] = statistics.fmean(stopped)
     if scores:

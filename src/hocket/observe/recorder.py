@@ -91,7 +91,8 @@ class Recorder:
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Writes rollouts/NAME.jsonl, one line per rollout."""
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group))
+        rows = (row for group in groups for row in _rows(group))
+        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         write_atomically(self.run_dir / "rollouts" / f"{name}.jsonl", lines)
 
     def summary(self, **values: Any) -> dict[str, Any]:
@@ -103,7 +104,8 @@ class Recorder:
 
 def _rows(group: Group) -> Iterable[dict[str, Any]]:
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        yield {
+        dialogue = {"dialogue": rollout.dialogue} if rollout.dialogue else {}
+        yield dialogue | {
             "id": rollout.id,
             "group_id": rollout.group_id,
             "prompt_id": rollout.prompt.id,

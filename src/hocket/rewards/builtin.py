@@ -42,6 +42,14 @@ def think_format(completion: str) -> float:
     return float(bool(match["thought"].strip() and match["answer"].strip()))
 
 
+@reward("env", inline=True)
+def env(rollout: Rollout) -> float:
+    """What the environment gave: the sum over the episode's turns, and its last word where a limit ended it."""
+    if rollout.reward is None:
+        raise ValueError("a single turn has no reward of its own; set env.name, or name another reward")
+    return rollout.reward
+
+
 @reward("random", inline=True)
 def random(rollout: Rollout, seed: int = 0) -> float:
     """0 or 1 with equal chances, whatever the policy wrote: the control that must not teach anything.

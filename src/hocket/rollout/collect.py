@@ -1,26 +1,22 @@
 """Prompts in, scored groups out: plays the episodes of a step against the server.
 
-Each completion is scored as soon as it arrives, while the others are still being generated; each group leaves as soon
-as its last score is there. Knows nothing of losses, trainers or files.
+Each rollout is scored as soon as its episode is over, while the others are still being played; each group leaves as
+soon as its last score is there. Knows nothing of losses, trainers or files.
 """
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from hocket.config import RolloutConfig
-from hocket.errors import RewardError, ServerError
+from hocket.errors import RewardError
+from hocket.rollout.coalescer import Generator
+from hocket.rollout.episode import Transcript
+from hocket.rollout.episodes import Episodes, Played
 from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
-
-
-class Generator(Protocol):
-    """What a rollout needs of a server: hocket.client.ServerClient is one."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        """Yields (prompt index, sample index, completion) in any order."""
 
 
 class Scorer(Protocol):
@@ -43,25 +39,10 @@ def sampling_params(config: RolloutConfig, *, seed: int, step: int, temperature:
 
 
 def to_rollout(prompt: Prompt, completion: Completion, *, group_id: str, index: int) -> Rollout:
-    """Returns the single-turn episode: the prompt's tokens, then the sampled ones, exactly as the engine gave them."""
-    num_prompt = len(prompt.token_ids)
-    versions = [version for version, _, _ in completion.versions]
-    if not completion.token_ids or not versions:
-        raise ServerError(
-            f"the server returned a completion without tokens or versions for prompt {prompt.id}", code="protocol"
-        )
-    return Rollout(
-        id=f"{group_id}/{index}",
-        group_id=group_id,
-        prompt=prompt,
-        token_ids=prompt.token_ids + completion.token_ids,
-        mask=(False,) * num_prompt + (True,) * len(completion.token_ids),
-        logprobs=(0.0,) * num_prompt + completion.logprobs,
-        finish_reason=completion.finish_reason,
-        version_min=min(versions),
-        version_max=max(versions),
-        text=completion.text,
-    )
+    """Returns the episode of one turn: the prompt's tokens, then the sampled ones, exactly as the engine gave them."""
+    transcript = Transcript(prompt)
+    transcript.sampled(completion)
+    return transcript.rollout(group_id=group_id, index=index)
 
 
 async def play(
@@ -74,6 +55,7 @@ async def play(
     label: str,
     timeout_s: float,
     on_generated: Callable[[], None] = lambda: None,
+    episodes: Episodes | None = None,
 ) -> AsyncIterator[Group]:
     """Yields one Group per prompt, each as soon as it is complete.
 
@@ -82,31 +64,57 @@ async def play(
         label: makes ids unique within a run, e.g. "step 3" gives groups "step 3/0", "step 3/1", ...
         timeout_s: deadline for the generation of all of them.
         on_generated: called when the last completion is there, and only scores are missing.
+        episodes: how they are played; None: in a single turn.
 
     Raises:
-        ServerError: generation failed; scoring never raises.
+        ServerError: generation failed; neither environments nor scoring raise.
     """
     scored: list[list[tuple[int, Rollout, asyncio.Task[Score]]]] = [[] for _ in prompts]
     pending: set[asyncio.Task[Group]] = set()
     scoring: set[asyncio.Task[Score]] = set()
     try:
-        answers = server.generate([p.token_ids for p in prompts], sampling, n=group_size, timeout_s=timeout_s)
-        async for i, j, completion in answers:
-            rollout = to_rollout(prompts[i], completion, group_id=f"{label}/{i}", index=j)
-            task = asyncio.create_task(scorer.score(rollout))
-            scoring.add(task)
-            scored[i].append((j, rollout, task))
-            if len(scored[i]) == group_size:
-                pending.add(asyncio.create_task(_group(f"{label}/{i}", scored[i])))
-            for done in [group for group in pending if group.done()]:
-                pending.remove(done)
-                yield done.result()
+        source = (_single_turns if episodes is None else episodes.play)(
+            prompts, server=server, sampling=sampling, group_size=group_size, label=label, timeout_s=timeout_s
+        )
+        async with contextlib.aclosing(source) as ended:
+            async for played in ended:
+                i, rollout = played.prompt, played.rollout
+                task = asyncio.create_task(_score(scorer, rollout, played.error))
+                scoring.add(task)
+                scored[i].append((played.sample, rollout, task))
+                if len(scored[i]) == group_size:
+                    pending.add(asyncio.create_task(_group(f"{label}/{i}", scored[i])))
+                for done in [group for group in pending if group.done()]:
+                    pending.remove(done)
+                    yield done.result()
         on_generated()
         for group in asyncio.as_completed(pending):
             yield await group
     finally:
         for unfinished in (*pending, *scoring):
             unfinished.cancel()
+
+
+async def _single_turns(
+    prompts: Sequence[Prompt],
+    *,
+    server: Generator,
+    sampling: SamplingParams,
+    group_size: int,
+    label: str,
+    timeout_s: float,
+) -> AsyncGenerator[Played, None]:
+    """Yields what `Episodes.play` would of episodes of one turn, which one request asks for."""
+    answers = server.generate([p.token_ids for p in prompts], sampling, n=group_size, timeout_s=timeout_s)
+    async for i, j, completion in answers:
+        rollout = to_rollout(prompts[i], completion, group_id=f"{label}/{i}", index=j)
+        yield Played(prompt=i, sample=j, rollout=rollout, error=None)
+
+
+async def _score(scorer: Scorer, rollout: Rollout, error: str | None) -> Score:
+    if error is not None:
+        return Score(total=math.nan, error=f"environment: {error}")
+    return await scorer.score(rollout)
 
 
 def in_order(groups: Sequence[Group]) -> list[Group]:

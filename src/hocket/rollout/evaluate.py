@@ -1,10 +1,12 @@
-"""Held-out accuracy: one completion per prompt, with the same random numbers every time."""
+"""Held-out accuracy: one episode per prompt, with the same random numbers every time."""
 
 import statistics
 from collections.abc import Sequence
 
 from hocket.config import Config, RewardsConfig, RewardSpec
-from hocket.rollout.collect import Generator, Scorer, in_order, play, refuse_failing, sampling_params
+from hocket.rollout.coalescer import Generator
+from hocket.rollout.collect import Scorer, in_order, play, refuse_failing, sampling_params
+from hocket.rollout.episodes import Episodes
 from hocket.types import Group, Prompt
 
 EVAL_STEP = -1
@@ -19,12 +21,19 @@ def rewards_of_eval(config: Config) -> RewardsConfig:
 
 
 async def evaluate(
-    prompts: Sequence[Prompt], *, server: Generator, scorer: Scorer, config: Config, label: str
+    prompts: Sequence[Prompt],
+    *,
+    server: Generator,
+    scorer: Scorer,
+    config: Config,
+    label: str,
+    episodes: Episodes | None = None,
 ) -> tuple[dict[str, float], list[Group]]:
     """Returns the eval/* metrics and the groups, in the prompts' order.
 
     Args:
         scorer: scores by `rewards_of_eval`.
+        episodes: as for training.
 
     Raises:
         RewardError: more than rewards.max_error_rate of the completions, or all, could not be scored.
@@ -42,6 +51,7 @@ async def evaluate(
             group_size=1,
             label=label,
             timeout_s=config.rollout.timeout_s,
+            episodes=episodes,
         )
     ]
     groups = in_order(groups)

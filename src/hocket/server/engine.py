@@ -77,6 +77,7 @@ class Engine:
             vocab_size=vllm_api.vocab_size(llm),
             max_length=vllm_api.max_length(llm),
             limits=config.server,
+            find_calls=vllm_api.find_calls,
         )
         self._status: Status = "loading"
         self._failure: ErrorBody | None = None
@@ -176,7 +177,12 @@ class Engine:
         if output.finish_reason == "abort":
             reason = self._failure or ErrorBody(code="aborted", message="generation was aborted", hint="send it again")
             raise ApiError(503, reason.code, reason.message, reason.hint)
-        return job, self._message(job, output)
+        message = self._message(job, output)
+        if job.tools is not None:  # where prompts are read, as it uses the same tokenizer
+            stopped = output.finish_reason == "stop"
+            calls = asyncio.get_running_loop().run_in_executor(self._reading, job.tools, output.token_ids, stopped)
+            message["tool_calls"] = await calls
+        return job, message
 
     def _message(self, job: Job, output: Any) -> dict[str, Any]:
         token_ids = list(output.token_ids)

@@ -1,4 +1,7 @@
-"""Keeps warnings off the console that vLLM gives about what hocket does on purpose; logging.json names this filter."""
+"""Keeps warnings off the console that vLLM gives about what hocket does on purpose; logging.json names this filter.
+
+That file also keeps the tool parsers quiet, which log a traceback for every call that a model writes wrongly.
+"""
 
 import logging
 

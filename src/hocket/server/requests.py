@@ -1,14 +1,14 @@
 """From the body of /generate to engine requests: everything that can be wrong is refused here, before the engine."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jinja2
 import pydantic
 
 from hocket.config import ServerConfig
-from hocket.protocol import GenerateRequest, PromptInput, Sampling
+from hocket.protocol import GenerateRequest, PromptInput, Sampling, ToolParsing
 from hocket.server.errors import from_validation, invalid
 
 MIN_TEMPERATURE = 0.01
@@ -17,15 +17,20 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 OPTIONAL_MESSAGE_KEYS = frozenset({"name", "tool_calls", "tool_call_id"})
 
 
+FindCalls = Callable[[Sequence[int], bool], list[dict[str, str]]]
+"""(token ids, whether the last one ended the text) → ToolCallMessages as plain dicts."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One completion to sample: number `index` of prompt `prompt`."""
+    """One completion to sample: number `index` of prompt `prompt`; `tools` finds the calls in it."""
 
     prompt: int
     index: int
     token_ids: list[int]
     sampling: Sampling
     seed: int | None
+    tools: "FindCalls | None" = None
 
 
 class RequestReader:
@@ -35,13 +40,23 @@ class RequestReader:
         tokenizer: Hugging Face tokenizer; used by one thread at a time.
         vocab_size: ids from 0 to vocab_size - 1 have an embedding.
         max_length: longest prompt + completion in tokens.
+        find_calls: returns what finds calls of a request's tools, or raises ValueError where nothing could.
     """
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int, max_length: int, limits: ServerConfig) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        max_length: int,
+        limits: ServerConfig,
+        find_calls: Callable[[Any, ToolParsing], FindCalls],
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_length = max_length
         self._limits = limits
+        self._find_calls = find_calls
         longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._max_characters = max_length * longest_token
 
@@ -54,6 +69,7 @@ class RequestReader:
         self._check_limits(request)
         if request.seeds is not None and len(request.seeds) != len(request.prompts):
             raise invalid(f"seeds: {len(request.seeds)} for {len(request.prompts)} prompts", "send one per prompt")
+        tools = None if request.tools is None else self._tools(request.tools)
         jobs: list[Job] = []
         for number, prompt in enumerate(request.prompts):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
@@ -64,8 +80,25 @@ class RequestReader:
                     seed = (request.seeds[number] + index) % 2**63
                 elif seed is not None:
                     seed = (seed + len(jobs)) % 2**63
-                jobs.append(Job(prompt=number, index=index, token_ids=token_ids, sampling=request.sampling, seed=seed))
+                jobs.append(
+                    Job(
+                        prompt=number,
+                        index=index,
+                        token_ids=token_ids,
+                        sampling=request.sampling,
+                        seed=seed,
+                        tools=tools,
+                    )
+                )
         return request, jobs
+
+    def _tools(self, tools: ToolParsing) -> FindCalls:
+        try:
+            return self._find_calls(self._tokenizer, tools)
+        except ValueError as error:
+            raise invalid(
+                f"tools: {error}", "the parser must be one of vLLM's, each tool as in OpenAI's API"
+            ) from error
 
     def _check_limits(self, request: GenerateRequest) -> None:
         sampling = request.sampling

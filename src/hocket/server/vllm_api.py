@@ -5,6 +5,7 @@ tests/server/test_vllm_api.py names each of them, so that a release that moves o
 
 import functools
 import importlib.metadata
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -17,11 +18,13 @@ from typing import Any, get_args
 from hocket import manifest
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
-from hocket.protocol import AdapterConfig
+from hocket.protocol import AdapterConfig, ToolParsing
 from hocket.server import versions
-from hocket.server.requests import Job
+from hocket.server.requests import FindCalls, Job
 from hocket.server.worker import allow_amx, die_with_server
 from hocket.types import InFlight
+
+logger = logging.getLogger("hocket")
 
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
@@ -250,6 +253,45 @@ async def complete(llm: Any, job: Job, request_id: str) -> Any:
 
     outputs = [out async for out in llm.generate(tokens_input(job.token_ids), sampling_params(job), request_id)]
     return outputs[-1].outputs[0]
+
+
+def find_calls(tokenizer: Any, tools: ToolParsing) -> FindCalls:
+    """Returns what finds calls of these tools in a completion, by vLLM's own parser; one thread at a time may use it.
+
+    Raises:
+        ValueError: there is no such parser, it can't be used here, or a tool is described in another way.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    if tools.parser not in (known := ToolParserManager.list_registered()):
+        raise ValueError(f"vLLM has no tool parser {tools.parser!r}; known: {', '.join(known)}")
+    request = ChatCompletionRequest(messages=[], tools=tools.tools)
+    try:
+        parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
+    except (ImportError, RuntimeError, ValueError) as error:  # a package or a token of its own is missing
+        raise ValueError(f"vLLM's tool parser {tools.parser!r} can't be used here: {error}") from error
+    request = parser.adjust_request(request)
+
+    def find(token_ids: Sequence[int], ended: bool) -> list[dict[str, str]]:
+        text = tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=request.skip_special_tokens)
+        try:
+            calls = parser.extract_tool_calls(text, request=request).tool_calls
+        # The parsers read what a model wrote, and some raise where it is malformed: then there is no call in it.
+        except Exception:
+            logger.exception("vLLM's tool parser %s failed on %.200r", tools.parser, text)
+            return []
+        return [
+            {
+                "name": call.function.name,
+                "arguments": call.function.arguments,
+                # An id that vLLM made up is random, and would end up among the tokens that the model sees.
+                "id": "" if call.id.startswith("chatcmpl-tool-") else call.id,
+            }
+            for call in calls
+        ]
+
+    return find
 
 
 def client_errors() -> tuple[type[Exception], ...]:

@@ -1,0 +1,150 @@
+"""What an environment is: a class registered under a name; every episode gets an instance of its own.
+
+    from hocket.envs import Action, Environment, Step, environment
+
+    @environment("echo")
+    class Echo(Environment):
+        def __init__(self, times=2):
+            self.left = times
+
+        async def step(self, action):
+            self.left -= 1
+            if self.left == 0:
+                return Step(done=True, reward=float(action.text == "goodbye"))
+            return Step(messages=[{"role": "user", "content": action.text}])
+
+Arguments of the constructor are options, set in the config beside the name: `env: {name: echo, times: 3}`. Which tokens
+are trained follows from who produced them: the model's own are, those of an environment never. What a method raises
+ends its episode with an error, which is never a reward of 0, and no other episode. Methods share the event loop with
+all other episodes: what takes long is awaited (`asyncio.to_thread` for plain functions). Knows nothing of tokens'
+rendering, servers and losses.
+"""
+
+import dataclasses
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hocket.config import EnvConfig
+from hocket.errors import ConfigError
+from hocket.registry import Registry, nearest
+from hocket.types import FinishReason, Message, Prompt, Toolbox, ToolCall
+
+E = TypeVar("E", bound="type[Environment]")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """What the model wrote in one turn.
+
+    Attributes:
+        text: without the token that ended it.
+        finish_reason: "stop" where the model ended its turn, "length" where it was cut off.
+        tool_calls: those found in it, where the environment has a toolbox.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the model is told before its next turn, and how that turn is sampled.
+
+    Attributes:
+        messages: chat messages, rendered by the chat template.
+        text: instead of messages: what follows as it stands.
+        max_tokens: longest next turn, where that is not rollout.max_tokens.
+        stop: strings that end the next turn, where these are not rollout.stop.
+    """
+
+    messages: Sequence[Message] = ()
+    text: str = ""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.messages and self.text:
+            raise ValueError("an observation is messages or text, not both")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Observation):
+    """The answer to an action: what comes next, and a reward for the turn. `done`: the episode is over."""
+
+    reward: float = 0.0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        Observation.__post_init__(self)
+        if not isinstance(self.reward, numbers.Real):
+            raise ValueError(f"reward must be a number, got {type(self.reward).__name__}")
+
+
+class Environment:
+    """Base of every environment: one episode, whose state is the instance's own."""
+
+    toolbox: Toolbox | None = None
+    """The tools that the chat template shows to the model, and how it calls them."""
+
+    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+        """Starts the episode; None: the prompt is all that the model sees.
+
+        Args:
+            seed: decides the environment's own random numbers, the same in every run with these settings.
+        """
+        return None
+
+    async def step(self, action: Action) -> Step:
+        """Answers one turn of the model."""
+        raise NotImplementedError
+
+    async def truncated(self) -> float:
+        """Returns the last reward of an episode that a limit on turns or tokens ends before it is done."""
+        return 0.0
+
+    async def close(self) -> None:
+        """Releases what the episode holds; called once, however it ended."""
+
+
+ENVIRONMENTS: Registry[type[Environment]] = Registry("environment")
+
+
+def environment(name: str) -> Callable[[E], E]:
+    """Decorator that registers a class as the environment `name`."""
+
+    def add(kind: E) -> E:
+        ENVIRONMENTS.register(name)(kind)
+        return kind
+
+    return add
+
+
+def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Returns what makes an episode of the environment `name` with these options; makes one, to be sure that it can.
+
+    Raises:
+        ConfigError: there is no such environment, or its options are wrong.
+    """
+    kind = ENVIRONMENTS.get(name)
+    parameters = inspect.signature(kind).parameters
+    called = f"environment {name}{inspect.signature(kind)}"
+    for option in options:
+        if option not in parameters:
+            close = nearest(option, [*parameters, *EnvConfig.model_fields])
+            raise ConfigError(f"{called} has no option {option!r}{close}")
+    for parameter in parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in options:
+            raise ConfigError(f"{called} needs the option {parameter.name!r}: set env.{parameter.name}")
+    make = functools.partial(kind, **options)
+    try:
+        make()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{called} refuses its options: {error}; change the section env") from error
+    return make

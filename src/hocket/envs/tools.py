@@ -1,0 +1,164 @@
+"""Tools: Python functions that the model calls; each result goes back to it as a message.
+
+    from hocket.envs import tool
+
+    @tool
+    def weather(city: str) -> str:
+        '''Tells the weather.
+
+        Args:
+            city: Name of the city.
+        '''
+
+Name, type hints and docstring are what the model is shown, through its own chat template. Async functions are awaited,
+plain ones run in a thread each. Whatever goes wrong in a call is told to the model as text.
+"""
+
+import ast
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import operator
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hocket.envs.base import Action, Environment, Step, environment
+from hocket.errors import ConfigError
+from hocket.registry import Registry
+from hocket.types import Message, Toolbox, ToolCall
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TOOLS: Registry[Callable[..., Any]] = Registry("tool")
+MAX_EXPRESSION = 200
+"""Characters that the calculator reads."""
+
+
+def tool(function: F) -> F:
+    """Decorator that registers a function as the tool of its name."""
+    TOOLS.register(function.__name__)(function)
+    return function
+
+
+@environment("tools")
+class Tools(Environment):
+    """The model calls tools, several at once if it likes, until it answers without a call; that answer is rewarded.
+
+    Options:
+        tools: names of the functions that it may call.
+        parser: how the model writes a call, in vLLM's words: "hermes" for Qwen2.5 and Qwen3, "llama3_json", ...
+        call_timeout_s: deadline of one call.
+    """
+
+    def __init__(self, tools: Sequence[str], parser: str, call_timeout_s: float = 30.0) -> None:
+        if isinstance(tools, str) or not tools:
+            raise ValueError(f"tools must be a list of names, such as [calculate], got {tools!r}")
+        self._functions = {name: TOOLS.get(name) for name in tools}
+        self._timeout_s = call_timeout_s
+        self.toolbox = Toolbox(parser=parser, schemas=tuple(_schema(function) for function in self._functions.values()))
+        self._num_calls = 0
+
+    async def step(self, action: Action) -> Step:
+        """Calls what the model wants to be called, all at once; without a call the episode is over."""
+        if not action.tool_calls:
+            return Step(done=True)
+        return Step(messages=await asyncio.gather(*(self._message(call) for call in action.tool_calls)))
+
+    async def _message(self, call: ToolCall) -> Message:
+        self._num_calls += 1
+        name = call.id or f"call{self._num_calls:05}"  # nine characters: some templates insist
+        return {"role": "tool", "tool_call_id": name, "name": call.name, "content": await self._call(call)}
+
+    async def _call(self, call: ToolCall) -> str:
+        """Returns the result, or what went wrong, as text."""
+        try:
+            function = TOOLS.get(call.name) if call.name in self._functions else None
+            if function is None:
+                return f"error: there is no tool {call.name!r}, only {', '.join(self._functions)}"
+            arguments = json.loads(call.arguments)
+            if not isinstance(arguments, dict):
+                return "error: the arguments must be a JSON object"
+            inspect.signature(function).bind(**arguments)
+            async with asyncio.timeout(self._timeout_s):
+                result = await _run(function, arguments)
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except TimeoutError:
+            return f"error: no result within {self._timeout_s:g} s"
+        # A tool is anybody's code and its arguments are the model's: whatever it raises, the model is told.
+        except Exception as error:  # noqa: BLE001
+            return f"error: {type(error).__name__}: {error}"
+
+
+@tool
+def calculate(expression: str) -> str:
+    """Computes an arithmetic expression.
+
+    Args:
+        expression: Numbers with + - * / // % and brackets.
+    """
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError(f"an expression has at most {MAX_EXPRESSION} characters")
+    value = _value(ast.parse(expression.strip(), mode="eval").body)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def _value(node: ast.AST) -> Any:
+    """Returns the value of a parsed expression; what a model writes is never run as code."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.operand))
+    raise ValueError(f"can't compute {ast.unparse(node)!r}: only numbers with + - * / // % and brackets")
+
+
+@functools.cache
+def _schema(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Returns the function as OpenAI's API describes one. Raises ConfigError where hints or docstring are missing."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema: Mapping[str, Any] = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(f"tool {function.__name__!r} can't be shown to a model: {error}") from error
+    return schema
+
+
+def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
+    """Calls an async function here, a plain one in a thread of its own, which can't hold up others when it hangs."""
+    if inspect.iscoroutinefunction(function):
+        return function(**arguments)  # type: ignore[no-any-return]  # a coroutine
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():  # the caller may have given up
+            set_outcome(outcome)
+
+    def call() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(**arguments))
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            outcome = (future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the tool
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=call, name=f"tool {function.__name__}", daemon=True).start()
+    return future

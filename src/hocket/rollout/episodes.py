@@ -1,0 +1,168 @@
+"""All episodes of a step at once, within a bound on their tokens; one that fails ends alone.
+
+Knows nothing of rewards: it gives each rollout as soon as its episode is over, with what went wrong in it.
+"""
+
+import asyncio
+import dataclasses
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from hocket import tokenizer as tokenizers
+from hocket.config import Config
+from hocket.data import Renderer
+from hocket.envs import Environment
+from hocket.envs.base import bind
+from hocket.rollout.coalescer import Coalescer, Generator
+from hocket.rollout.episode import Episode, EpisodeError, Limits
+from hocket.types import Prompt, Rollout, SamplingParams, Toolbox
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """An episode that is over: number `sample` of prompt `prompt`. `error` is what its environment failed of."""
+
+    prompt: int
+    sample: int
+    rollout: Rollout
+    error: str | None
+
+
+class Budget:
+    """Tokens that unfinished episodes hold; who comes first starts first.
+
+    Args:
+        limit: an episode does not start where it would be passed, but for one that is alone; None: there is none.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self.held = 0
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def start(self, tokens: int) -> None:
+        """Returns once there is room for so many tokens, and holds them."""
+        if self._fits(tokens) and not self._queue:
+            self.held += tokens
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((tokens, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was let in and ended at the same moment
+                self.change(-tokens)
+            raise
+
+    def change(self, tokens: int) -> None:
+        """Holds so many tokens more, or less: an episode that has begun never waits for others."""
+        self.held += tokens
+        while self._queue and (self._queue[0][1].done() or self._fits(self._queue[0][0])):
+            wanted, turn = self._queue.popleft()
+            if not turn.done():
+                self.held += wanted
+                turn.set_result(None)
+
+    def _fits(self, tokens: int) -> bool:
+        return self._limit is None or self.held == 0 or self.held + tokens <= self._limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """How the episodes of a run are played.
+
+    Attributes:
+        make: gives every episode an environment of its own.
+        renderer: of the data that the prompts are from.
+        toolbox: of the environments.
+        max_in_flight_tokens: of all unfinished episodes, with the turn that each is about to take; None: no bound.
+    """
+
+    make: Callable[[], Environment]
+    renderer: Renderer
+    limits: Limits
+    toolbox: Toolbox | None = None
+    max_in_flight_tokens: int | None = None
+
+    async def play(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        server: Generator,
+        sampling: SamplingParams,
+        group_size: int,
+        label: str,
+        timeout_s: float,
+    ) -> AsyncGenerator[Played, None]:
+        """Yields every episode as it ends; the arguments are those of `collect.play`.
+
+        Raises:
+            ServerError: the model could not be asked.
+        """
+        budget = Budget(self.max_in_flight_tokens)
+        ended: asyncio.Queue[asyncio.Task[Played]] = asyncio.Queue()
+        async with Coalescer(server, timeout_s=timeout_s, tools=self.toolbox) as coalescer:
+
+            async def one(i: int, j: int) -> Played:
+                held = len(prompts[i].token_ids) + sampling.max_tokens
+                await budget.start(held)
+
+                def grown(length: int) -> None:
+                    nonlocal held
+                    budget.change(length - held)
+                    held = length
+
+                episode = Episode(
+                    prompts[i],
+                    self.make,
+                    ask=coalescer.ask,
+                    renderer=self.renderer,
+                    sampling=sampling,
+                    number=i * group_size + j,
+                    limits=self.limits,
+                )
+                error = None
+                try:
+                    await episode.play(grown)
+                except EpisodeError as failed:
+                    error = str(failed)
+                finally:
+                    budget.change(-held)
+                rollout = episode.transcript.rollout(group_id=f"{label}/{i}", index=j)
+                return Played(prompt=i, sample=j, rollout=rollout, error=error)
+
+            tasks = [asyncio.create_task(one(i, j)) for i in range(len(prompts)) for j in range(group_size)]
+            for task in tasks:
+                task.add_done_callback(ended.put_nowait)
+            try:
+                for _ in tasks:
+                    yield (await ended.get()).result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def episodes_of(config: Config, tokenizer: Any) -> Episodes | None:
+    """Returns how a run's episodes are played; None where the model answers once.
+
+    Raises:
+        ConfigError: there is no such environment, or its options are wrong.
+    """
+    make = bind(config.env.name, config.env.model_extra or {})
+    if config.env.name == "single_turn":
+        return None
+    limits = Limits(
+        max_turns=config.env.max_turns,
+        max_length=tokenizers.context_length(config.model),
+        timeout_s=config.env.timeout_s,
+    )
+    toolbox = make().toolbox
+    return Episodes(
+        make=make,
+        renderer=Renderer(config.data, tokenizer, () if toolbox is None else toolbox.schemas),
+        limits=limits,
+        toolbox=toolbox,
+        max_in_flight_tokens=config.rollout.max_in_flight_tokens,
+    )

@@ -1,0 +1,167 @@
+"""Episodes of several turns on a real server: their log-probs, calls and answers, and two policies that learn."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hocket import config, tokenizer
+from hocket.data import load_prompts
+from hocket.pool import ServerPool
+from hocket.rewards import RewardScorer
+from hocket.rollout.collect import in_order, play, sampling_params
+from hocket.rollout.episodes import episodes_of
+from hocket.types import Group, Rollout
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+START_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tmp_path_factory.mktemp("environments")) / "runs"
+
+
+@pytest.fixture(scope="module")
+def port(runs: Path) -> Iterator[int]:
+    """A server of checkpoints/tiny-tools."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = int(probe.getsockname()[1])
+    runs.mkdir()
+    log = runs.parent / "server.log"
+    command = ["run.py", "serve", "config/guess.yaml", f"server.port={free}", f"run.dir={runs}/server"]
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        end = time.monotonic() + START_S
+        while "ready on" not in log.read_text():
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+        yield free
+    finally:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(60)
+        server.kill()
+
+
+async def groups_of(name: str, port: int, runs: Path) -> list[Group]:
+    """Plays one step of config/NAME.yaml, as the loop does."""
+    settings = config.load(ROOT / "config" / f"{name}.yaml", [f"server.port={port}", f"run.dir={runs}/{name}-played"])
+    tokens = tokenizer.load(settings.model.path)
+    episodes = episodes_of(settings, tokens)
+    assert episodes is not None
+    tools = episodes.renderer.tools
+    prompts = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=tools).prompts
+    async with ServerPool(settings.server_urls) as servers:
+        for member in servers.members:
+            member.holds((await member.server.health()).session)
+        with RewardScorer(settings.rewards) as scorer:
+            groups = [
+                group
+                async for group in play(
+                    prompts[:16],
+                    server=servers,
+                    scorer=scorer,
+                    sampling=sampling_params(settings.rollout, seed=0, step=1),
+                    group_size=8,
+                    label="s",
+                    timeout_s=120,
+                    episodes=episodes,
+                )
+            ]
+    return in_order(groups)
+
+
+def largest_gap(rollouts: list[Rollout]) -> float:
+    """Largest |Δ log-prob| of sampled tokens between the engine and transformers' own pass over whole episodes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "checkpoints" / "tiny-tools", dtype=torch.float32).eval()
+    gaps = []
+    for rollout in rollouts:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([rollout.token_ids])).logits[0].log_softmax(-1)
+        for position in range(1, len(rollout.token_ids)):
+            if rollout.mask[position]:
+                expected = float(logprobs[position - 1, rollout.token_ids[position]])
+                gaps.append(abs(expected - rollout.logprobs[position]))
+    assert len(gaps) == sum(rollout.num_sampled for rollout in rollouts)
+    return max(gaps)
+
+
+async def test_the_logprobs_of_several_turns_are_those_of_the_whole_sequence(port: int, runs: Path) -> None:
+    groups = await groups_of("guess", port, runs)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(rollouts) == 128
+    assert max(rollout.turns for rollout in rollouts) == 5
+    assert largest_gap(sorted(rollouts, key=lambda rollout: -rollout.turns)[:40]) < 1e-4
+    tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))
+    for rollout in rollouts:  # the model says what the environment heard, and the hints are true
+        text = tokens.decode(rollout.token_ids)
+        said = "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in rollout.dialogue)
+        assert rollout.turns == 1 or rollout.finish_reason == "length" or text.endswith(said)
+    for score in (score for group in groups for score in group.scores):
+        assert score.error is None
+        assert 0.0 <= score.total <= 1.0
+    again = await groups_of("guess", port, runs)
+    assert [group.rollouts for group in again] == [group.rollouts for group in groups]
+
+
+async def test_calls_are_parsed_by_the_server_and_answered_in_the_models_own_format(port: int, runs: Path) -> None:
+    groups = await groups_of("calculator", port, runs)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    called = [rollout for rollout in rollouts if rollout.turns > 1]
+    assert len(called) > 20
+    tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))
+    answered = 0
+    for rollout in called:
+        call = json.loads(rollout.dialogue[0]["content"].removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        told = rollout.dialogue[1]
+        assert told["role"] == "tool"
+        if told["content"].lstrip("-").isdigit():
+            answered += 1
+            assert int(told["content"]) == eval(call["arguments"]["expression"])  # digits and one operator
+        text = tokens.decode(rollout.token_ids)
+        assert text.startswith("<|system|>Tools: calculate(expression)<|end|><|user|>Compute: ")
+        assert f"</tool_call><|end|><|tool|>{told['content']}<|end|><|assistant|>" in text
+    assert answered > 20
+    assert largest_gap(called[:40]) < 1e-4
+
+
+@pytest.mark.parametrize(("name", "steps", "rise"), [("guess", 30, 0.08), ("calculator", 18, 0.1)])
+def test_the_policy_learns(port: int, runs: Path, name: str, steps: int, rise: float) -> None:
+    settings = [f"server.port={port}", f"run.dir={runs}/{name}", f"trainer.steps={steps}", "eval.num_prompts=0"]
+    done = subprocess.run(
+        [sys.executable, "run.py", "train", f"config/{name}.yaml", *settings],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=START_S + 300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()][1:]
+    rewards = [step["reward/mean"] for step in metrics]
+    assert len(rewards) == steps
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + rise, rewards
+    assert max(step["train/logprob_gap"] for step in metrics) < 1e-3
+    assert max(step["rollout/turns_mean"] for step in metrics) > 1

@@ -1,0 +1,99 @@
+"""How an environment is found, given its options, and refused."""
+
+from pathlib import Path
+
+import pytest
+
+from hocket.envs import Action, Environment, Step
+from hocket.envs.base import ENVIRONMENTS, Observation, bind
+from hocket.errors import ConfigError
+from hocket.registry import load_plugins
+from hocket.types import Prompt
+
+PLUGIN = """
+from hocket.envs import Environment, Step, environment
+
+@environment("echo_of_tests")
+class Echo(Environment):
+    def __init__(self, word, times=2):
+        if times < 1:
+            raise ValueError("times must be at least 1")
+        self.word, self.left = word, times
+
+    async def step(self, action):
+        self.left -= 1
+        return Step(messages=[{"role": "user", "content": self.word}], done=self.left == 0)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = Path(tmp_path_factory.mktemp("plugin")) / "echo.py"
+    path.write_text(PLUGIN)
+    load_plugins([str(path)])
+
+
+def action(text: str) -> Action:
+    return Action(text=text, token_ids=(1,), finish_reason="stop")
+
+
+async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the_config() -> None:
+    make = bind("echo_of_tests", {"word": "hi", "times": 1})
+    first, second = make(), make()
+    assert first is not second
+    assert (await first.step(action("x"))).done
+    assert (await second.step(action("x"))).done  # the first one's count is not its own
+    assert (await first.reset(Prompt(id="p", token_ids=(1,)), 0), await first.truncated()) == (None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("gues", {}, r"no environment 'gues' \(did you mean 'guess'\?\).*single_turn"),
+        ("echo_of_tests", {"word": "a", "time": 3}, r"no option 'time' \(did you mean 'times'\?\)"),
+        ("echo_of_tests", {}, "set env.word"),
+        ("echo_of_tests", {"word": "a", "times": 0}, "refuses its options: times must be at least 1"),
+        ("tools", {"tools": ["calculat"], "parser": "hermes"}, r"no tool 'calculat' \(did you mean 'calculate'\?\)"),
+        ("tools", {"tools": "calculate", "parser": "hermes"}, r"must be a list of names"),
+        ("single_turn", {"guesses": 3}, "no option 'guesses'"),
+    ],
+)
+def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str, options: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        bind(name, options)
+
+
+def test_a_name_can_not_be_taken_twice() -> None:
+    with pytest.raises(ConfigError, match="'guess' is registered twice"):
+        ENVIRONMENTS.register("guess")(Environment)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"messages": [{}], "text": "a"}, "not both"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"reward": "1"}, "must be a number, got str"),
+    ],
+)
+def test_nonsense_is_refused_where_it_is_said(fields: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Step(**fields)
+    assert Observation(max_tokens=1).stop is None
+
+
+async def test_guess_tells_where_the_number_is_and_rewards_finding_it() -> None:
+    make = bind("guess", {"guesses": 3, "near": 0.5, "width": 10})
+    prompt = Prompt(id="p", token_ids=(1,), answer="12")
+    episode = make()
+    assert await episode.reset(prompt, 0) is None
+    steps = [await episode.step(action(text)) for text in ("5", " 15", "12")]
+    assert [step.messages[0]["content"] for step in steps[:2]] == ["higher", "lower"]
+    assert [(step.done, step.reward) for step in steps] == [(False, 0.0), (False, 0.0), (True, 1.0)]
+    episode = make()
+    await episode.reset(prompt, 0)
+    last = [await episode.step(action("14")) for _ in range(3)][-1]
+    assert (last.done, last.reward) == (True, 0.5 * 0.8)  # 2 of 10 away
+    assert (await episode.step(action("fourteen"))).done
+    with pytest.raises(ValueError, match="no answer to guess"):
+        await make().reset(Prompt(id="p", token_ids=(1,)), 0)

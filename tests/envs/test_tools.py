@@ -1,0 +1,150 @@
+"""Tools: what the model is shown, what it is told, and that nothing it writes can hurt."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from hocket.envs import Action, tool
+from hocket.envs.base import bind
+from hocket.envs.tools import TOOLS, calculate
+from hocket.errors import ConfigError
+from hocket.types import ToolCall
+
+release, both = threading.Event(), threading.Barrier(2)
+
+
+@tool
+def slow_of_tests(seconds: float) -> str:
+    """Sleeps.
+
+    Args:
+        seconds: How long.
+    """
+    release.wait(seconds)
+    return "slept"
+
+
+@tool
+def meet_of_tests() -> str:
+    """Returns once it has been called twice."""
+    both.wait(20)
+    return "met"
+
+
+@tool
+async def weather_of_tests(city: str, days: int = 1) -> dict[str, Any]:
+    """Tells the weather.
+
+    Args:
+        city: Where.
+        days: How many.
+    """
+    await asyncio.sleep(0.05)
+    return {"city": city, "sun": [True] * days}
+
+
+def call(name: str, arguments: str, id: str = "") -> ToolCall:
+    return ToolCall(name=name, arguments=arguments, id=id)
+
+
+async def results(*calls: ToolCall, timeout_s: float = 20.0) -> list[dict[str, Any]]:
+    names = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests"]
+    episode = bind("tools", {"tools": names, "parser": "hermes", "call_timeout_s": timeout_s})()
+    step = await episode.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
+    assert not step.done
+    return [dict(message) for message in step.messages]
+
+
+async def test_an_answer_without_a_call_ends_the_episode() -> None:
+    episode = bind("tools", {"tools": ["calculate"], "parser": "hermes"})()
+    assert (await episode.step(Action(text="408", token_ids=(1,), finish_reason="stop"))).done
+
+
+def test_the_model_is_shown_name_types_and_docstring() -> None:
+    toolbox = bind("tools", {"tools": ["calculate", "weather_of_tests"], "parser": "hermes"})().toolbox
+    assert toolbox is not None
+    assert toolbox.parser == "hermes"
+    function = toolbox.schemas[1]["function"]
+    assert (function["name"], function["description"]) == ("weather_of_tests", "Tells the weather.")
+    assert function["parameters"]["properties"]["days"] == {"type": "integer", "description": "How many."}
+    assert function["parameters"]["required"] == ["city"]
+
+
+def test_a_function_without_hints_or_docstring_is_refused() -> None:
+    @tool
+    def bare_of_tests(x):  # type: ignore[no-untyped-def]
+        return x
+
+    assert TOOLS.get("bare_of_tests") is bare_of_tests
+    with pytest.raises(ConfigError, match="tool 'bare_of_tests' can't be shown to a model"):
+        bind("tools", {"tools": ["bare_of_tests"], "parser": "hermes"})
+
+
+async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -> None:
+    answers = await results(
+        call("meet_of_tests", "{}"),
+        call("meet_of_tests", "{}", id="functions.meet:1"),
+        call("weather_of_tests", '{"city": "Köln", "days": 2}'),
+        call("calculate", '{"expression": "12*34"}'),
+    )
+    assert [answer["content"] for answer in answers] == [
+        "met",
+        "met",
+        '{"city": "Köln", "sun": [true, true]}',
+        "408",
+    ]
+    assert [answer["tool_call_id"] for answer in answers] == ["call00001", "functions.meet:1", "call00003", "call00004"]
+    assert {answer["role"] for answer in answers} == {"tool"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("calculator", "{}", "error: there is no tool 'calculator', only calculate, slow_of_tests, meet_of_tests"),
+        ("bare", "{}", "error: there is no tool 'bare'"),
+        ("calculate", "{", "error: JSONDecodeError"),
+        ("calculate", "[1]", "error: the arguments must be a JSON object"),
+        ("calculate", '{"x": "1"}', "error: TypeError: missing a required argument: 'expression'"),
+        ("calculate", '{"expression": "1", "y": 2}', "error: TypeError: got an unexpected keyword argument 'y'"),
+        ("calculate", '{"expression": "1/0"}', "error: ZeroDivisionError"),
+        ("calculate", '{"expression": 5}', "error: TypeError"),
+        ("slow_of_tests", '{"seconds": 60}', "error: no result within 0.2 s"),
+    ],
+)
+async def test_whatever_goes_wrong_is_told_to_the_model(name: str, arguments: str, said: str) -> None:
+    try:
+        (answer,) = await results(call(name, arguments), timeout_s=0.2)
+    finally:
+        release.set()
+    release.clear()
+    assert answer["content"].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("12*34", "408"), ("10-99", "-89"), ("(1+2)*-3", "-9"), ("7/2", "3.5"), ("6/2", "3"), ("7//2 + 7 % 4", "6")],
+)
+def test_the_calculator_computes(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').getcwd()",
+        "2**999999999",
+        "a",
+        "True+1",
+        "'a'*9",
+        "[1]",
+        "",
+        "1+",
+        "1" * 201,
+        "(" * 150,
+    ],
+)
+def test_the_calculator_runs_no_code(expression: str) -> None:
+    with pytest.raises((ValueError, SyntaxError, MemoryError)):
+        calculate(expression)

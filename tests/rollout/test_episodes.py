@@ -1,0 +1,420 @@
+"""Episodes of several turns against a fake engine that remembers every context it was given, and what it sampled."""
+
+import asyncio
+import collections
+import dataclasses
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from hocket.config import DataConfig
+from hocket.data import Renderer
+from hocket.envs import Action, Environment, Observation, Step
+from hocket.errors import ServerError
+from hocket.rollout import coalescer
+from hocket.rollout.collect import play
+from hocket.rollout.episode import Limits
+from hocket.rollout.episodes import Budget, Episodes
+from hocket.types import Completion, Group, Message, Prompt, Rollout, SamplingParams, Score, Toolbox
+
+END, ASSISTANT = 1, 4
+"""Of checkpoints/tiny-tools: the token that ends a turn, and the one that begins the model's."""
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Renderer:
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny-tools")
+    return Renderer(DataConfig(), tokenizer)
+
+
+@dataclasses.dataclass
+class Turn:
+    context: list[int]
+    sampling: SamplingParams
+    seed: int
+    completion: Completion
+
+
+class FakeEngine:
+    """Samples tokens that the seed alone decides, in random order; fails, where told to, after so many completions."""
+
+    def __init__(self, *, delay_s: float = 0.0, fail_after: int | None = None) -> None:
+        self.delay_s, self.fail_after = delay_s, fail_after
+        self.turns: list[Turn] = []
+        self.requests: list[int] = []
+        self.running = self.most_running = self.aborted = 0
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[int] | None = None,
+        tools: Toolbox | None = None,
+    ) -> AsyncIterator[tuple[int, int, Completion]]:
+        assert seeds is not None
+        assert (n, sampling.seed, len(seeds)) == (1, None, len(prompts))
+        self.requests.append(len(prompts))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            for i in random.Random(seeds[0]).sample(range(len(prompts)), len(prompts)):
+                await asyncio.sleep(self.delay_s)
+                if self.fail_after is not None and len(self.turns) >= self.fail_after:
+                    raise ServerError("the engine died", code="engine_dead")
+                completion = sampled(seeds[i], sampling.max_tokens)
+                self.turns.append(Turn(list(prompts[i]), sampling, seeds[i], completion))
+                yield i, 0, completion
+        except (GeneratorExit, asyncio.CancelledError):
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+
+
+def sampled(seed: int, max_tokens: int) -> Completion:
+    rng = random.Random(seed)
+    length = rng.randint(1, 6)
+    body = [rng.randrange(5, 260) for _ in range(length)]
+    token_ids = tuple([*body[:-1], END][:max_tokens])
+    return Completion(
+        token_ids=token_ids,
+        logprobs=tuple(-rng.random() for _ in token_ids),
+        finish_reason="stop" if token_ids[-1] == END else "length",
+        versions=((seed % 3 + 1, 0, len(token_ids)),),
+        text=f"text of {seed}",
+    )
+
+
+class Wordy(Environment):
+    """Says something random, and ends at random; what it says and how it ends, the seed decides.
+
+    Attributes:
+        gave: every reward of the prompt's episode; the last one is -1 where it was cut off.
+    """
+
+    def __init__(self, gave: dict[str, list[float]]) -> None:
+        self.gave = gave
+
+    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+        self.mine = self.gave[prompt.id]
+        self.rng = random.Random(seed)
+        await asyncio.sleep(self.rng.random() / 200)
+        return self.rng.choice(
+            [
+                None,
+                Observation(text="Begin: "),
+                Observation(messages=[{"role": "user", "content": "Begin."}], max_tokens=2),
+            ]
+        )
+
+    async def step(self, action: Action) -> Step:
+        await asyncio.sleep(self.rng.random() / 200)
+        says = self.rng.choice(
+            [
+                {
+                    "messages": [
+                        {"role": "user", "content": self.rng.choice(["", "go on", "hallo 你好 <|end|>", "x" * 40])}
+                    ]
+                },
+                {"messages": [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]},
+                {"text": "\nHint: "},
+                {},
+            ]
+        )
+        self.mine.append(self.rng.random())
+        return Step(
+            **says, done=self.rng.random() < 0.25, reward=self.mine[-1], max_tokens=self.rng.choice([None, 1, 3])
+        )
+
+    async def truncated(self) -> float:
+        self.mine.append(-1.0)
+        return -1.0
+
+
+class ByReward:
+    async def score(self, rollout: Rollout) -> Score:
+        await asyncio.sleep(0)
+        assert rollout.reward is not None
+        return Score(total=rollout.reward, parts={"env": rollout.reward})
+
+
+SAMPLING = SamplingParams(max_tokens=8, seed=77)
+
+
+async def played(
+    make: Callable[[], Environment],
+    renderer: Renderer,
+    engine: FakeEngine,
+    *,
+    num_prompts: int,
+    group_size: int = 1,
+    limits: Limits | None = None,
+    max_in_flight_tokens: int | None = None,
+    timeout_s: float = 60.0,
+) -> list[Group]:
+    """Returns the groups in the order of their prompts, each of whose tokens names the prompt."""
+    episodes = Episodes(
+        make=make,
+        renderer=renderer,
+        limits=limits or Limits(max_turns=6, max_length=256, timeout_s=5.0),
+        max_in_flight_tokens=max_in_flight_tokens,
+    )
+    chats: list[tuple[Message, ...]] = [({"role": "user", "content": f"{i:03}"},) for i in range(num_prompts)]
+    token_ids = renderer.encode([renderer.render(chat) for chat in chats])
+    prompts = [
+        Prompt(id=f"p{i}", token_ids=tuple(ids), messages=chat, answer="7")
+        for i, (chat, ids) in enumerate(zip(chats, token_ids, strict=True))
+    ]
+    groups = [
+        group
+        async for group in play(
+            prompts,
+            server=engine,
+            scorer=ByReward(),
+            sampling=SAMPLING,
+            group_size=group_size,
+            label="s",
+            timeout_s=timeout_s,
+            episodes=episodes,
+        )
+    ]
+    return sorted(groups, key=lambda group: int(group.id.split("/")[1]))
+
+
+async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_and_nothing_else(
+    renderer: Renderer,
+) -> None:
+    engine, gave = FakeEngine(), collections.defaultdict[str, list[float]](list)
+    limits = Limits(max_turns=6, max_length=80, timeout_s=30.0)
+    groups = await played(lambda: Wordy(gave), renderer, engine, num_prompts=1000, limits=limits)
+    assert len(groups) == 1000
+    assert len({turn.seed for turn in engine.turns}) == len(engine.turns)  # no two turns share their random numbers
+    turns_of = collections.defaultdict(list)
+    for turn in sorted(engine.turns, key=lambda turn: len(turn.context)):
+        turns_of[tuple(turn.context[1:4])].append(turn)  # the digits of the prompt's number
+    ends = set()
+    for group in groups:
+        rollout, score = group.rollouts[0], group.scores[0]
+        turns, rewards = turns_of[rollout.prompt.token_ids[1:4]], gave[rollout.prompt.id]
+        assert len(rollout.token_ids) == len(rollout.mask) == len(rollout.logprobs) <= 80
+        assert rollout.turns == len(turns) >= 1
+        mask = [False] * len(rollout.token_ids)
+        for turn in turns:
+            # Every context is the sequence up to there, and what was sampled follows it just as it was sampled.
+            start, end = len(turn.context), len(turn.context) + len(turn.completion.token_ids)
+            assert list(rollout.token_ids[:start]) == turn.context
+            assert rollout.token_ids[start:end] == turn.completion.token_ids
+            assert rollout.logprobs[start:end] == turn.completion.logprobs
+            mask[start:end] = [True] * (end - start)
+        assert list(rollout.mask) == mask
+        assert mask[-1], "nothing is told to a model that is not asked any more"
+        assert not any(logprob for logprob, own in zip(rollout.logprobs, mask, strict=True) if not own)
+        versions = {turn.completion.versions[0][0] for turn in turns}
+        assert (rollout.version_min, rollout.version_max) == (min(versions), max(versions))
+        assert score.total == pytest.approx(sum(rewards))
+        cut = rewards[-1] == -1.0 or turns[-1].completion.finish_reason == "length"
+        assert rollout.finish_reason == ("length" if cut else "stop")
+        ends.add((rewards[-1] == -1.0, rollout.turns == 6, rollout.finish_reason))
+    assert ends >= {(False, False, "stop"), (False, False, "length"), (True, True, "length"), (True, False, "length")}
+
+
+class Unruly(Environment):
+    """Fails, hangs, is cancelled or talks nonsense, as the seed decides; keeps count of what was closed."""
+
+    def __init__(self, closed: collections.Counter[int]) -> None:
+        self.closed = closed
+        self.closings = 0
+
+    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+        self.rng = random.Random(seed)
+        return await self.trouble(0.08)
+
+    async def step(self, action: Action) -> Step:
+        await self.trouble(0.08)
+        if self.rng.random() < 0.05:
+            return "higher"  # type: ignore[return-value]  # no Step
+        return Step(messages=[{"role": "user", "content": "go on"}], done=self.rng.random() < 0.3, reward=1.0)
+
+    async def trouble(self, chance: float) -> None:
+        await asyncio.sleep(self.rng.random() / 100)
+        if self.rng.random() < chance:
+            trouble = self.rng.choice(["raise", "hang", "cancel", "role"])
+            if trouble == "raise":
+                raise KeyError("a bug")
+            if trouble == "hang":
+                await asyncio.sleep(3600)
+            if trouble == "cancel":
+                raise asyncio.CancelledError
+
+    async def close(self) -> None:
+        self.closings += 1
+        self.closed[self.closings] += 1
+        if self.rng.random() < 0.02:
+            raise OSError("can't close")
+
+
+async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_all_accounted_for(
+    renderer: Renderer,
+) -> None:
+    closed: collections.Counter[int] = collections.Counter()
+    engine = FakeEngine(delay_s=0.0005)
+    groups = await played(
+        lambda: Unruly(closed),
+        renderer,
+        engine,
+        num_prompts=125,
+        group_size=4,
+        limits=Limits(max_turns=5, max_length=256, timeout_s=2.0),
+    )
+    ids = [rollout.id for group in groups for rollout in group.rollouts]
+    assert ids == [f"s/{i}/{j}" for i in range(125) for j in range(4)]  # each once, in its place
+    scores = [score for group in groups for score in group.scores]
+    errors = [score.error for score in scores if score.error is not None]
+    assert 50 < len(errors) < 450
+    for cause in ("raised KeyError", "env.timeout_s=2 had passed", "was cancelled", "returned str", "close raised"):
+        assert any(cause in error for error in errors), cause
+    for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
+        assert (score.error is None) == math.isfinite(score.total)  # an error is never a number
+        assert score.error is not None or score.total == rollout.turns
+        assert sum(rollout.mask) == rollout.num_sampled
+        assert rollout.turns or rollout.version_min == 0
+    assert closed == {1: 500}  # every environment, once
+    assert asyncio.all_tasks() == {asyncio.current_task()}  # nothing is left behind
+
+
+async def test_a_dead_server_ends_all_episodes_and_closes_their_environments(renderer: Renderer) -> None:
+    closed: collections.Counter[int] = collections.Counter()
+
+    class Endless(Unruly):
+        async def trouble(self, chance: float) -> None:
+            await asyncio.sleep(0)
+
+    with pytest.raises(ServerError, match="the engine died"):
+        await played(lambda: Endless(closed), renderer, FakeEngine(fail_after=40), num_prompts=30)
+    assert closed == {1: 30}
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_leaving_early_cancels_what_is_in_flight(renderer: Renderer) -> None:
+    engine = FakeEngine(delay_s=0.2)
+    task = asyncio.create_task(played(lambda: Wordy(collections.defaultdict(list)), renderer, engine, num_prompts=50))
+    while not engine.running:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.running == 0
+    assert engine.aborted >= 1
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_turns_of_many_episodes_travel_in_few_requests_and_the_same_run_twice_is_the_same(
+    renderer: Renderer,
+) -> None:
+    runs = []
+    for delay_s in (0.0, 0.002):  # other company, another order
+        engine = FakeEngine(delay_s=delay_s)
+        groups = await played(lambda: Wordy(collections.defaultdict(list)), renderer, engine, num_prompts=100)
+        runs.append([group.rollouts[0] for group in groups])
+        assert len(engine.requests) < len(engine.turns) / 2
+        assert engine.most_running <= coalescer.MAX_REQUESTS + 4  # four kinds of sampling may leave together
+        assert max(engine.requests) <= coalescer.MAX_TURNS
+    assert runs[0] == runs[1]
+
+
+async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Renderer) -> None:
+    begun: list[str] = []
+    most = 0
+
+    class Counting(Environment):
+        async def reset(self, prompt: Prompt, seed: int) -> None:
+            nonlocal most
+            begun.append(prompt.id)
+            most = max(most, len(begun) - closed)
+            await asyncio.sleep(0.001)
+
+        async def step(self, action: Action) -> Step:
+            return Step(done=True)
+
+        async def close(self) -> None:
+            nonlocal closed
+            closed += 1
+
+    closed = 0
+    # A prompt has 6 tokens and a turn 8: 14 each, so that 50 tokens hold three episodes at a time.
+    await played(Counting, renderer, FakeEngine(), num_prompts=20, max_in_flight_tokens=50)
+    assert begun == [f"p{i}" for i in range(20)]
+    assert most == 3
+    # One that is larger than the bound is played alone.
+    begun, most, closed = [], 0, 0
+    await played(Counting, renderer, FakeEngine(), num_prompts=5, max_in_flight_tokens=10)
+    assert (len(begun), most) == (5, 1)
+
+
+async def test_a_budget_forgets_who_has_given_up_waiting() -> None:
+    budget = Budget(10)
+    await budget.start(8)
+    first, second = asyncio.create_task(budget.start(5)), asyncio.create_task(budget.start(5))
+    await asyncio.sleep(0)
+    first.cancel()
+    budget.change(-8)
+    await second
+    assert budget.held == 5
+    third = asyncio.create_task(budget.start(5))
+    await third
+    assert budget.held == 10
+
+
+async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended_twice(renderer: Renderer) -> None:
+    says: list[Any] = []
+
+    class Scripted(Environment):
+        async def step(self, action: Action) -> Step:
+            says.append(action.finish_reason)
+            return Step(messages=[{"role": "user", "content": "hm"}], done=len(says) == 2, max_tokens=2)
+
+    class Engine(FakeEngine):
+        async def generate(self, prompts: Any, sampling: Any, **rest: Any) -> Any:
+            ids, reason = ((20, END), "stop") if not says else ((21, 22), "length")
+            if len(says) == 1 and sampling.max_tokens == 2:
+                ids, reason = (21, 22), "length"
+            done = Completion(
+                token_ids=ids, logprobs=(-1.0, -2.0), finish_reason=reason, versions=((1, 0, 2),), text="t"
+            )
+            yield 0, 0, done
+
+    (group,) = await played(Scripted, renderer, Engine(), num_prompts=1)
+    hm = renderer.encode(["<|user|>hm<|end|><|assistant|>"])[0]
+    assert list(group.rollouts[0].token_ids[6:]) == [20, END, *hm, 21, 22]  # the template's own <|end|> is left out
+    assert says == ["stop", "length"]
+    assert group.rollouts[0].finish_reason == "length"
+    assert [message["content"] for message in group.rollouts[0].dialogue] == ["t", "hm", "t"]
+
+
+async def test_an_environment_whose_first_words_leave_no_room_is_an_error(renderer: Renderer) -> None:
+    class Long(Environment):
+        async def reset(self, prompt: Prompt, seed: int) -> Observation:
+            return Observation(messages=[{"role": "user", "content": "x" * 300}])
+
+    (group,) = await played(Long, renderer, FakeEngine(), num_prompts=1)
+    assert "leaves no room" in (group.scores[0].error or "")
+    assert group.rollouts[0].turns == 0
+    assert group.rollouts[0].token_ids == group.rollouts[0].prompt.token_ids
+
+
+async def test_a_role_that_the_template_refuses_is_the_episodes_error(renderer: Renderer) -> None:
+    class Wrong(Environment):
+        async def step(self, action: Action) -> Step:
+            return Step(messages=[{"role": "wizard", "content": "x"}])
+
+    (group,) = await played(Wrong, renderer, FakeEngine(), num_prompts=1)
+    assert "roles are system, user, assistant and tool" in (group.scores[0].error or "")
+    assert group.rollouts[0].turns == 1
