@@ -204,7 +204,7 @@ def test_samples_whose_log_probs_are_not_finite_are_named_whichever_rank_had_the
     fault = json.loads(path.read_text())["not_finite"]
     token = samples[4].token_ids[1]  # whose embedding was NaN
     assert fault["logprobs"] == [f"sample {i}" for i, sample in enumerate(samples) if token in sample.token_ids[:-1]]
-    assert fault["inputs"] == ["sample 4 (advantage)"]
+    assert fault["inputs"] == ["sample 4 (advantages)"]
     assert len(fault["gradients"]) > 10
 
 
