@@ -44,7 +44,8 @@ from hocket.trainer.batching import TrainBatch, num_positions, pack
 from hocket.trainer.flops import model_flops, peak_flops, step_flops
 from hocket.trainer.logprobs import token_logprobs
 from hocket.trainer.policy import Policy, skeleton
-from hocket.trainer.trainer import Trainer, grpo_loss
+from hocket.trainer.trainer import Trainer
+from hocket.trainer.work import configured_loss
 from hocket.types import TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,7 +117,7 @@ class Loop:
     def __init__(self, model: nn.Module, config: configs.Config) -> None:
         self.model = model.to(DEVICE)
         self.config = config
-        self.loss = grpo_loss(config.algorithm)
+        self.loss = configured_loss(config)
         self.dtype = getattr(torch, config.model.dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
 
@@ -145,7 +146,7 @@ def bare(config: configs.Config) -> Step:
     loop = Loop(policy, config)
 
     def share(batch: TrainBatch) -> LossOutput:
-        return loop.loss(policy(batch)[0], batch)
+        return loop.loss(*policy(batch), batch)
 
     def step(samples: Sequence[TrainSample]) -> None:
         [batches] = pack(samples, micro_batch_tokens=config.trainer.micro_batch_tokens, num_ranks=1)
@@ -175,15 +176,17 @@ def padded(config: configs.Config) -> Step:
         attention = tensor(lambda s: [1] * num_positions(s), 0)
         logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits.float()
         logprobs = logits.log_softmax(dim=-1).gather(-1, targets[..., None]).squeeze(-1)
+        mask = tensor(lambda s: s.mask[1:], False)
         [[batch]] = pack(rows, micro_batch_tokens=10**9, num_ranks=1)
         batch = dataclasses.replace(
             batch,
-            mask_bt=tensor(lambda s: s.mask[1:], False),
+            mask_bt=mask,
             rollout_logprobs_bt=tensor(lambda s: s.rollout_logprobs[1:], 0.0),
             advantages_bt=tensor(lambda s: s.advantages[1:], 0.0),
+            sample_bt=torch.arange(len(rows), device=DEVICE)[:, None].expand_as(mask),
             num_tokens_global=num_tokens,
         )
-        return loop.loss(logprobs, batch)
+        return loop.loss(logprobs, torch.zeros_like(logprobs), batch)
 
     def step(samples: Sequence[TrainSample]) -> None:
         nonlocal num_tokens

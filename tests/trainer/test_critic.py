@@ -270,4 +270,4 @@ def test_a_trainer_without_need_of_a_critic_has_none(ranks: Ranks, tied_model: s
         ranks, tied_model, "algorithm.preset=grpo", "algorithm.baseline=mean", "algorithm.scale=group"
     ) as trainer:
         assert trainer.measure(ROLLOUTS) == []
-        assert not trainer._beside
+        assert not trainer.work.beside

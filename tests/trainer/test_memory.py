@@ -161,7 +161,7 @@ def test_the_estimate_is_what_a_trainer_holds(ranks: Ranks, wide_model: str, sta
         held = bytes_held() - before
         used = held + peak_bytes(lambda: trainer.step(samples(2048)), CPU)
         config = config_module.load(None, list(settings)).trainer
-        model = Model.of(trainer._policy.model, trainer._dtype)
+        model = Model.of(trainer.work.policy.model, trainer.work._dtype)
         model = dataclasses.replace(model, num_parameters=trainer.num_parameters, num_trained=trainer.num_parameters)
     expected = estimate(model, config, stage=stage, num_ranks=1, offloads=False).total
     assert used == pytest.approx(expected, rel=0.15)
@@ -198,13 +198,13 @@ def test_auto_finds_the_micro_batch_that_fits_and_leaves_the_weights(
     available = 600 << 20
     monkeypatch.setattr(memory, "available_bytes", lambda device: available)
     with make_trainer(ranks, wide_model, f"trainer.zero_stage={stage}", "trainer.micro_batch_tokens=auto") as trainer:
-        tokens = trainer._micro_batch_tokens
+        tokens = trainer.work.micro_batch_tokens
         assert f"trainer.micro_batch_tokens=auto is {tokens}" in trainer.memory
         stats = trainer.step(samples(512))
         assert not stats.skipped
         with make_trainer(ranks, wide_model, f"trainer.zero_stage={stage}", "trainer.micro_batch_tokens=512") as other:
             assert other.step(samples(512)).loss == stats.loss  # the rehearsal has left no trace
-        moments = trainer._engine.bytes_to_come()
+        moments = trainer.work.engine.bytes_to_come()
         fits = peak_bytes(lambda: trainer.step(samples(tokens // 64 * 64)), CPU)
         assert 0.8 * (available - moments) < fits < available - moments
 

@@ -1,0 +1,85 @@
+"""How large a micro-batch may be: estimated before anything is loaded, and for `auto` found out by trying two sizes.
+
+Takes a config, and an engine with its share of the loss; gives what a step needs, and a number of tokens. Never knows
+real samples.
+"""
+
+import functools
+import math
+
+import torch
+
+from hocket.config import Config, TrainerConfig
+from hocket.errors import TrainerError
+from hocket.trainer import memory
+from hocket.trainer.batching import pack
+from hocket.trainer.engine import DeepSpeedEngine, default_zero_stage
+from hocket.trainer.policy import skeleton
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.update import ShareOfLoss
+from hocket.types import TrainSample
+
+LENGTH = 32
+"""Positions of each made-up sequence."""
+
+
+def estimate(config: Config, dtype: torch.dtype, ranks: Ranks) -> memory.Estimate:
+    """Returns what a step of the policy needs. Raises ConfigError where the device has clearly less."""
+    device = ranks.device
+    model = memory.Model.of(skeleton(config.model), dtype)
+
+    def needed(trainer: TrainerConfig) -> memory.Estimate:
+        return memory.estimate(
+            model,
+            trainer,
+            stage=default_zero_stage(trainer, device),
+            num_ranks=ranks.size,
+            offloads=trainer.offload_optimizer and device.type == "cuda",
+        )
+
+    return memory.check(needed, config.trainer, memory.available_bytes(device))
+
+
+def as_many_as_fit(
+    engine: DeepSpeedEngine, loss_of: ShareOfLoss, config: TrainerConfig, ranks: Ranks, *, bytes_to_come: int
+) -> int:
+    """Returns the micro-batch size that the memory of every rank has room for.
+
+    Args:
+        bytes_to_come: what the first real step will take for good.
+
+    Raises:
+        TrainerError: not one sequence fits.
+    """
+    size = max(512, config.logprob_chunk_tokens)
+    rehearse = functools.partial(_rehearse, engine, loss_of, ranks.device)
+    if ranks.device.type == "cuda":
+        rehearse(size)  # what libraries allocate once is not part of a micro-batch
+    sizes = (size, 2 * size)
+    small, large = ((n, memory.peak_bytes(functools.partial(rehearse, n), ranks.device)) for n in sizes)
+    available = memory.available_bytes(ranks.device) - bytes_to_come
+    tokens = ranks.smallest(memory.largest_micro_batch(small, large, available))
+    if tokens < 2:
+        raise TrainerError(
+            "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; set "
+            "trainer.gradient_checkpointing=true, a smaller trainer.logprob_chunk_tokens, or take more ranks"
+        )
+    return tokens
+
+
+def _rehearse(engine: DeepSpeedEngine, loss_of: ShareOfLoss, device: torch.device, num_positions: int) -> None:
+    """Runs forward and backward of made-up sequences; a gradient that is not finite changes nothing."""
+    zeros = (0.0,) * (LENGTH + 1)
+    sample = TrainSample(
+        token_ids=(0,) * (LENGTH + 1),
+        mask=(True,) * (LENGTH + 1),
+        rollout_logprobs=zeros,
+        advantages=zeros,
+        ref_logprobs=zeros,
+    )
+    [[batch]] = pack([sample] * (num_positions // LENGTH), micro_batch_tokens=num_positions, num_ranks=1)
+    engine.backward(loss_of(batch.to(device)).loss * math.nan, last=True)
+    if engine.step() is not None:
+        raise TrainerError(
+            "the rehearsal of a step has changed the weights; set trainer.micro_batch_tokens to a number"
+        )
