@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from hocket import config as config_module
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.kl import KlController
+from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data import PromptStream, load_prompts
 from hocket.loop import Run
@@ -114,6 +115,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         RewardScorer(config.rewards) as scorer,
         Recorder(config) as recorder,
         Console("plain", config.trainer.steps) as console,
+        Checkpoints(config, trainer, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)
         return await Run(
@@ -128,6 +130,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             kl=KlController(config.algorithm),
             recorder=recorder,
             console=console,
+            checkpoints=checkpoints,
         ).train()
 
 
@@ -145,6 +148,7 @@ async def test_the_reward_rises(preset: PresetName, ranks: Ranks, tmp_path: Path
             "critic.learning_rate=1e-3",
             "eval.num_prompts=128",
             "eval.every_steps=0",
+            "checkpoint.every_steps=0",
         ],
     )
     summary = await trained(config, ranks)
