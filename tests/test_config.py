@@ -93,6 +93,7 @@ def test_without_a_group_one_rollout_per_prompt_is_enough() -> None:
         (["kl=k2"], "kl=k2 needs a weight"),
         (["kl=k1", "kl_coef=0.1"], "set kl_in=reward, or kl=k2"),
         (["kl=k2", "kl_coef=0.1", "kl_target=1"], "set kl_in=reward"),
+        (["kl=k1", "kl_coef=0.1", "kl_in=reward"], "with kl_in=reward set scale=batch or none"),
         (["top_entropy=0"], "top_entropy: Input should be greater than 0"),
         (["top_entropy=1.5"], "top_entropy: Input should be less than or equal to 1"),
         (["clip_low=1.5"], "clip_low: Input should be less than or equal to 1"),

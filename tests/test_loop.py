@@ -65,6 +65,9 @@ class World:
         self.taken += n
         return [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(self.taken - n, self.taken)]
 
+    def beat(self) -> None:
+        pass
+
     def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
         if self.reference is None:
             return []

@@ -368,6 +368,11 @@ class AlgorithmConfig(Section):
             self.kl == "k1" and not in_reward,
             "k1 in the loss has an expected gradient of zero: set kl_in=reward, or kl=k2",
         )
+        yield (
+            in_reward and self.scale == "group",
+            "scale=group would divide the penalty away where the rewards of a group are alike: with kl_in=reward set "
+            "scale=batch or none",
+        )
         yield self.kl_target is not None and not in_reward, "kl_target adapts the KL of the rewards: set kl_in=reward"
 
 

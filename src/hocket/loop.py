@@ -71,6 +71,7 @@ class Run:
 
         for step in range(int(history[-1]["step"]) + 1, config.trainer.steps + 1):
             metrics: dict[str, float] = {}
+            self.trainer.beat()  # a step without anything to learn has no other work for the other ranks
             with timed(metrics, "time/step"):
                 prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
                 groups = await self._play(step, prompts, metrics)  # 2 rollouts   rollout/, envs/, 3 scores   rewards/
@@ -78,6 +79,8 @@ class Run:
                 metrics |= rollout_metrics(groups, version=sync.version) | signal
                 if kept:
                     metrics |= await self._learn(step, kept)
+                elif self.turns is None:  # else the trainer is off the GPU
+                    metrics |= self.checkpoints.copy(step)
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
                     after = await self._evaluate(step)
                     metrics |= after
@@ -146,6 +149,7 @@ class Run:
         if not self.held_out:
             return {}
         self.console.progress(step, "held-out evaluation")
+        self.trainer.beat()
         metrics: dict[str, float] = {}
         with timed(metrics, "time/eval"):
             measured, groups = await evaluate(

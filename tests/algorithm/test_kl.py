@@ -52,13 +52,15 @@ def test_log_ratios_are_bounded_and_masked_before_anything_can_become_nan() -> N
 
 
 def test_a_fixed_coefficient_stays() -> None:
-    controller = KlController(AlgorithmConfig(kl="k1", kl_in="reward", kl_coef=0.3))
+    controller = KlController(AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.3))
     controller.update(100.0, 1000)
+    assert controller.coef == 0.3
+    controller.restore({"coef": 0.9})  # a run that goes on with another coefficient
     assert controller.coef == 0.3
 
 
 def test_an_adaptive_coefficient_follows_the_distance_within_bounds() -> None:
-    config = AlgorithmConfig(kl="k1", kl_in="reward", kl_coef=0.5, kl_target=0.1, kl_horizon=1000)
+    config = AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.5, kl_target=0.1, kl_horizon=1000)
     controller = KlController(config)
     controller.update(0.11, 100)  # 10 % too far: 0.5 · (1 + 0.1 · 100 / 1000)
     assert controller.coef == pytest.approx(0.505)

@@ -410,3 +410,15 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_unmasked_tokens() -> None:
     output.loss.backward()
     torch.testing.assert_close(output.loss, torch.tensor(0.75))
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.25, -0.25, 0.0]]))
+
+
+def test_each_correction_has_bounds_of_its_own_where_none_are_set() -> None:
+    assert [
+        (config.correction_low, config.correction_high)
+        for config in (
+            LossConfig(),
+            LossConfig(correction="mask"),
+            LossConfig.preset("grpo", correction="sequence_mask"),
+            LossConfig(correction="mask", correction_high=3.0),
+        )
+    ] == [(0.0, 2.0), (0.5, 5.0), (0.99, 1.01), (0.5, 3.0)]

@@ -78,12 +78,12 @@ def test_where_nothing_is_compared_within_a_group_only_groups_without_any_score_
 
 
 def test_a_kl_in_the_rewards_tells_rollouts_of_equal_scores_apart() -> None:
-    config = settings("kl=k1", "kl_in=reward", "kl_coef=0.5")
+    config = settings("kl=k1", "kl_in=reward", "kl_coef=0.5", "scale=none")
     kept, _ = informative([group("a", [1.0, 1.0])], config)
-    # x = −0.5 − ref = 1, 3: rewards 1 − 0.5 · x = 0.5, −0.5; mean 0, unbiased deviation √0.5
+    # x = −0.5 − ref = 1, 3: rewards 1 − 0.5 · x = 0.5, −0.5; mean 0
     measured = [Measured(ref_logprobs=(0.0, 0.0, -1.5)), Measured(ref_logprobs=(0.0, 0.0, -3.5))]
     samples, shaping = train_samples(kept, measured, config, 0.5)
-    assert last_advantages(samples) == pytest.approx([0.5 / math.sqrt(0.5), -0.5 / math.sqrt(0.5)], abs=1e-5)
+    assert last_advantages(samples) == pytest.approx([0.5, -0.5])
     assert samples[0].ref_logprobs == (0.0, 0.0, -1.5)
     assert shaping == {"rollout/kl": 2.0, "rollout/kl_coef": 0.5}
 

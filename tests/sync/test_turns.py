@@ -92,6 +92,9 @@ class World:
         save_file({"w": torch.ones(2)}, folder / "model.safetensors")
         return manifest.specs([("w", torch.ones(2))])
 
+    def beat(self) -> None:
+        pass
+
     def measure(self, rollouts: object) -> list[Measured]:
         return []
 

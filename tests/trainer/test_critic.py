@@ -265,7 +265,7 @@ def test_a_trainer_without_need_of_a_critic_has_none(ranks: Ranks, tied_model: s
         config, loss=lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={}), ranks=ranks
     ) as t:
         assert t.measure(ROLLOUTS) == [], "sft has the algorithm's settings, but no use for them"
-        assert not t._beside
+        assert not t.work.beside
     with make_trainer(
         ranks, tied_model, "algorithm.preset=grpo", "algorithm.baseline=mean", "algorithm.scale=group"
     ) as trainer:

@@ -115,7 +115,7 @@ def test_gradients_that_are_not_finite_are_told_apart_from_the_loss(
         assert trainer.step(SAMPLES, keep=tmp_path / "a.json").skipped
         assert math.isfinite(trainer.step(SAMPLES, keep=tmp_path / "b.json").loss)
     fault = json.loads((tmp_path / "a.json").read_text())["not_finite"]
-    assert fault == {"inputs": [], "logprobs": [], "terms": [], "gradients": ["model.model.norm.weight"]}
+    assert fault == {"inputs": [], "logprobs": [], "values": [], "terms": [], "gradients": ["model.model.norm.weight"]}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -188,7 +188,7 @@ def test_in_float16_an_overflow_lowers_the_scale_and_only_at_the_lowest_it_is_a_
 
 
 def test_a_folder_keeps_the_newest_batches(tmp_path: Path) -> None:
-    fault = guards.Fault(inputs=(), logprobs=(), terms=("loss",), gradients=())
+    fault = guards.Fault(inputs=(), logprobs=(), values=(), terms=("loss",), gradients=())
     for step in range(1, 12):
         guards.keep_batch(tmp_path / f"step_{step:06d}.json", SAMPLES, fault, str)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}.json" for step in range(4, 12)]

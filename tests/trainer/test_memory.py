@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from hocket import config as config_module
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer import memory
+from hocket.trainer import engine, memory
 from hocket.trainer.engine import BUCKET_ELEMENTS
-from hocket.trainer.memory import GIB, Model, estimate, largest_micro_batch, peak_bytes
+from hocket.trainer.memory import GIB, Estimate, Model, estimate, largest_micro_batch, peak_bytes, together
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -182,6 +182,43 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
     assert "trainer.gradient_checkpointing=true" in message
     assert "trainer.micro_batch_tokens=5000000 (25)" in message
     assert "trainer.offload_optimizer" not in message  # it would not help
+
+
+def test_models_beside_the_policy_count_by_hand() -> None:
+    policy = Estimate(weights=10, gradients=20, optimizer=60, activations=7, logits=3)
+    critic = Estimate(weights=11, gradients=22, optimizer=66, activations=9, logits=3)
+    frozen = Estimate(weights=5, gradients=10, optimizer=30, activations=4, logits=3)
+    # the reference has weights alone; critic and policy run one after the other
+    assert together(policy, critic=critic, reference=frozen) == Estimate(
+        weights=26, gradients=42, optimizer=126, activations=9, logits=3
+    )
+    assert together(policy, critic=None, reference=None) == policy
+
+
+def test_frozen_layers_in_four_bits_take_about_half_a_byte_per_weight(tied_model: str) -> None:
+    model = skeleton(ModelConfig(path=tied_model, lora={"rank": 4}))  # type: ignore[arg-type]
+    found = Model.of(model, torch.bfloat16, quantized=True)
+    # hidden 32, query 32, key 16, inner 64: q, o; k, v; gate, up, down in each of two layers
+    assert found.num_quantized == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    config = TrainerConfig(zero_stage=2)
+    plain = estimate(Model.of(model, torch.bfloat16), config, stage=2, num_ranks=1, offloads=False).weights
+    small = estimate(found, config, stage=2, num_ranks=1, offloads=False).weights
+    assert plain - small == pytest.approx((2 - 0.53) * found.num_quantized)
+
+
+def test_auto_counts_a_critic_and_a_reference_and_goes_with_them(
+    ranks: Ranks, tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: GIB // 16)
+    settings = ("model.dtype=float32", "trainer.micro_batch_tokens=auto", "trainer.logprob_chunk_tokens=64")
+    ppo = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.01")
+    monkeypatch.setattr(engine, "BUCKET_ELEMENTS", 1000)
+    monkeypatch.setattr(memory, "BUCKET_ELEMENTS", 1000)
+    sizes = []
+    for more in ((), ppo):
+        with make_trainer(ranks, tied_model, *settings, *more) as trainer:
+            sizes.append(trainer.work.micro_batch_tokens)
+    assert 0 < sizes[1] < sizes[0]
 
 
 def test_the_largest_micro_batch_leaves_a_margin() -> None:

@@ -60,5 +60,6 @@ class KlController:
         return {"coef": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Goes on from a `state`."""
-        self.coef = state["coef"]
+        """Goes on from a `state`; a fixed coefficient is what is configured now."""
+        if self._target is not None:
+            self.coef = state["coef"]

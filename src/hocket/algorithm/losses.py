@@ -5,6 +5,7 @@ optimiser step, over all micro-batches and ranks, so that contributions of micro
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from hocket.algorithm.kl import kl_penalty, masked_log_ratio
 from hocket.config import Config
-from hocket.presets import DEFAULT, PRESETS, Aggregate, Clip, Correction, Kl, KlIn, PresetName, Ratio
+from hocket.presets import CORRECTION_RANGES, DEFAULT, PRESETS, Aggregate, Clip, Correction, Kl, KlIn, PresetName, Ratio
 
 MAX_SURVIVOR_WEIGHT = 2.0
 """Cap of a token's importance weight in a sequence that sequence_mask keeps."""
@@ -31,12 +32,19 @@ class LossConfig:
     aggregate: Aggregate = DEFAULT.aggregate
     constant_length: int | None = None
     correction: Correction = DEFAULT.correction
-    correction_low: float = 0.0
-    correction_high: float = 2.0
+    correction_low: float = math.nan
+    correction_high: float = math.nan
     kl: Kl = DEFAULT.kl
     kl_in: KlIn = DEFAULT.kl_in
     kl_coef: float = DEFAULT.kl_coef
     entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, bound in zip(
+            ("correction_low", "correction_high"), CORRECTION_RANGES.get(self.correction, (0.0, 2.0)), strict=True
+        ):
+            if math.isnan(getattr(self, name)):
+                object.__setattr__(self, name, bound)
 
     @classmethod
     def preset(cls, name: PresetName, **changes: Any) -> Self:

@@ -16,7 +16,7 @@ from hocket.config import Config
 from hocket.tokenizer import check_same_ids
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
-from hocket.trainer.policy import Policy
+from hocket.trainer.policy import Policy, compute_in_float32
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.update import Update, update
 
@@ -29,6 +29,7 @@ class ValueModel(Policy):
         logits = self.model.get_output_embeddings()
         head = nn.Linear(logits.in_features, 1, bias=False, dtype=logits.weight.dtype)
         nn.init.zeros_(head.weight)
+        compute_in_float32(head)  # in 16 bits values near 1 would be steps of .004, and so would returns
         self.model.config.tie_word_embeddings = False
         self.model.set_output_embeddings(head)
 

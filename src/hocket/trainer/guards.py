@@ -34,12 +34,14 @@ class Fault:
     Attributes:
         inputs: names of samples that came with a number that is not finite, each with the fields it is in.
         logprobs: names of samples of which the model gave log-probs that are not finite.
+        values: likewise, of the critic's values.
         terms: the loss, or what is measured along with it, over the whole batch.
         gradients: names of parameters.
     """
 
     inputs: tuple[str, ...]
     logprobs: tuple[str, ...]
+    values: tuple[str, ...]
     terms: tuple[str, ...]
     gradients: tuple[str, ...]
 
@@ -47,6 +49,7 @@ class Fault:
         kinds = {
             "numbers that came with the samples": self.inputs,
             "the model's log-probs of": self.logprobs,
+            "the critic's values of": self.values,
             "loss terms": self.terms,
             "gradients of": self.gradients,
         }
@@ -59,33 +62,40 @@ class Fault:
             return "Look for extreme rewards, or log-probs that the server should not have sent"
         if self.logprobs:
             return "The weights are likely broken: lower trainer.learning_rate, and start from weights before the fault"
+        if self.values:
+            return "The critic is likely broken: lower critic.learning_rate, and start from weights before the fault"
         return "Lower trainer.learning_rate, or look for extreme values in what was trained on"
 
 
 def fault_of(
     samples: Sequence[TrainSample],
     *,
-    logprobs: Mapping[int, Sequence[float]],
+    numbers: Mapping[int, Mapping[str, Sequence[float]]],
     totals: Mapping[str, float],
     gradients: Sequence[str],
 ) -> Fault:
     """Returns what was not finite.
 
     Args:
-        logprobs: the model's, by the sample's place; other samples are taken to be fine.
+        numbers: by the sample's place, "logprobs" and "values" of its tokens; what is not there was fine.
         totals: loss and metrics of the whole batch.
         gradients: names of parameters whose gradient was not finite.
     """
     names = [sample.id or f"sample {index}" for index, sample in enumerate(samples)]
+
+    def broken(kind: str) -> tuple[str, ...]:
+        return tuple(
+            names[index] for index in sorted(numbers) if not all(map(math.isfinite, numbers[index].get(kind, ())))
+        )
+
     return Fault(
         inputs=tuple(
             f"{name} ({', '.join(fields)})"
             for name, sample in zip(names, samples, strict=True)
             if (fields := _broken_fields(sample))
         ),
-        logprobs=tuple(
-            name for index, name in enumerate(names) if not all(map(math.isfinite, logprobs.get(index, ())))
-        ),
+        logprobs=broken("logprobs"),
+        values=broken("values"),
         terms=tuple(name for name, value in totals.items() if not math.isfinite(value)),
         gradients=tuple(gradients),
     )

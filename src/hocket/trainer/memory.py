@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -27,6 +27,7 @@ LARGEST_MICRO_BATCH = 1 << 17
 _MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax, its gradient and that of the logits, in float32
+_NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
 _GRADIENT_BYTES = {  # ZeRO stage and whether in 16 bits: bytes per trained parameter, on each rank and shared by them
     (0, False): (4, 0),
     (0, True): (4, 0),
@@ -45,6 +46,7 @@ class Model:
 
     Attributes:
         num_trained: those of the parameters that are not frozen.
+        num_quantized: those that are held in 4 bits.
         query_size, key_size: heads × size of one.
         inner_size: width of the MLP; of a mixture of experts, of all that a token takes.
         itemsize: bytes of a number in forward and backward passes.
@@ -59,10 +61,17 @@ class Model:
     inner_size: int
     vocab_size: int
     itemsize: int
+    num_quantized: int = 0
 
     @classmethod
-    def of(cls, model: Any, dtype: torch.dtype) -> "Model":
-        """Reads a transformers model; one on the meta device will do."""
+    def of(cls, model: Any, dtype: torch.dtype, *, quantized: bool = False) -> "Model":
+        """Reads a transformers model; one on the meta device will do.
+
+        Args:
+            quantized: its frozen linear layers, all but the output head, are held in 4 bits.
+        """
+        head = model.get_output_embeddings()
+        layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
         text = model.config.get_text_config()
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         experts = getattr(text, "num_experts_per_tok", None)
@@ -78,6 +87,9 @@ class Model:
             else getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             vocab_size=text.vocab_size,
             itemsize=dtype.itemsize,
+            num_quantized=sum(part.weight.numel() for part in layers if not part.weight.requires_grad)
+            if quantized
+            else 0,
         )
 
 
@@ -120,11 +132,25 @@ def estimate(model: Model, config: TrainerConfig, *, stage: int, num_ranks: int,
     if config.gradient_checkpointing:
         per_token = model.num_layers * itemsize * model.hidden_size + norms + layer
     return Estimate(
-        weights=model.num_parameters * itemsize / (num_ranks if stage == 3 else 1),
+        weights=((model.num_parameters - model.num_quantized) * itemsize + _NF4_BYTES * model.num_quantized)
+        / (num_ranks if stage == 3 else 1),
         gradients=trained * (whole + shared / num_ranks) + bucket,
         optimizer=0 if offloads else optimizer,
         activations=tokens * per_token,
         logits=_HEAD_BYTES * min(tokens, config.logprob_chunk_tokens) * model.vocab_size,
+    )
+
+
+def together(policy: Estimate, *, critic: Estimate | None, reference: Estimate | None) -> Estimate:
+    """Returns what a step needs with these models beside the policy; critic and policy run one after the other."""
+    beside = [model for model in (critic, reference) if model is not None]
+    trained = [policy, *([critic] if critic is not None else [])]
+    return Estimate(
+        weights=policy.weights + sum(model.weights for model in beside),
+        gradients=sum(model.gradients for model in trained),
+        optimizer=sum(model.optimizer for model in trained),
+        activations=max(model.activations for model in trained),
+        logits=policy.logits,
     )
 
 

@@ -78,7 +78,7 @@ class Policy(nn.Module):
         self.train()  # transformers recomputes activations in training mode only
         _switch_dropout_off(model)
         if config.float32_head:
-            _compute_in_float32(model.get_output_embeddings())
+            compute_in_float32(model.get_output_embeddings())
 
     @property
     def vocab_size(self) -> int:
@@ -158,7 +158,7 @@ def skeleton(config: ModelConfig) -> Any:
     return model
 
 
-def _compute_in_float32(head: nn.Module) -> None:
+def compute_in_float32(head: nn.Module) -> None:
     # Within the module's own call, so that hooks which gather its weights run.
     if not isinstance(head, nn.Linear):
         raise TrainerError(f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer")

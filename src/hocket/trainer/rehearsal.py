@@ -23,19 +23,32 @@ LENGTH = 32
 """Positions of each made-up sequence."""
 
 
-def estimate(config: Config, dtype: torch.dtype, ranks: Ranks) -> memory.Estimate:
-    """Returns what a step of the policy needs. Raises ConfigError where the device has clearly less."""
-    device = ranks.device
-    model = memory.Model.of(skeleton(config.model), dtype)
+def estimate(config: Config, dtype: torch.dtype, ranks: Ranks, *, alone: bool) -> memory.Estimate:
+    """Returns what a step needs, with the models beside the policy. Raises ConfigError where there is clearly less."""
+    device, algorithm = ranks.device, config.algorithm
+    quantized = config.model.lora is not None and config.model.lora.quantize is not None
+    policy = memory.Model.of(skeleton(config.model), dtype, quantized=quantized)
+    critic = reference = None
+    if algorithm.baseline == "critic" and not alone:
+        critic = memory.Model.of(skeleton(config.model.beside(config.critic.path)), dtype)
+    if algorithm.kl != "off" and not alone and (algorithm.reference is not None or config.model.lora is None):
+        reference = memory.Model.of(skeleton(config.model.beside(algorithm.reference)), dtype)
 
     def needed(trainer: TrainerConfig) -> memory.Estimate:
-        return memory.estimate(
-            model,
-            trainer,
-            stage=default_zero_stage(trainer, device),
-            num_ranks=ranks.size,
-            offloads=trainer.offload_optimizer and device.type == "cuda",
-        )
+        estimates = [
+            memory.estimate(
+                model,
+                trainer,
+                stage=default_zero_stage(trainer, device),
+                num_ranks=ranks.size,
+                offloads=trainer.offload_optimizer and device.type == "cuda",
+            )
+            if model is not None
+            else None
+            for model in (policy, critic, reference)
+        ]
+        assert estimates[0] is not None
+        return memory.together(estimates[0], critic=estimates[1], reference=estimates[2])
 
     return memory.check(needed, config.trainer, memory.available_bytes(device))
 

@@ -178,6 +178,10 @@ class Trainer:
         """
         self._into(sink, "stream", max_bytes)
 
+    def beat(self) -> None:
+        """Tells the other ranks that rank 0 is well, where it has no work for them; may be called at any time."""
+        self._together("beat")
+
     def offload(self) -> None:
         """Leaves the GPU to others: all training state moves to the CPU's memory. May be repeated."""
         if not self._away:
@@ -234,7 +238,7 @@ class Trainer:
             raise TrainerError(f"the trainer can't {name}: it is closed, or broke in an earlier call")
         if not self.is_main:
             raise TrainerError(f"rank {self._ranks.rank} called {name}; ranks above 0 only follow")
-        if self._away and name not in ("onload", "close"):
+        if self._away and name not in ("onload", "close", "beat"):
             raise TrainerError(f"the trainer can't {name}: it is off the GPU; call onload() first")
         with self._ranks.deadline(f"starting to {name}"):
             self._ranks.broadcast((name, arguments))

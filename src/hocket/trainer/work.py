@@ -96,7 +96,7 @@ class Work:
         self.sink_failure: Exception | None = None
         self.saved: SavedTensors | None = None
 
-        self.memory = f"a step needs {rehearsal.estimate(config, self._dtype, ranks)}"
+        self.memory = f"a step needs {rehearsal.estimate(config, self._dtype, ranks, alone=loss is not None)}"
         trained_dtype = DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=ranks.device)
 
         def load(model: ModelConfig, kind: type[Policy] = Policy, dtype: torch.dtype = trained_dtype) -> Any:
@@ -204,11 +204,15 @@ class Work:
     def _fault(
         self, samples: Sequence[TrainSample], batches: Sequence[TrainBatch], updates: Mapping[str, Update]
     ) -> guards.Fault:
-        """Returns what was not finite in a step that changed nothing, so that log-probs are what they were in it."""
-        columns = {"logprobs": lambda batch: self.engine.forward(batch)[0]}
+        """Returns what was not finite; whose update was skipped gives the same numbers as in it."""
+        columns: dict[str, Callable[[TrainBatch], Tensor]] = {}
+        if updates[""].is_faulty:
+            columns["logprobs"] = lambda batch: self.engine.forward(batch)[0]
+        if self._critic is not None and updates["critic: "].is_faulty:
+            columns["values"] = self._critic.values
         return guards.fault_of(
             samples,
-            logprobs={index: numbers["logprobs"] for index, numbers in self._numbers(batches, columns).items()},
+            numbers=self._numbers(batches, columns),
             totals={f"{who}{name}": value for who, done in updates.items() for name, value in done.totals.items()},
             gradients=[f"{who}{name}" for who, done in updates.items() for name in done.gradients],
         )
@@ -284,6 +288,9 @@ class Work:
                 self.sink(bucket)
             except Exception as error:  # noqa: BLE001 - rank 0 raises it later: the ranks must gather what is left
                 self.sink_failure = error
+
+    def beat(self) -> None:
+        """Does nothing: ranks that only follow wait for so long for the next work, and no longer."""
 
     def offload(self) -> None:
         """Moves everything to the CPU's memory."""
