@@ -195,15 +195,15 @@ class Checkpoints:
 
     def _finish(self, copy: "_Copy", state: Mapping[str, Any]) -> None:
         with _written(copy.folder):
-            for bucket in copy.buckets:
-                copy.write(bucket)
+            while copy.buckets:
+                copy.write(copy.buckets.pop(0))
             (copy.folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             (copy.folder / COMPLETE_FILE).touch()
             for path in (copy.folder / STATE_FILE, copy.folder / COMPLETE_FILE, copy.folder):
                 flush(path)
             copy.folder.rename(self._root / f"step_{state['step']:06d}")
             flush(self._root)
-            self._prune()
+        self._prune()
 
     def _prune(self) -> None:
         """Removes all but the newest and the best."""
@@ -215,7 +215,7 @@ class Checkpoints:
         for folder in set(folders) - keep:
             gone = folder.with_name(f".{folder.name}.partial")  # first renamed: nobody may take half of it for one
             folder.rename(gone)
-            shutil.rmtree(gone)
+            shutil.rmtree(gone, ignore_errors=True)  # what is left of it goes before the next one is written
 
 
 @dataclasses.dataclass(slots=True)

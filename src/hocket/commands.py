@@ -47,6 +47,10 @@ def train(config: Config) -> int:
         saved = checkpoints.find(config, console.say)
         if saved is not None and saved.step >= config.trainer.steps and (config.run_dir / "summary.json").exists():
             console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
+                from hocket.trainer.trainer import Trainer
+
+                Trainer(config).close()
             return 0
         scorer = stack.enter_context(RewardScorer(config.rewards))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))

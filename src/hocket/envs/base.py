@@ -70,8 +70,14 @@ class Observation:
     def __post_init__(self) -> None:
         if self.messages and self.text:
             raise ValueError("an observation is messages or text, not both")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not isinstance(self.text, str):
+            raise ValueError(f"text must be a str, got {type(self.text).__name__}")
+        if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
+            raise ValueError(f"max_tokens must be a whole number, at least 1, got {self.max_tokens!r}")
+        if self.stop is not None and (
+            isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop)
+        ):
+            raise ValueError(f"stop must be a tuple of strings that are not empty, got {self.stop!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,7 @@ class Recorder:
         if path.stat().st_size < state["bytes"]:
             raise ConfigError(f"{path} has lost records of before step {state['step']}; can't go on in {self.run_dir}")
         os.truncate(path, state["bytes"])
+        (self.run_dir / "summary.json").unlink(missing_ok=True)  # of an end that is none any more
         for file in (self.run_dir / "rollouts").glob("*_*.jsonl"):
             if int(file.stem.rpartition("_")[2]) > state["step"]:
                 file.unlink()

@@ -94,10 +94,13 @@ class Coalescer:
         waiting, self._waiting = self._waiting, defaultdict(list)
         for sampling, turns in waiting.items():
             wanted = [turn for turn in turns if not turn.answer.done()]  # an episode may have been given up
-            for start in range(0, len(wanted), MAX_TURNS):
-                request = asyncio.create_task(self._request(sampling, wanted[start : start + MAX_TURNS]))
+            while wanted and len(self._requests) < MAX_REQUESTS:
+                request = asyncio.create_task(self._request(sampling, wanted[:MAX_TURNS]))
                 self._requests.add(request)
                 request.add_done_callback(self._ended)
+                wanted = wanted[MAX_TURNS:]
+            if wanted:
+                self._waiting[sampling] = wanted  # until a request has ended
 
     def _ended(self, request: "asyncio.Task[None]") -> None:
         self._requests.discard(request)

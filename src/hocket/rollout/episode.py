@@ -209,7 +209,7 @@ class Episode:
         return self._rendered(lambda: self._renderer.following(step.messages, ended=ended))
 
     def _text(self, observation: Observation) -> list[int]:
-        return self._renderer.encode([observation.text])[0] if observation.text else []
+        return self._rendered(lambda: self._renderer.encode([observation.text])[0]) if observation.text else []
 
     def _rendered(self, render: Callable[[], list[int]]) -> list[int]:
         try:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,6 +187,7 @@ class PatchedCopy:
         self._full: tuple[Path, str] | None = None  # the newest full version and its checksum
         self._folder: Path | None = None
         self._checksum = ""
+        self._lock = threading.RLock()  # a call may still be at it whose caller has given up
 
     def whole(self, folder: Path, described: Manifest, version: int, expected: ModelShapes) -> Path:
         """Returns a folder with all tensors of a version, verified as by `verify`.
@@ -196,6 +198,10 @@ class PatchedCopy:
         Raises:
             ApiError: 409 with the reason. After a delta the trainer may publish the version in full.
         """
+        with self._lock:
+            return self._whole(folder, described, version, expected)
+
+    def _whole(self, folder: Path, described: Manifest, version: int, expected: ModelShapes) -> Path:
         if described.base is None:
             verify(folder, described, version, expected)
             self.discard()

@@ -119,6 +119,8 @@ class WeightSync:
     async def _bring_up(self, member: Member, health: Health) -> None:
         """Gives one server the current version; the first one of all also gets to say which number that is."""
         async with self._lock:
+            if member.session is not None:
+                return  # another one who looked has just done it
             self._trainer.check_same_model(health)
             # Whatever a server has held before, of this run or another: both sides start from the trainer's weights.
             self.version = self.version or max(health.version, self._older) + 1

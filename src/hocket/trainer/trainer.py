@@ -214,6 +214,7 @@ class Trainer:
         )
         self.work.saved = saved
         self._together("restore", rest)
+        self.work.saved = None  # open files could not be removed everywhere
 
     def close(self) -> None:
         """Releases the other ranks and ends communication. After a failure within common work it only lets go."""
