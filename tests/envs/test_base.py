@@ -73,6 +73,10 @@ def test_a_name_can_not_be_taken_twice() -> None:
     [
         ({"messages": [{}], "text": "a"}, "not both"),
         ({"max_tokens": 0}, "at least 1"),
+        ({"max_tokens": 2.5}, "a whole number"),
+        ({"text": b"hi"}, "text must be a str, got bytes"),
+        ({"stop": "ab"}, "stop must be a tuple of strings"),
+        ({"stop": (5,)}, "stop must be a tuple of strings"),
         ({"reward": "1"}, "must be a number, got str"),
     ],
 )

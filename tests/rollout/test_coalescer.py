@@ -88,6 +88,21 @@ async def test_while_many_requests_are_under_way_turns_wait_for_company() -> Non
     assert len(server.requests[-1]["prompts"]) == 20  # together
 
 
+async def test_turns_that_are_all_sampled_differently_wait_for_their_turn_too() -> None:
+    server = FakeServer()
+    server.hold.clear()
+    async with Coalescer(server, timeout_s=60) as coalescer:
+        wanted = range(MAX_REQUESTS + 30)
+        asks = [coalescer.ask([i], SamplingParams(max_tokens=i + 1), seed=i) for i in wanted]
+        together = asyncio.gather(*asks)
+        while server.running < MAX_REQUESTS:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        server.hold.set()
+        assert [answer.token_ids[0] for answer in await together] == list(wanted)
+    assert server.most == MAX_REQUESTS
+
+
 async def test_a_failed_request_is_the_error_of_every_turn_in_it_and_of_no_other() -> None:
     server = FakeServer()
     async with Coalescer(server, timeout_s=5) as coalescer:
