@@ -16,7 +16,7 @@ SIZES = ["trainer.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4"
 
 
 def run(folder: Path, *settings: str) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, without what is measured in seconds."""
+    """Returns the lines of metrics.jsonl, without what depends on the clock."""
     more = ["launch.trainers=2", "sync.canary_every=2", "observe.tensorboard=false", f"run.dir={folder}"]
     done = subprocess.run(
         [sys.executable, "run.py", "quickstart", "config/quickstart.yaml", *SIZES, *more, *settings],
@@ -30,7 +30,11 @@ def run(folder: Path, *settings: str) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert ("time/turn" in lines[1]) == ("launch.share_gpu=true" in settings)
-    return [{k: v for k, v in line.items() if not k.startswith("time/") and not k.endswith("_s")} for line in lines]
+    return [{name: value for name, value in line.items() if not is_timed(name)} for line in lines]
+
+
+def is_timed(name: str) -> bool:
+    return name.startswith(("time/", "share/")) or name.endswith("_s") or name == "train/mfu"
 
 
 def test_a_run_that_shares_its_gpu_ends_bit_for_bit_as_one_that_does_not(tmp_path: Path) -> None:
