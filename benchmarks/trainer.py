@@ -6,19 +6,22 @@ All ways take the same step on the same samples: a random Qwen2, the default pol
 
 - hocket: `Trainer.step`, from samples to new weights (DeepSpeed, ZeRO as configured).
 - bare: the same packed micro-batches, forward and loss in a plain loop with torch's AdamW.
-- padded: transformers' model on right-padded rows with an attention mask, logits of every position at once.
+- padded: transformers' model on right-padded rows with an attention mask, logits of every position at once; the step
+  is padded once, to its longest sequence.
+- trimmed: the same, with each micro-batch cut to its own longest sequence, in the order in which sequences come.
 
-The spread is longest / shortest sequence; lengths are log-uniform between the two. Sequences come in random order, and
-the padded way takes them as they come. A quarter of each is prompt. On a CPU the ways alternate, in one process of one
-thread, and its processor time is counted, so that what else the machine does matters little; on a GPU each has a
-process of its own, and the wall clock. Memory is measured in fresh processes: what the resident set grows by on a CPU,
-what torch has allocated on a GPU.
+The spread is longest / shortest sequence; lengths are the quantiles of a log-uniform distribution between the two, in
+random order. A quarter of each is prompt. On a CPU the ways alternate, in one process of one thread, and its processor
+time is counted, so that what else the machine does matters little; on a GPU each has a process of its own, and the
+wall clock. Memory is measured in fresh processes: what the resident set grows by on a CPU, what torch has allocated on
+a GPU.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import random
 import resource
@@ -49,7 +52,7 @@ from hocket.trainer.work import configured_loss
 from hocket.types import TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = ("hocket", "bare", "padded")
+WAYS = ("hocket", "bare", "padded", "trimmed")
 SPREADS = (1, 4, 16)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[Sequence[TrainSample]], object]
@@ -81,9 +84,11 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
 
 def make_samples(spread: int, options: argparse.Namespace) -> list[TrainSample]:
     """Returns about two micro-batches' worth of positions."""
-    draw, samples, left = random.Random(spread), [], 2 * options.tokens
-    while left > 0:
-        length = round(options.longest * spread ** -draw.random())
+    draw, samples = random.Random(spread), []
+    mean = options.longest * (1 - 1 / spread) / math.log(spread) if spread > 1 else options.longest
+    number = round(2 * options.tokens / mean)
+    lengths = [round(options.longest * spread ** -((index + 0.5) / number)) for index in range(number)]
+    for length in draw.sample(lengths, number):
         prompt = length // 4
         samples.append(
             TrainSample(
@@ -93,7 +98,6 @@ def make_samples(spread: int, options: argparse.Namespace) -> list[TrainSample]:
                 advantages=(0.0,) * prompt + (draw.gauss(0, 1),) * (length + 1 - prompt),
             )
         )
-        left -= length
     return samples
 
 
@@ -130,8 +134,6 @@ class Loop:
             loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.trainer.max_grad_norm)
         self.optimizer.step()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def bare(config: configs.Config) -> Step:
@@ -155,18 +157,16 @@ def bare(config: configs.Config) -> Step:
     return step
 
 
-def padded(config: configs.Config) -> Step:
-    """The usual step: rows as long as the longest of their micro-batch, logits of every position at once."""
+def padded(config: configs.Config, *, trim: bool = False) -> Step:
+    """The usual step: rows as long as the longest of the step or, trimmed, of their micro-batch, and all logits."""
     torch.manual_seed(config.trainer.seed)
     architecture = Qwen2Config.from_pretrained(config.model.path)
     model = AutoModelForCausalLM.from_config(architecture, attn_implementation="sdpa", dtype=torch.float32)
     if config.trainer.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     loop = Loop(model.train(), config)
-    num_tokens = 0
 
-    def share(rows: Sequence[TrainSample]) -> LossOutput:
-        width = max(num_positions(row) for row in rows)
+    def share(rows: Sequence[TrainSample], width: int, num_tokens: int) -> LossOutput:
 
         def tensor(values: Callable[[TrainSample], Sequence[Any]], filler: Any) -> torch.Tensor:
             full = [[*values(row), *[filler] * (width - num_positions(row))] for row in rows]
@@ -189,41 +189,74 @@ def padded(config: configs.Config) -> Step:
         return loop.loss(logprobs, torch.zeros_like(logprobs), batch)
 
     def step(samples: Sequence[TrainSample]) -> None:
-        nonlocal num_tokens
+        def width(rows: Sequence[TrainSample]) -> int:
+            return max(num_positions(sample) for sample in (rows if trim else samples))
+
         num_tokens = sum(sum(sample.mask[1:]) for sample in samples)
         micro_batches: list[list[TrainSample]] = [[]]
         for sample in samples:
-            longest = max(num_positions(s) for s in [*micro_batches[-1], sample])
-            if longest * (len(micro_batches[-1]) + 1) > config.trainer.micro_batch_tokens:
+            more = [*micro_batches[-1], sample]
+            if width(more) * len(more) > config.trainer.micro_batch_tokens:
                 micro_batches.append([])
             micro_batches[-1].append(sample)
-        loop.apply([functools.partial(share, rows) for rows in micro_batches if rows])
+        loop.apply([functools.partial(share, rows, width(rows), num_tokens) for rows in micro_batches if rows])
 
     return step
 
 
 def make(way: str, config: configs.Config) -> Step:
     """Returns one step of the way."""
-    return Trainer(config).step if way == "hocket" else {"bare": bare, "padded": padded}[way](config)
+    if way == "hocket":
+        return Trainer(config).step
+    return bare(config) if way == "bare" else padded(config, trim=way == "trimmed")
+
+
+def phases(config: configs.Config, samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Returns the seconds of one hocket step by what they go to, the second one of a trainer."""
+    trainer = Trainer(config)
+    trainer.step(samples)
+    spent: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            start = now()
+            result = call(*args, **kwargs)
+            spent[name] = spent.get(name, 0.0) + now() - start
+            return result
+
+        return wrapper
+
+    engine: Any = trainer.work.engine
+    for name in ("forward", "backward", "step"):
+        setattr(engine, name, timed(name, getattr(engine, name)))
+    start = now()
+    trainer.step(samples)
+    whole = now() - start
+    return {**spent, "the rest": whole - sum(spent.values())}
+
+
+def now() -> float:
+    """Returns the wall clock, once the GPU has done what it was asked; on a CPU, this process's processor time."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def timings(
     ways: Sequence[str], config: configs.Config, options: argparse.Namespace
 ) -> dict[str, dict[int, list[float]]]:
     """Returns seconds per step by way and spread, all ways in turn within a round; the first round warms up."""
-    clock = time.perf_counter if DEVICE.type == "cuda" else time.process_time
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # or the trainer would choose
     steps = {way: make(way, config) for way in ways}
     found: dict[str, dict[int, list[float]]] = {way: {spread: [] for spread in SPREADS} for way in ways}
     for spread in SPREADS:
         samples = make_samples(spread, options)
         for number in range(options.rounds + 1):
             for way, step in steps.items():
-                start = clock()
+                start = now()
                 step(samples)
                 if number > 0:
-                    found[way][spread].append(clock() - start)
+                    found[way][spread].append(now() - start)
     return found
 
 
@@ -258,7 +291,10 @@ def in_child(options: Sequence[str], **measure: Any) -> Any:
     """Runs this file in a fresh process for one measurement and returns what it found."""
     command = [sys.executable, "-W", "ignore", __file__, *options, "--measure", json.dumps(measure)]
     environment = dict(os.environ)
-    if measure["kind"] != "times":  # the C library gives blocks back at once, so the resident set is what is in use
+    if measure["kind"] in (
+        "memory",
+        "logprobs",
+    ):  # the C library gives blocks back at once, so the resident set is what is in use
         environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=3600, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
@@ -267,12 +303,16 @@ def in_child(options: Sequence[str], **measure: Any) -> Any:
 def answer(options: argparse.Namespace) -> Any:
     """Does the one measurement that the parent asked for."""
     measure = json.loads(options.measure)
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # or the trainer would choose
     if measure["kind"] == "logprobs":
         logprob_step(64, 64, 32)  # what libraries load once is not part of it
         return peak(lambda: logprob_step(*measure["sizes"]))
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), options)
         config = settings(Path(folder), options)
+        if measure["kind"] == "phases":
+            return phases(config, make_samples(4, options))
         if measure["kind"] == "times":
             return timings(measure["ways"], config, options)
         samples = make_samples(4, options)
@@ -294,11 +334,10 @@ def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), options)
         model = skeleton(settings(Path(folder), options).model)
-    flops, best = model_flops(model), peak_flops(DEVICE, getattr(torch, options.dtype))
-    size = sum(p.numel() for p in model.parameters()) / 1e6
+    flops, size = model_flops(model), sum(p.numel() for p in model.parameters()) / 1e6
     print(
         f"{size:.1f} M parameters, {options.dtype} on {DEVICE.type}, {options.tokens} tokens per micro-batch, about "
-        f"two of them per step, {options.rounds} rounds after one to warm up; MFU of {best / 1e12:.2f} TFLOP/s"
+        f"two of them per step, {options.rounds} rounds after one to warm up"
     )
     for spread in SPREADS:
         samples = make_samples(spread, options)
@@ -309,12 +348,17 @@ def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
             mine, hocket = times[way][str(spread)], times["hocket"][str(spread)]
             median = statistics.median(mine)
             ratio = statistics.median(a / b for a, b in zip(mine, hocket, strict=True))
+            share = needed / median / peak_flops(DEVICE, getattr(torch, options.dtype))
             print(
-                f"  {way:>6}: {sum(lengths) / median:8.0f} tokens/s, {median:.3f} s ({min(mine):.3f}..{max(mine):.3f}),"
-                f" MFU {needed / median / best:4.0%}; hocket is {ratio:.2f} x as fast"
+                f"  {way:>7}: {sum(lengths) / median:8.0f} tokens/s, {median:.3f} s ({min(mine):.3f}..{max(mine):.3f}),"
+                f" {needed / median / 1e12:.3f} TFLOP/s{f', MFU {share:.0%}' if DEVICE.type == 'cuda' else ''}; "
+                f"hocket is {ratio:.2f} x as fast"
             )
+    spent = in_child(arguments, kind="phases")
+    parts = ", ".join(f"{name} {seconds / sum(spent.values()):.0%}" for name, seconds in spent.items())
+    print(f"  a step of hocket (4x) is {parts}")
     for way in WAYS:
-        print(f"  {way:>6}: peak memory {in_child(arguments, kind='memory', way=way):7.0f} MiB (4x)", flush=True)
+        print(f"  {way:>7}: peak memory {in_child(arguments, kind='memory', way=way):7.0f} MiB (4x)", flush=True)
 
 
 def report_logprobs(arguments: Sequence[str], chunk: int) -> None:
