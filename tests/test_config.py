@@ -357,6 +357,7 @@ def test_what_would_fail_only_later_is_refused_at_once(setting: str, message: st
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (["pipeline.max_staleness=1"], "needs pipeline.max_staleness=0"),
         (["sync.backend=nccl"], "NCCL can't connect two processes on one GPU"),
         (["server.urls=[http://a:1, http://b:1]"], "one server"),
         (["launch.server_gpus=0", "launch.trainer_gpus=1"], "must be the same"),

@@ -1,6 +1,7 @@
 """The loop with fakes in place of server, trainer and rewards: order, versions, what is skipped, what is recorded."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -10,11 +11,14 @@ import pytest
 
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
+from hocket.algorithm.samples import informative
 from hocket.checkpoints import Checkpoints
+from hocket.data import Draw
 from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.recorder import Recorder
+from hocket.rollout.pipeline import Pipeline
 from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
 
 Reward = Callable[[int, int], float | None]
@@ -34,8 +38,13 @@ class World:
         self.reference: tuple[float, float] | None = None  # its log-probs of every completion
 
     async def wait_up(self) -> None:
-        self.diary.append("wait")
-        await self.publish()  # the pool has whoever publishes bring a server up
+        if "wait" not in self.diary:
+            self.diary.append("wait")
+            await self.publish()  # the pool has whoever publishes bring a server up
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        yield
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
@@ -61,9 +70,10 @@ class World:
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
         return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
 
-    def take(self, n: int) -> list[Prompt]:
+    def take(self, n: int) -> list[Draw]:
         self.taken += n
-        return [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(self.taken - n, self.taken)]
+        numbers = range(self.taken - n, self.taken)
+        return [Draw(number=i, epoch=0, prompt=Prompt(id=f"p{i}", token_ids=(1,))) for i in numbers]
 
     def beat(self) -> None:
         pass
@@ -131,13 +141,15 @@ async def trained(
         Console("plain", config.trainer.steps) as console,
         Checkpoints(config, world, {}) as kept,
     ):
+        pipeline = Pipeline(
+            config, world, server=world, scorer=world, informative=lambda group: bool(informative([group], config)[0])
+        )
         summary = await Run(
             config=config,
             trainer=world,
             servers=world,
-            prompts=world,
+            pipeline=pipeline,
             held_out=[Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)],
-            scorer=world,
             judge=world,
             sync=world,
             kl=KlController(config.algorithm),
@@ -168,7 +180,7 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert metrics[1]["reward/mean"] == 0.5
     assert metrics[2]["train/loss"] == 0.5
-    assert metrics[2]["rollout/version_lag"] == 0
+    assert metrics[2]["staleness/max"] == 0
     assert metrics[2]["sync/mebibytes"] == 2.0
     assert (summary["steps"], summary["final_version"], summary["before"], summary["after"]) == (2, 7, 0.0, 0.0)
     assert sorted(path.name for path in (tmp_path / "runs/a/rollouts").iterdir()) == [

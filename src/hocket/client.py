@@ -34,6 +34,7 @@ from hocket.protocol import (
     UploadResponse,
     WakeRequest,
 )
+from hocket.system import aside
 from hocket.types import Completion, SamplingParams, Toolbox, ToolCall
 
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -236,7 +237,7 @@ class ServerClient:
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
-        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
+        while chunk := await aside(file.read, CHUNK_BYTES):
             yield chunk
 
 

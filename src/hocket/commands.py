@@ -22,6 +22,7 @@ from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rollout.episodes import Episodes, episodes_of
 from hocket.rollout.evaluate import evaluate, rewards_of_eval
+from hocket.rollout.pipeline import Pipeline
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns, put_to_sleep
@@ -65,6 +66,7 @@ def train(config: Config) -> int:
         console.doing(f"loading {config.model.path} into the trainer")
 
         from hocket.algorithm.kl import KlController
+        from hocket.algorithm.samples import informative
         from hocket.loop import Run
         from hocket.trainer.checkpoint import SavedTensors
         from hocket.trainer.trainer import Trainer
@@ -75,7 +77,18 @@ def train(config: Config) -> int:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
 
         async def run() -> None:
-            async with _pool(config, **tell) as servers:
+            async with (
+                _pool(config, **tell) as servers,
+                Pipeline(
+                    config,
+                    stream,
+                    server=servers,
+                    scorer=scorer,
+                    informative=lambda group: bool(informative([group], config)[0]),
+                    episodes=episodes,
+                    progress=console.progress,
+                ) as pipeline,
+            ):
                 turns = Turns(config, trainer, servers) if config.launch.share_gpu else None
                 sync = _sync(config, trainer, servers, prompts, turns, console)
                 kl = KlController(config.algorithm)
@@ -87,9 +100,8 @@ def train(config: Config) -> int:
                         config=config,
                         trainer=trainer,
                         servers=servers,
-                        prompts=stream,
+                        pipeline=pipeline,
                         held_out=held_out,
-                        scorer=scorer,
                         judge=judge,
                         sync=sync,
                         kl=kl,

@@ -127,7 +127,7 @@ class RolloutConfig(Section):
     )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion.")
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a completion, besides the model's own.")
-    timeout_s: float = Field(600.0, gt=0, description="Deadline for one step's generation.")
+    timeout_s: float = Field(600.0, gt=0, description="Deadline for the generation of one batch.")
     max_in_flight_tokens: int | None = Field(
         None,
         ge=1,
@@ -225,6 +225,13 @@ class AlgorithmConfig(Section):
         ge=0,
         le=1,
         description="Over the last so much of rollout.max_tokens, a penalty on the reward grows from 0 to -1; 0: none.",
+    )
+    oversampling: float = Field(
+        DEFAULT.oversampling,
+        ge=1,
+        description="Dynamic sampling: a prompt whose group teaches nothing, as all its rewards are alike, is replaced "
+        "by the next one, until rollout.prompts_per_step teach something, or this many times as many were played; 1: "
+        "it is left out.",
     )
     mask_truncated: bool = Field(
         False, description="Rollouts cut off at rollout.max_tokens count in the baseline and are not trained."
@@ -423,6 +430,17 @@ class SftConfig(Section):
     batch_size: int = Field(64, ge=1, description="Demonstrations per optimiser step.")
 
 
+class PipelineConfig(Section):
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Optimiser steps that may be taken between the start of a rollout and the step that trains on it. "
+        "0: strictly on-policy, server and trainer take turns. 1 or more: batches of so many steps ahead are played "
+        "while the trainer works.",
+    )
+
+
 class SyncConfig(Section):
     backend: Literal["disk", "nccl"] = Field(
         "disk", description="How new weights reach the servers: through files, or straight from memory (gloo on a CPU)."
@@ -572,6 +590,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     sft: SftConfig = SftConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     sync: SyncConfig = SyncConfig()
     server: ServerConfig = ServerConfig()
     eval: EvalConfig = EvalConfig()
@@ -640,6 +659,8 @@ class Config(Section):
             )
 
     def _can_share_gpu(self) -> None:
+        if self.pipeline.max_staleness:
+            raise ValueError("launch.share_gpu needs pipeline.max_staleness=0: server and trainer take turns")
         if self.sync.backend != "disk":
             raise ValueError(
                 "launch.share_gpu needs sync.backend=disk: NCCL can't connect two processes on one GPU, and the "

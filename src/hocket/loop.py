@@ -14,17 +14,18 @@ from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import informative, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
-from hocket.data import PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, step_metrics, train_metrics
 from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
 from hocket.rewards import RewardScorer
-from hocket.rollout.collect import in_order, play, refuse_failing, sampling_params
+from hocket.rollout.collect import refuse_failing
 from hocket.rollout.episodes import Episodes
 from hocket.rollout.evaluate import evaluate
+from hocket.rollout.pipeline import Pipeline
 from hocket.sync.base import WeightSync
 from hocket.sync.turns import Turns
+from hocket.system import aside
 from hocket.trainer.trainer import Trainer
 from hocket.types import Group, Prompt
 
@@ -34,12 +35,11 @@ class Run:
     """One training run: the parts that the loop brings together, each usable without the others.
 
     Attributes:
-        prompts: endless, seeded prompts to train on.
+        pipeline: gives the batch of each step.
         held_out: prompts of the evaluation; none: no evaluation.
-        scorer: rewards of the training rollouts.
         judge: the one reward whose mean over held-out prompts is the accuracy.
         kl: weighs a KL in the rewards.
-        episodes: how episodes of several turns are played; None: the model answers once.
+        episodes: how held-out episodes of several turns are played; None: the model answers once.
         turns: where server and trainer share a GPU; publishing ends the trainer's turn.
         checkpoints: what the run can go on from; the recorder's history says how far it already is.
     """
@@ -47,9 +47,8 @@ class Run:
     config: Config
     trainer: Trainer
     servers: ServerPool
-    prompts: PromptStream
+    pipeline: Pipeline
     held_out: Sequence[Prompt]
-    scorer: RewardScorer
     judge: RewardScorer
     sync: WeightSync
     kl: KlController
@@ -71,16 +70,18 @@ class Run:
 
         for step in range(int(history[-1]["step"]) + 1, config.trainer.steps + 1):
             metrics: dict[str, float] = {}
-            self.trainer.beat()  # a step without anything to learn has no other work for the other ranks
+            await self.servers.wait_up()  # who has come back is given the weights while the trainer is idle
+            await self._beat()  # a step without anything to learn has no other work for the other ranks
             with timed(metrics, "time/step"):
-                prompts = self.prompts.take(config.rollout.prompts_per_step)  # 1 prompts      data/
-                groups = await self._play(step, prompts, metrics)  # 2 rollouts   rollout/, envs/, 3 scores   rewards/
-                kept, signal = informative(groups, config)
-                metrics |= rollout_metrics(groups, version=sync.version) | signal
-                if kept:
-                    metrics |= await self._learn(step, kept)
-                elif self.turns is None:  # else the trainer is off the GPU
-                    metrics |= self.checkpoints.copy(step)
+                batch = await self.pipeline.batch(step)  # 1 prompts  data/, 2 rollouts  rollout/, 3 scores  rewards/
+                self.recorder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
+                refuse_failing(batch.groups, config.rewards.max_error_rate)
+                kept, signal = informative(batch.groups, config)
+                bound = config.pipeline.max_staleness
+                metrics |= batch.metrics | signal
+                metrics |= rollout_metrics(batch.groups, version=sync.version, max_staleness=bound)
+                async with sync.training():  # meanwhile later batches are played, with pipeline.max_staleness
+                    metrics |= await (self._learn(step, kept) if kept else self._rest(step))
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
                     after = await self._evaluate(step)
                     metrics |= after
@@ -106,50 +107,27 @@ class Run:
         if self.turns is not None:
             metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
         with timed(metrics, "time/measure"):
-            measured = self.trainer.measure([rollout for group in groups for rollout in group.rollouts])
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            measured = await aside(self.trainer.measure, rollouts)
         samples, shaping = train_samples(groups, measured, self.config, self.kl.coef)  # 4 advantages   algorithm/
         self.kl.update(shaping.get("rollout/kl"), len(samples))
-        stats = self.trainer.step(samples, keep=self.recorder.skipped(step))  # 5 batches, 6 update      trainer/
-        metrics |= shaping | train_metrics(stats) | self.checkpoints.copy(step)
+        keep = self.recorder.skipped(step)
+        stats = await aside(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
+        metrics |= shaping | train_metrics(stats) | await aside(self.checkpoints.copy, step)
         with timed(metrics, "time/sync"):
             metrics |= await self.sync.publish()  # 7 weights      sync/
         return metrics
 
-    async def _play(self, step: int, prompts: Sequence[Prompt], metrics: dict[str, float]) -> list[Group]:
-        """Returns the scored groups of one step, in the order of their prompts; times generation and what follows."""
-        rollout = self.config.rollout
-        groups: list[Group] = []
-        start = time.perf_counter()
-
-        def generated() -> None:
-            metrics["time/generate"] = time.perf_counter() - start
-
-        self.console.progress(step, "generating")
-        async for group in play(
-            prompts,
-            server=self.servers,
-            scorer=self.scorer,
-            sampling=sampling_params(rollout, seed=self.config.trainer.seed, step=step),
-            group_size=rollout.group_size,
-            label=f"step {step}",
-            timeout_s=rollout.timeout_s,
-            on_generated=generated,
-            episodes=self.episodes,
-        ):
-            groups.append(group)
-            self.console.progress(step, f"{len(groups)}/{len(prompts)} groups scored")
-        metrics["time/reward"] = time.perf_counter() - start - metrics["time/generate"]
-        groups = in_order(groups)
-        self.recorder.rollouts(f"step_{step:06d}", groups)  # at once: they explain whatever stops the run
-        refuse_failing(groups, self.config.rewards.max_error_rate)
-        return groups
+    async def _rest(self, step: int) -> dict[str, float]:
+        """Leaves the weights as they are."""
+        return await aside(self.checkpoints.copy, step) if self.turns is None else {}  # else the trainer is off the GPU
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Returns the eval/* metrics of the weights that the server holds; empty without held-out prompts."""
         if not self.held_out:
             return {}
         self.console.progress(step, "held-out evaluation")
-        self.trainer.beat()
+        await self._beat()
         metrics: dict[str, float] = {}
         with timed(metrics, "time/eval"):
             measured, groups = await evaluate(
@@ -162,6 +140,10 @@ class Run:
             )
         self.recorder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured
+
+    async def _beat(self) -> None:
+        async with self.sync.training():
+            await aside(self.trainer.beat)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ class Preset:
     kl_in: KlIn = "loss"
     kl_coef: float = 0.0
     overlong_share: float = 0.0
+    oversampling: float = 1.0
 
     @property
     def knobs(self) -> dict[str, Any]:
@@ -71,7 +72,11 @@ PRESETS: Mapping[PresetName, Preset] = {
         correction="none",
     ),
     "dapo": Preset(
-        source="2503.14476", remark="a penalty on the last fifth of the length", correction="none", overlong_share=0.2
+        source="2503.14476",
+        remark="a penalty on the last fifth of the length; groups whose rewards are alike are replaced",
+        correction="none",
+        overlong_share=0.2,
+        oversampling=2.0,
     ),
     "dr_grpo": Preset(source="2503.20783", scale="none", clip_high=0.2, aggregate="constant", correction="none"),
     "bnpo": Preset(source="TRL", remark="its count of tokens is global here", clip_high=0.2, correction="none"),

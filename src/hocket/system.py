@@ -1,12 +1,30 @@
 """What several parts ask of the operating system. Standard library only."""
 
+import asyncio
 import ctypes
+import functools
 import os
 import signal
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 _PR_SET_PDEATHSIG = 1
+_THREADS = ThreadPoolExecutor(32, "hocket")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Returns function(*args, **kwargs) from a thread, so that the event loop goes on.
+
+    The threads are hocket's own: a user's tools that hang may hold all of asyncio's. Calls that are awaited one after
+    the other run in the same one.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, functools.partial(function, *args, **kwargs))
 
 
 def end_with(parent: int, signum: signal.Signals) -> None:

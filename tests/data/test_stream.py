@@ -1,8 +1,9 @@
 import json
+from collections.abc import Sequence
 
 import pytest
 
-from hocket.data import PromptStream
+from hocket.data import Draw, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt
 
@@ -11,8 +12,8 @@ def prompts(num: int, answer: str = "x") -> list[Prompt]:
     return [Prompt(id=f"rows:{i}", token_ids=(i + 1,), answer=answer) for i in range(num)]
 
 
-def ids(taken: list[Prompt]) -> list[str]:
-    return [prompt.id for prompt in taken]
+def ids(taken: Sequence[Draw | Prompt]) -> list[str]:
+    return [(item.prompt if isinstance(item, Draw) else item).id for item in taken]
 
 
 def test_every_epoch_has_each_prompt_once_in_an_order_of_its_own() -> None:

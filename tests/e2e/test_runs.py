@@ -111,7 +111,7 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
     assert [step["step"] for step in steps] == list(range(1, 31))
     # Every step trains on tokens that were sampled from exactly the weights that the trainer holds.
     assert max(step["train/logprob_gap"] for step in steps) < 1e-3
-    assert all(step["rollout/version_lag"] == 0 for step in steps)
+    assert all(step["staleness/max"] == 0 for step in steps)
     assert sorted(path.name for path in run_dir.iterdir() if path.name != "tensorboard") == [
         "checkpoints",
         "config.yaml",

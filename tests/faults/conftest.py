@@ -185,7 +185,7 @@ class Run(Process):
         assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
         trained: list[str] = []
         for step in steps:
-            assert step["rollout/version_lag"] == 0
+            assert step["staleness/max"] == 0
             assert step.get("train/logprob_gap", 0.0) < 1e-3
             rows = (self.dir / "rollouts" / f"step_{int(step['step']):06d}.jsonl").read_text().splitlines()
             ids = [json.loads(row)["id"] for row in rows]

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -44,13 +45,26 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
             "rollout/length_stopped": 8 / 3,
             "rollout/truncated": 0.25,
             "rollout/tokens": 16.0,
-            "rollout/version_lag": 1.0,
+            "staleness/mean": 0.25,
+            "staleness/max": 1.0,
+            "staleness/over_bound": 0.25,
+            "staleness/share_0": 0.75,
+            "staleness/share_1": 0.25,
             "reward/mean": 0.5,  # of the three scored ones
             "reward/std": math.sqrt(0.5 / 3),
             "reward/math": 0.5,
             "reward/length": 0.25,  # of the two that have it
         }
     )
+
+
+def test_rollouts_within_the_bound_on_staleness_are_no_cause_for_alarm() -> None:
+    group = Group(id="g", rollouts=tuple(rollout(2, "stop", v) for v in (3, 4, 5)), scores=(Score(total=1.0),) * 3)
+    within, beyond = (rollout_metrics([group], version=5, max_staleness=bound) for bound in (2, 1))
+    assert within["staleness/over_bound"] == 0
+    assert not [name for name in alarms(within) if name.startswith("staleness/")]
+    assert beyond["staleness/over_bound"] == pytest.approx(1 / 3)
+    assert "staleness/over_bound" in alarms(beyond)
 
 
 def test_turns_are_counted_where_there_are_several_and_an_episode_without_any_has_no_version() -> None:
@@ -62,7 +76,7 @@ def test_turns_are_counted_where_there_are_several_and_an_episode_without_any_ha
     group = Group(id="g", rollouts=rollouts, scores=(Score(total=1.0),) * 3)
     metrics = rollout_metrics([group], version=5)
     assert metrics["rollout/turns_mean"] == pytest.approx(4 / 3)
-    assert metrics["rollout/version_lag"] == 0
+    assert metrics["staleness/max"] == 0
 
 
 def test_a_step_without_any_score_has_no_reward_metrics() -> None:
@@ -118,9 +132,10 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     shaping = train_samples([group], [Measured(ref_logprobs=(0.0, -1.0, -1.0))], settings, 0.01)[1]
     assert len(shaping) == 3
     signal = informative([group], settings)[1]
-    measured = rollout_metrics([group], version=1) | train_metrics(stats) | {"time/generate": 1.0, "time/step": 2.0}
+    measured = rollout_metrics([group], version=1) | train_metrics(stats)
+    measured |= {"time/batch": 1.0, "time/generate": 1.0, "time/reward": 0.5, "time/step": 2.0}
     measured |= step_metrics(measured) | shaping | signal
-    assert measured.keys() <= known
+    assert {re.sub("share_[0-9]+", "share_N", name) for name in measured} <= known
     assert all(f"| `{name}` |" in reference() for name in known)
 
 
@@ -144,10 +159,11 @@ def test_rates_and_shares_of_a_step_by_hand() -> None:
     assert metrics["train/mfu"] == 0.25
     # 8 seconds: 2 of sampling, 1 until the last score, ½ of training, ¼ of publishing, 4 of evaluation, ¼ of the rest.
     metrics |= {"time/step": 8.0, "time/generate": 2.0, "time/reward": 1.0, "time/sync": 0.25, "time/eval": 4.0}
-    metrics["rollout/tokens"] = 120.0
+    metrics |= {"rollout/tokens": 120.0, "time/batch": 3.0}  # the batch began while the step before was trained
     assert step_metrics(metrics) == {
         "step/tokens_per_s": 25.0,
-        "rollout/tokens_per_s": 60.0,
+        "rollout/tokens_per_s": 40.0,
+        "pipeline/wait_for_batch": 0.375,
         "share/generate": 0.25,
         "share/reward": 0.125,
         "share/train": 0.0625,
@@ -158,5 +174,5 @@ def test_rates_and_shares_of_a_step_by_hand() -> None:
 
 
 def test_a_step_in_which_nothing_was_trained_has_no_throughput() -> None:
-    metrics = {"time/step": 2.0, "time/generate": 1.0, "rollout/tokens": 5.0}
+    metrics = {"time/step": 2.0, "time/generate": 1.0, "time/reward": 0.0, "time/batch": 1.0, "rollout/tokens": 5.0}
     assert step_metrics(metrics)["step/tokens_per_s"] == 0

@@ -333,8 +333,27 @@ async def test_a_server_with_another_model_is_refused_before_it_is_sent_anything
 async def test_servers_that_come_at_the_same_time_are_brought_up_one_after_the_other() -> None:
     world = make(collective=True)
     await asyncio.gather(world.pool.wait_up(), world.pool.wait_up())  # FakeTransport looks for an overlap
-    await asyncio.gather(world.sync.publish(), world.sync.publish())
-    assert world.collective.sent[-2:] == [(6, list(URLS)), (7, list(URLS))]
+    assert len(world.pool.up) == 2
+
+
+async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_plays() -> None:
+    world = make()
+    await world.pool.wait_up()
+    first, second = world.pool.members
+    async with world.sync.training():
+        world.pool.lose(second, "it was restarted")
+        second.rest(0)
+        assert await world.pool.wait_up() == [first]
+        assert second.out == "the trainer is at work"
+        world.pool.lose(first, "it was restarted, too")
+        for member in (first, second):
+            member.rest(0)
+        waiting = asyncio.create_task(world.pool.wait_up())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await world.sync.publish()
+    assert await asyncio.wait_for(waiting, 10) == [first, second]
+    assert [version for version, _ in world.disk.sent[-2:]] == [6, 6]  # not what was there when they came
 
 
 async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is_said_and_counted() -> None:

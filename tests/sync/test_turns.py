@@ -12,12 +12,14 @@ from hocket import config as config_module
 from hocket import manifest
 from hocket.algorithm.kl import KlController
 from hocket.checkpoints import Checkpoints
+from hocket.data import Draw
 from hocket.errors import ServerError, SyncError
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
 from hocket.protocol import Health, ReloadRequest, ReloadResponse, SleepRequest, SleepResponse, TensorSpec, WakeRequest
+from hocket.rollout.pipeline import Pipeline
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns, put_to_sleep
@@ -113,8 +115,8 @@ class World:
         return StepStats(**numbers, **counts, skipped=False, metrics={"logprob_gap": 0.0})
 
     # prompts and rewards
-    def take(self, n: int) -> list[Prompt]:
-        return [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(n)]
+    def take(self, n: int) -> list[Draw]:
+        return [Draw(number=i, epoch=0, prompt=Prompt(id=f"p{i}", token_ids=(1,))) for i in range(n)]
 
     async def score(self, rollout: Rollout) -> Score:
         return Score(total=float(rollout.text), parts={"exact_match": 1.0})
@@ -158,9 +160,8 @@ class Parts:
                 config=self.config,
                 trainer=world,
                 servers=self.pool,
-                prompts=world,
+                pipeline=Pipeline(self.config, world, server=self.pool, scorer=world, informative=lambda group: True),
                 held_out=[],
-                scorer=world,
                 judge=world,
                 sync=self.sync,
                 kl=KlController(self.config.algorithm),

@@ -2,6 +2,6 @@
 
 from hocket.data.loading import Prompts, load_demonstrations, load_prompts
 from hocket.data.rendering import Renderer
-from hocket.data.stream import PromptStream
+from hocket.data.stream import Draw, PromptStream
 
-__all__ = ["PromptStream", "Prompts", "Renderer", "load_demonstrations", "load_prompts"]
+__all__ = ["Draw", "PromptStream", "Prompts", "Renderer", "load_demonstrations", "load_prompts"]

@@ -1,5 +1,6 @@
 """The order in which prompts are trained on: seeded, in epochs, with a position that can be restored."""
 
+import dataclasses
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,15 @@ from typing import Any
 
 from hocket.errors import DataError
 from hocket.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """One use of a prompt; `number` counts all draws of a run."""
+
+    number: int
+    epoch: int
+    prompt: Prompt
 
 
 class PromptStream:
@@ -25,13 +35,15 @@ class PromptStream:
         self._fingerprint = _fingerprint(self._prompts)
         self._start(epoch=0, position=0)
 
-    def take(self, num_prompts: int) -> list[Prompt]:
+    def take(self, num_prompts: int) -> list[Draw]:
         """Returns the next prompts; a new epoch begins where one ends, also in the middle."""
         taken = []
         for _ in range(num_prompts):
             if self._position == len(self._order):
                 self._start(epoch=self._epoch + 1, position=0)
-            taken.append(self._prompts[self._order[self._position]])
+            prompt = self._prompts[self._order[self._position]]
+            number = self._epoch * len(self._prompts) + self._position
+            taken.append(Draw(number=number, epoch=self._epoch, prompt=prompt))
             self._position += 1
         return taken
 

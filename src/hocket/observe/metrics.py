@@ -6,6 +6,7 @@ One table feeds the console, the files and the documentation (`python run.py con
 import dataclasses
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hocket.types import Group, StepStats
@@ -55,10 +56,32 @@ METRICS = (
         advice="raise rollout.max_tokens, or reward shorter answers",
     ),
     Metric(name="rollout/tokens", meaning="sampled tokens of the step"),
-    Metric(name="rollout/tokens_per_s", meaning="sampled tokens per second of time/generate"),
+    Metric(name="rollout/tokens_per_s", meaning="sampled tokens per second of time/batch"),
     Metric(name="rollout/turns_mean", meaning="mean number of turns of the model, where an episode has several"),
     Metric(
-        name="rollout/version_lag", meaning="newest published version minus the oldest that sampled a token", high=0
+        name="staleness/mean",
+        meaning="staleness of a rollout is the newest published version minus the oldest that sampled a token of it",
+    ),
+    Metric(name="staleness/max", meaning="the largest of them"),
+    Metric(name="staleness/share_N", meaning="share of the rollouts with staleness N"),
+    Metric(
+        name="staleness/over_bound",
+        meaning="share of the rollouts that are older than pipeline.max_staleness",
+        high=0,
+        advice="the servers have generated with weights that they should not have had any more: look at their logs",
+    ),
+    Metric(
+        name="pipeline/wait_for_batch",
+        meaning="share of the step in which the trainer waited for rollouts: share/generate + share/reward",
+    ),
+    Metric(
+        name="pipeline/wait_for_policy",
+        meaning="share of the time since the last step began in which no rollout was under way, for want of weights",
+    ),
+    Metric(name="pipeline/queued_groups", meaning="scored groups that were there when the trainer came for its batch"),
+    Metric(
+        name="rollout/oversampling",
+        meaning="algorithm.oversampling: prompts played for the step, per prompt of rollout.prompts_per_step",
     ),
     Metric(name="eval/accuracy", meaning="held-out prompts: mean of the reward function eval.reward"),
     Metric(
@@ -174,6 +197,11 @@ METRICS = (
     ),
     Metric(name="step/tokens_per_s", meaning="throughput: trained tokens per second of time/step − time/eval"),
     Metric(name="time/generate", meaning="seconds that the loop waited for tokens to be sampled"),
+    Metric(
+        name="time/batch",
+        meaning="seconds from the start of the batch to its last token; with pipeline.max_staleness they pass beside "
+        "earlier steps",
+    ),
     Metric(name="time/reward", meaning="seconds that it waited further, for scores alone"),
     Metric(name="time/turn", meaning="launch.share_gpu: seconds until the server is off the GPU and the trainer on it"),
     Metric(name="time/measure", meaning="seconds of the passes before the step: reference, critic, entropies"),
@@ -201,11 +229,12 @@ METRICS = (
 )
 
 
-def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float]:
-    """Returns the reward/* and rollout/* metrics of one step.
+def rollout_metrics(groups: Sequence[Group], *, version: int, max_staleness: int = 0) -> dict[str, float]:
+    """Returns the reward/*, rollout/* and staleness/* metrics of one step.
 
     Args:
         version: the newest published weight version.
+        max_staleness: what it was to be bounded by.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [score for group in groups for score in group.scores if score.error is None]
@@ -215,9 +244,7 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float
         "rollout/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
         "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "rollout/tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
-        "rollout/version_lag": float(
-            version - min((rollout.version_min for rollout in rollouts if rollout.turns), default=version)
-        ),
+        **_staleness([version - rollout.version_min for rollout in rollouts if rollout.turns], max_staleness),
     }
     if any(rollout.turns > 1 for rollout in rollouts):
         metrics["rollout/turns_mean"] = statistics.fmean(rollout.turns for rollout in rollouts)
@@ -230,6 +257,15 @@ def rollout_metrics(groups: Sequence[Group], *, version: int) -> dict[str, float
         for name in sorted({name for score in scores for name in score.parts}):  # a reward may leave a part out
             metrics[f"reward/{name}"] = statistics.fmean(s.parts[name] for s in scores if name in s.parts)
     return metrics
+
+
+def _staleness(ages: Sequence[int], bound: int) -> dict[str, float]:
+    if not ages:
+        return {}
+    shares = {f"staleness/share_{age}": count / len(ages) for age, count in sorted(Counter(ages).items())}
+    over = sum(age > bound for age in ages) / len(ages)
+    mean, oldest = statistics.fmean(ages), float(max(ages))
+    return {"staleness/mean": mean, "staleness/max": oldest, "staleness/over_bound": over, **shares}
 
 
 def train_metrics(stats: StepStats) -> dict[str, float]:
@@ -260,7 +296,8 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     whole = metrics["time/step"]
     rates = {
         "step/tokens_per_s": metrics.get("train/tokens", 0.0) / (whole - seconds.get("eval", 0.0)),
-        "rollout/tokens_per_s": metrics["rollout/tokens"] / metrics["time/generate"],
+        "rollout/tokens_per_s": metrics["rollout/tokens"] / metrics["time/batch"],
+        "pipeline/wait_for_batch": (seconds["generate"] + seconds["reward"]) / whole,
     }
     other = whole - sum(seconds.values())
     return rates | {f"share/{phase}": value / whole for phase, value in (seconds | {"other": other}).items()}

@@ -6,6 +6,7 @@ soon as its last score is there. Knows nothing of losses, trainers or files.
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -54,6 +55,7 @@ async def play(
     group_size: int,
     label: str,
     timeout_s: float,
+    first: int = 0,
     on_generated: Callable[[], None] = lambda: None,
     episodes: Episodes | None = None,
 ) -> AsyncIterator[Group]:
@@ -63,6 +65,7 @@ async def play(
         group_size: episodes per prompt.
         label: makes ids unique within a run, e.g. "step 3" gives groups "step 3/0", "step 3/1", ...
         timeout_s: deadline for the generation of all of them.
+        first: number of the first prompt, which counts in ids and in random numbers.
         on_generated: called when the last completion is there, and only scores are missing.
         episodes: how they are played; None: in a single turn.
 
@@ -74,7 +77,13 @@ async def play(
     scoring: set[asyncio.Task[Score]] = set()
     try:
         source = (_single_turns if episodes is None else episodes.play)(
-            prompts, server=server, sampling=sampling, group_size=group_size, label=label, timeout_s=timeout_s
+            prompts,
+            server=server,
+            sampling=sampling,
+            group_size=group_size,
+            label=label,
+            timeout_s=timeout_s,
+            first=first,
         )
         async with contextlib.aclosing(source) as ended:
             async for played in ended:
@@ -83,7 +92,7 @@ async def play(
                 scoring.add(task)
                 scored[i].append((played.sample, rollout, task))
                 if len(scored[i]) == group_size:
-                    pending.add(asyncio.create_task(_group(f"{label}/{i}", scored[i])))
+                    pending.add(asyncio.create_task(_group(f"{label}/{first + i}", scored[i])))
                 for done in [group for group in pending if group.done()]:
                     pending.remove(done)
                     yield done.result()
@@ -103,11 +112,14 @@ async def _single_turns(
     group_size: int,
     label: str,
     timeout_s: float,
+    first: int,
 ) -> AsyncGenerator[Played, None]:
     """Yields what `Episodes.play` would of episodes of one turn, which one request asks for."""
+    if sampling.seed is not None:
+        sampling = dataclasses.replace(sampling, seed=sampling.seed + first * group_size)
     answers = server.generate([p.token_ids for p in prompts], sampling, n=group_size, timeout_s=timeout_s)
     async for i, j, completion in answers:
-        rollout = to_rollout(prompts[i], completion, group_id=f"{label}/{i}", index=j)
+        rollout = to_rollout(prompts[i], completion, group_id=f"{label}/{first + i}", index=j)
         yield Played(prompt=i, sample=j, rollout=rollout, error=None)
 
 

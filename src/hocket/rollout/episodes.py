@@ -94,6 +94,7 @@ class Episodes:
         group_size: int,
         label: str,
         timeout_s: float,
+        first: int,
     ) -> AsyncGenerator[Played, None]:
         """Yields every episode as it ends; the arguments are those of `collect.play`.
 
@@ -119,7 +120,7 @@ class Episodes:
                     ask=coalescer.ask,
                     renderer=self.renderer,
                     sampling=sampling,
-                    number=i * group_size + j,
+                    number=(first + i) * group_size + j,
                     limits=self.limits,
                 )
                 error = None
@@ -129,7 +130,7 @@ class Episodes:
                     error = str(failed)
                 finally:
                     budget.change(-held)
-                rollout = episode.transcript.rollout(group_id=f"{label}/{i}", index=j)
+                rollout = episode.transcript.rollout(group_id=f"{label}/{first + i}", index=j)
                 return Played(prompt=i, sample=j, rollout=rollout, error=error)
 
             tasks = [asyncio.create_task(one(i, j)) for i in range(len(prompts)) for j in range(group_size)]

@@ -6,8 +6,9 @@ the fall-back to files, and the canary. Knows nothing of rollouts for training, 
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from hocket.sync.canary import logprob_gap
 from hocket.sync.delivery import Delivery
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns
+from hocket.system import aside
 from hocket.types import Prompt, TrainSample
 
 
@@ -46,7 +48,7 @@ class WeightSync:
 
     Args:
         config: its sync section is used.
-        trainer: whose weights; it must be idle whenever a method here runs.
+        trainer: whose weights.
         disk: how they travel, or what is fallen back to where `collective` is given, and fails.
         canary: prompts whose completions both sides score.
         turns: where both sides share a GPU; a version is written in the trainer's turn, and then it is the server's.
@@ -79,29 +81,40 @@ class WeightSync:
         self._turns = turns
         self._say = say
         self._lock = asyncio.Lock()  # there is one trainer
+        self._training = False
         pool.bring_up = self._bring_up
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Context in which the trainer works, and weights change: no server is brought up meanwhile."""
+        async with self._lock:
+            self._training = True
+            try:
+                yield
+            finally:
+                self._training = False
 
     async def publish(self) -> dict[str, float]:
         """Makes the trainer's weights the next version, on every server that is there. Returns sync/* metrics.
 
-        Servers that are lost on the way are taken out of the pool; they are brought up when they come back.
+        Call it within `training`. Servers that are lost on the way are taken out of the pool; they are brought up
+        when they come back.
 
         Raises:
             SyncError: the version was refused, landed as something else, or could not be written.
         """
-        async with self._lock:
-            self.version += 1
-            metrics = await self._deliver(self._pool.up)
-            every = self._config.sync.canary_every
-            gaps = []
-            for member in self._pool.up if every and self.version % every == 0 else ():
-                try:
-                    gaps.append(await self._check_canary(member))
-                except ServerError as error:
-                    self._pool.lose(member, str(error))
-            if gaps:
-                metrics["sync/canary_gap"] = max(gaps)
-            return metrics | {"sync/servers": float(len(self._pool.up))}
+        self.version += 1
+        metrics = await self._deliver(self._pool.up)
+        every = self._config.sync.canary_every
+        gaps = []
+        for member in self._pool.up if every and self.version % every == 0 else ():
+            try:
+                gaps.append(await self._check_canary(member))
+            except ServerError as error:
+                self._pool.lose(member, str(error))
+        if gaps:
+            metrics["sync/canary_gap"] = max(gaps)
+        return metrics | {"sync/servers": float(len(self._pool.up))}
 
     def save(self) -> Path:
         """Returns the folder with the current version on disk, where it is also written if it has not been."""
@@ -118,6 +131,9 @@ class WeightSync:
 
     async def _bring_up(self, member: Member, health: Health) -> None:
         """Gives one server the current version; the first one of all also gets to say which number that is."""
+        if self._training and self._pool.up:
+            member.out = "the trainer is at work"  # others play meanwhile; it is looked at again soon
+            return
         async with self._lock:
             if member.session is not None:
                 return  # another one who looked has just done it
@@ -203,7 +219,7 @@ class WeightSync:
         return gap
 
     async def _score(self, samples: Sequence[TrainSample]) -> float:
-        return self._trainer.logprob_gap(samples)
+        return await aside(self._trainer.logprob_gap, samples)
 
 
 def _is_silent(answer: ReloadResponse | HocketError) -> bool:

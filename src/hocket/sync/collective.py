@@ -34,6 +34,7 @@ from hocket.protocol import (
     TensorSpec,
 )
 from hocket.sync.delivery import Delivery
+from hocket.system import aside
 from hocket.types import InFlight
 
 POLL_S = 0.002
@@ -90,7 +91,7 @@ class CollectiveTransport:
         await asyncio.gather(*(sending.wait(request) for sending, request in zip(sendings, requests, strict=True)))
         begun = time.perf_counter()
         try:
-            checksum = await asyncio.to_thread(self._send, sendings)
+            checksum = await aside(self._send, sendings)
         except BaseException:  # of the trainer: the servers need not wait for what will not come
             self.close()
             for request in requests:
@@ -183,7 +184,7 @@ class CollectiveTransport:
         joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # looked at, even if not awaited
         if not await _announced(store, request.session, transfer.JOINING, workers, joining):
             joining.result()  # raises what the server had to say
-        group = await asyncio.to_thread(
+        group = await aside(
             transfer.WeightGroup,
             store,
             name=request.session,
