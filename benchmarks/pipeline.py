@@ -1,6 +1,6 @@
 """Training in step against training while rollouts run ahead: steps per second, waits, and accuracy at equal samples.
 
-    python benchmarks/pipeline.py [config.yaml] [--staleness 0 1 2 4] [--rounds 1] [section.key=value ...]
+    python benchmarks/pipeline.py [config.yaml] [--staleness 0,1,2,4] [--rounds 1] [section.key=value ...]
 
 One real server serves all runs, one real trainer after the other trains the small policy that ships in checkpoints/. On
 a machine without a GPU each gets a core of its own, so that in step one of them is always idle: twice as many steps per
@@ -104,7 +104,7 @@ def train(max_staleness: int, run_dir: Path, arguments: Sequence[str]) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", default=str(ROOT / "config" / "quickstart.yaml"))
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--staleness", type=lambda text: [int(k) for k in text.split(",")], default=[0, 1, 2, 4])
     parser.add_argument("--rounds", type=int, default=1)
     options, overrides = parser.parse_known_args()
     if "=" in options.config:

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("quickstart", _quickstart, f"server and trainer together on this machine; CONFIG defaults to {QUICKSTART}")
     add("serve", _serve, "start the generation server")
     add("train", _train, "start the trainer; also under torchrun and deepspeed, one process per GPU")
+    add("rollout", _rollout, "play and score trainer.steps batches without a trainer; train on them by pipeline.replay")
     add("sft", _sft, "supervised fine-tuning on prompt/response demonstrations")
     generate = add("generate", _generate, "ask a running server")
     generate.add_argument("-p", "--prompt", action="append", help="a user message; repeatable; default: lines of stdin")
@@ -114,6 +115,14 @@ def _train(args: argparse.Namespace) -> int:
     from hocket.commands import train
 
     return train(config)
+
+
+def _rollout(args: argparse.Namespace) -> int:
+    config, arguments = read_settings(args.settings)
+    from hocket.commands import roll_out
+
+    roll_out(config, arguments)
+    return 0
 
 
 def _sft(args: argparse.Namespace) -> int:

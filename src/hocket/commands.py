@@ -1,9 +1,9 @@
-"""The commands that bring hocket's parts together in this process: train and eval."""
+"""The commands that bring hocket's parts together in this process: train, rollout and eval."""
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from hocket.data import PromptStream, load_prompts
 from hocket.errors import ConfigError
 from hocket.launch import Child, refuse_dead, server_process
 from hocket.observe.console import Console
+from hocket.observe.metrics import rollout_metrics
 from hocket.observe.recorder import Recorder
 from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
@@ -23,6 +24,7 @@ from hocket.rewards import RewardScorer
 from hocket.rollout.episodes import Episodes, episodes_of
 from hocket.rollout.evaluate import evaluate, rewards_of_eval
 from hocket.rollout.pipeline import Pipeline
+from hocket.rollout.replay import Replay
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns, put_to_sleep
@@ -77,8 +79,9 @@ def train(config: Config) -> int:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
 
         async def run() -> None:
+            replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
             async with (
-                _pool(config, **tell) as servers,
+                _pool(config, () if replay else config.server_urls, **tell) as servers,
                 Pipeline(
                     config,
                     stream,
@@ -100,8 +103,8 @@ def train(config: Config) -> int:
                         config=config,
                         trainer=trainer,
                         servers=servers,
-                        pipeline=pipeline,
-                        held_out=held_out,
+                        pipeline=replay or pipeline,
+                        held_out=() if replay else held_out,
                         judge=judge,
                         sync=sync,
                         kl=kl,
@@ -133,34 +136,84 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         if not held_out:
             raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
 
-        own: Child | None = None
-
-        def waiting(what: str, waited_s: float) -> None:
-            if own is not None:
-                refuse_dead(own)
-            console.doing(what, waited_s)
-
-        async def check(member: Member, health: Health) -> None:
-            if health.tokenizer_sha256 != tokenizers.fingerprint(tokenizer):
-                raise ConfigError(
-                    f"the server at {member.url} serves {health.model}, whose tokenizer is not that of "
-                    f"model.path={config.model.path}; name the same model, or another server.port"
-                )
-            console.say(f"evaluating {health.model}, version {health.version}, on {len(held_out)} prompts")
-            member.holds(health.session)
-
         async def run() -> dict[str, float]:
-            nonlocal own
-            async with _pool(config, on_wait=waiting, say=console.say) as servers:
-                servers.bring_up = check
-                if not config.server.urls and not await servers.members[0].server.answers():
-                    own = stack.enter_context(server_process(config, arguments, config.run_dir))
+            async with _as_they_are(config, arguments, tokenizer, console) as servers:
+                console.say(f"evaluating on {len(held_out)} prompts")
                 metrics, _ = await evaluate(
                     held_out, server=servers, scorer=judge, config=config, label="eval", episodes=episodes
                 )
                 return metrics
 
         return asyncio.run(run())
+
+
+def roll_out(config: Config, arguments: Sequence[str]) -> None:
+    """Plays and scores the batches of trainer.steps steps with what the servers hold, into the run folder.
+
+    Args:
+        arguments: as for `evaluate_checkpoint`.
+    """
+    load_plugins(config.plugins)
+    with ExitStack() as stack:
+        console = stack.enter_context(Console(config.observe.console, config.trainer.steps))
+        scorer = stack.enter_context(RewardScorer(config.rewards))
+        tokenizer = tokenizers.load(config.model.path)
+        episodes = episodes_of(config, tokenizer)
+        stream = PromptStream(_load("train", config, tokenizer, console, episodes), config.trainer.seed)
+        recorder = stack.enter_context(Recorder(config))
+
+        async def run() -> None:
+            async with (
+                _as_they_are(config, arguments, tokenizer, console) as servers,
+                Pipeline(
+                    config,
+                    stream,
+                    server=servers,
+                    scorer=scorer,
+                    informative=lambda group: True,
+                    episodes=episodes,
+                    progress=console.progress,
+                ) as pipeline,
+            ):
+                for step in range(1, config.trainer.steps + 1):
+                    batch = await pipeline.batch(step)
+                    recorder.rollouts(f"step_{step:06d}", batch.groups)
+                    metrics = rollout_metrics(batch.groups) | batch.metrics
+                    recorder.metrics(step, metrics)
+                    console.step(step, metrics)
+
+        asyncio.run(run())
+    print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
+
+
+@asynccontextmanager
+async def _as_they_are(
+    config: Config, arguments: Sequence[str], tokenizer: Any, console: Console
+) -> AsyncIterator[ServerPool]:
+    """Gives the servers at server.urls, or one of model.path that is started where none answers, with their weights."""
+    own: Child | None = None
+
+    def waiting(what: str, waited_s: float) -> None:
+        if own is not None:
+            refuse_dead(own)
+        console.doing(what, waited_s)
+
+    async def check(member: Member, health: Health) -> None:
+        if health.tokenizer_sha256 != tokenizers.fingerprint(tokenizer):
+            raise ConfigError(
+                f"the server at {member.url} serves {health.model}, whose tokenizer is not that of "
+                f"model.path={config.model.path}; name the same model, or another server.port"
+            )
+        console.say(f"{member.url} serves {health.model}, version {health.version}")
+        member.holds(health.session)
+
+    async with _pool(config, config.server_urls, on_wait=waiting, say=console.say) as servers:
+        servers.bring_up = check
+        with ExitStack() as stack:
+            if not config.server.urls and not await servers.members[0].server.answers():
+                own = stack.enter_context(server_process(config, arguments, config.run_dir))
+            await servers.wait_up()
+            yield servers
 
 
 def export(folder: Path, output: Path, *, base: str | None) -> None:
@@ -190,14 +243,14 @@ async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
     Every rank does so before it takes the GPU; nobody wakes the server before all of them have built their trainer.
     """
     if config.launch.share_gpu:
-        async with _pool(config, **tell) as servers:
+        async with _pool(config, config.server_urls, **tell) as servers:
             await servers.wait_up()
             await put_to_sleep(servers, config)
 
 
-def _pool(config: Config, **tell: Callable[..., None]) -> ServerPool:
+def _pool(config: Config, urls: Sequence[str], **tell: Callable[..., None]) -> ServerPool:
     return ServerPool(
-        config.server_urls,
+        urls,
         token=config.token,
         silence_s=config.server.silence_s,
         start_timeout_s=config.server.start_timeout_s,
@@ -220,7 +273,7 @@ def _sync(
         trainer,
         servers,
         DiskTransport(config, trainer),
-        collective=CollectiveTransport(config, trainer) if config.sync.backend == "nccl" else None,
+        collective=CollectiveTransport(config, trainer) if servers.members and config.sync.backend == "nccl" else None,
         canary=prompts[:CANARY_PROMPTS],
         turns=turns,
         say=console.say,

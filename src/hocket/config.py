@@ -439,6 +439,11 @@ class PipelineConfig(Section):
         "0: strictly on-policy, server and trainer take turns. 1 or more: batches of so many steps ahead are played "
         "while the trainer works.",
     )
+    replay: UserPath | None = Field(
+        None,
+        description="Run folder whose rollouts are trained on, step by step, instead of new ones: without a server, to "
+        "look for a fault.",
+    )
 
 
 class SyncConfig(Section):
@@ -636,6 +641,8 @@ class Config(Section):
             )
         if self.launch.share_gpu:
             self._can_share_gpu()
+        if self.pipeline.replay is not None and (self.pipeline.max_staleness or self.launch.share_gpu):
+            raise ValueError("pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out")
         best, every = self.checkpoint.best or "", self.eval.every_steps
         if best.startswith("eval/") and (every == 0 or self.checkpoint.every_steps % every):
             raise ValueError(

@@ -15,7 +15,7 @@ from hocket.algorithm.samples import informative, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.observe.console import Console
-from hocket.observe.metrics import rollout_metrics, step_metrics, train_metrics
+from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metrics, train_metrics
 from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
 from hocket.rewards import RewardScorer
@@ -23,6 +23,7 @@ from hocket.rollout.collect import refuse_failing
 from hocket.rollout.episodes import Episodes
 from hocket.rollout.evaluate import evaluate
 from hocket.rollout.pipeline import Pipeline
+from hocket.rollout.replay import Replay
 from hocket.sync.base import WeightSync
 from hocket.sync.turns import Turns
 from hocket.system import aside
@@ -47,7 +48,7 @@ class Run:
     config: Config
     trainer: Trainer
     servers: ServerPool
-    pipeline: Pipeline
+    pipeline: Pipeline | Replay
     held_out: Sequence[Prompt]
     judge: RewardScorer
     sync: WeightSync
@@ -77,9 +78,10 @@ class Run:
                 self.recorder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
                 refuse_failing(batch.groups, config.rewards.max_error_rate)
                 kept, signal = informative(batch.groups, config)
-                bound = config.pipeline.max_staleness
-                metrics |= batch.metrics | signal
-                metrics |= rollout_metrics(batch.groups, version=sync.version, max_staleness=bound)
+                metrics |= batch.metrics | signal | rollout_metrics(batch.groups)
+                if config.pipeline.replay is None:
+                    bound = config.pipeline.max_staleness
+                    metrics |= staleness_metrics(batch.groups, version=sync.version, bound=bound)
                 async with sync.training():  # meanwhile later batches are played, with pipeline.max_staleness
                     metrics |= await (self._learn(step, kept) if kept else self._rest(step))
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:

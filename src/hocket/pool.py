@@ -125,7 +125,7 @@ class ServerPool:
         return [member for member in self.members if member.session is not None]
 
     async def wait_up(self) -> list[Member]:
-        """Brings up every server that has come (back), and returns those that may work: at least one.
+        """Brings up every server that has come (back), and returns those that may work: at least one, if it has any.
 
         Raises:
             ServerError: none came within start_timeout_s, or one refused the token.
@@ -133,7 +133,7 @@ class ServerPool:
         start = time.monotonic()
         while True:
             await self._look_at_all()
-            if self.up:
+            if self.up or not self.members:
                 return self.up
             waited = time.monotonic() - start
             if waited > self._start_timeout_s:

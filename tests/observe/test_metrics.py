@@ -8,7 +8,15 @@ import torch
 from hocket.algorithm.losses import LossConfig, policy_loss
 from hocket.algorithm.samples import informative, train_samples
 from hocket.config import load
-from hocket.observe.metrics import METRICS, alarms, reference, rollout_metrics, step_metrics, train_metrics
+from hocket.observe.metrics import (
+    METRICS,
+    alarms,
+    reference,
+    rollout_metrics,
+    staleness_metrics,
+    step_metrics,
+    train_metrics,
+)
 from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, StepStats
 
 
@@ -38,7 +46,7 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
             Score(total=0.0, error="math: hung"),
         ),
     )
-    assert rollout_metrics([group], version=5) == pytest.approx(
+    assert rollout_metrics([group]) | staleness_metrics([group], version=5, bound=0) == pytest.approx(
         {
             "rollout/reward_errors": 0.25,
             "rollout/length_mean": 4.0,
@@ -60,7 +68,7 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
 
 def test_rollouts_within_the_bound_on_staleness_are_no_cause_for_alarm() -> None:
     group = Group(id="g", rollouts=tuple(rollout(2, "stop", v) for v in (3, 4, 5)), scores=(Score(total=1.0),) * 3)
-    within, beyond = (rollout_metrics([group], version=5, max_staleness=bound) for bound in (2, 1))
+    within, beyond = (staleness_metrics([group], version=5, bound=bound) for bound in (2, 1))
     assert within["staleness/over_bound"] == 0
     assert not [name for name in alarms(within) if name.startswith("staleness/")]
     assert beyond["staleness/over_bound"] == pytest.approx(1 / 3)
@@ -74,14 +82,13 @@ def test_turns_are_counted_where_there_are_several_and_an_episode_without_any_ha
         dataclasses.replace(rollout(0, "stop", 0), turns=0),
     )
     group = Group(id="g", rollouts=rollouts, scores=(Score(total=1.0),) * 3)
-    metrics = rollout_metrics([group], version=5)
-    assert metrics["rollout/turns_mean"] == pytest.approx(4 / 3)
-    assert metrics["staleness/max"] == 0
+    assert rollout_metrics([group])["rollout/turns_mean"] == pytest.approx(4 / 3)
+    assert staleness_metrics([group], version=5, bound=0)["staleness/max"] == 0
 
 
 def test_a_step_without_any_score_has_no_reward_metrics() -> None:
     group = Group(id="g", rollouts=(rollout(2, "length", 1),), scores=(Score(total=0.0, error="x"),))
-    metrics = rollout_metrics([group], version=1)
+    metrics = rollout_metrics([group])
     assert "reward/mean" not in metrics
     assert "rollout/length_stopped" not in metrics
     assert metrics["rollout/reward_errors"] == 1.0
@@ -132,7 +139,7 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     shaping = train_samples([group], [Measured(ref_logprobs=(0.0, -1.0, -1.0))], settings, 0.01)[1]
     assert len(shaping) == 3
     signal = informative([group], settings)[1]
-    measured = rollout_metrics([group], version=1) | train_metrics(stats)
+    measured = rollout_metrics([group]) | train_metrics(stats) | staleness_metrics([group], version=1, bound=0)
     measured |= {"time/batch": 1.0, "time/generate": 1.0, "time/reward": 0.5, "time/step": 2.0}
     measured |= step_metrics(measured) | shaping | signal
     assert {re.sub("share_[0-9]+", "share_N", name) for name in measured} <= known

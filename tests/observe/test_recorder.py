@@ -58,6 +58,7 @@ def test_a_run_leaves_config_metrics_rollouts_and_summary(tmp_path: Path) -> Non
         "parts": {"m": 1.0},
         "error": None,
         "finish_reason": "stop",
+        "turns": 1,
         "num_tokens": 1,
         "version_min": 1,
         "version_max": 2,

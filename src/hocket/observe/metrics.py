@@ -229,13 +229,8 @@ METRICS = (
 )
 
 
-def rollout_metrics(groups: Sequence[Group], *, version: int, max_staleness: int = 0) -> dict[str, float]:
-    """Returns the reward/*, rollout/* and staleness/* metrics of one step.
-
-    Args:
-        version: the newest published weight version.
-        max_staleness: what it was to be bounded by.
-    """
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the reward/* and rollout/* metrics of one step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [score for group in groups for score in group.scores if score.error is None]
     stopped = [rollout.num_sampled for rollout in rollouts if rollout.finish_reason == "stop"]
@@ -244,7 +239,6 @@ def rollout_metrics(groups: Sequence[Group], *, version: int, max_staleness: int
         "rollout/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
         "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "rollout/tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
-        **_staleness([version - rollout.version_min for rollout in rollouts if rollout.turns], max_staleness),
     }
     if any(rollout.turns > 1 for rollout in rollouts):
         metrics["rollout/turns_mean"] = statistics.fmean(rollout.turns for rollout in rollouts)
@@ -259,7 +253,14 @@ def rollout_metrics(groups: Sequence[Group], *, version: int, max_staleness: int
     return metrics
 
 
-def _staleness(ages: Sequence[int], bound: int) -> dict[str, float]:
+def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> dict[str, float]:
+    """Returns the staleness/* metrics of one step.
+
+    Args:
+        version: the newest published weight version.
+        bound: pipeline.max_staleness.
+    """
+    ages = [version - rollout.version_min for group in groups for rollout in group.rollouts if rollout.turns]
     if not ages:
         return {}
     shares = {f"staleness/share_{age}": count / len(ages) for age, count in sorted(Counter(ages).items())}
@@ -296,9 +297,10 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     whole = metrics["time/step"]
     rates = {
         "step/tokens_per_s": metrics.get("train/tokens", 0.0) / (whole - seconds.get("eval", 0.0)),
-        "rollout/tokens_per_s": metrics["rollout/tokens"] / metrics["time/batch"],
         "pipeline/wait_for_batch": (seconds["generate"] + seconds["reward"]) / whole,
     }
+    if "time/batch" in metrics:
+        rates["rollout/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/batch"]
     other = whole - sum(seconds.values())
     return rates | {f"share/{phase}": value / whole for phase, value in (seconds | {"other": other}).items()}
 

@@ -8,11 +8,12 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hocket import config as config_module
+from hocket import records
 from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.observe.report import read_lines, write_report
@@ -92,38 +93,13 @@ class Recorder:
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Writes rollouts/NAME.jsonl, one line per rollout."""
-        rows = (row for group in groups for row in _rows(group))
-        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        write_atomically(self.run_dir / "rollouts" / f"{name}.jsonl", lines)
+        write_atomically(self.run_dir / "rollouts" / f"{name}.jsonl", records.lines_of(groups))
 
     def summary(self, **values: Any) -> dict[str, Any]:
         """Writes summary.json and the report page; returns the summary."""
         write_atomically(self.run_dir / "summary.json", json.dumps(values, indent=1) + "\n")
         write_report(self.run_dir)
         return values
-
-
-def _rows(group: Group) -> Iterable[dict[str, Any]]:
-    for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        dialogue = {"dialogue": rollout.dialogue} if rollout.dialogue else {}
-        yield dialogue | {
-            "id": rollout.id,
-            "group_id": rollout.group_id,
-            "prompt_id": rollout.prompt.id,
-            "prompt": rollout.prompt.text,
-            "completion": rollout.text,
-            "answer": rollout.prompt.answer,
-            "reward": None if score.error is not None else score.total,
-            "parts": dict(score.parts),
-            "error": score.error,
-            "finish_reason": rollout.finish_reason,
-            "num_tokens": rollout.num_sampled,
-            "version_min": rollout.version_min,
-            "version_max": rollout.version_max,
-            "token_ids": rollout.token_ids,
-            "logprobs": rollout.logprobs,
-            "mask": [int(sampled) for sampled in rollout.mask],
-        }
 
 
 def _tensorboard(run_dir: Path, purge_step: int | None = None) -> Any | None:

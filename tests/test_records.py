@@ -1,0 +1,53 @@
+"""Rows of rollout files: what is written is what is read."""
+
+import json
+import math
+
+import pytest
+
+from hocket.records import groups_of, lines_of
+from hocket.types import Group, Prompt, Rollout, Score
+
+
+def rollout(group: str, index: int, **changes: object) -> Rollout:
+    values: dict[str, object] = {
+        "id": f"{group}/{index}",
+        "group_id": group,
+        "prompt": Prompt(id=f"task:{group}", token_ids=(1, 2), text="sort ba", answer="ab"),
+        "token_ids": (1, 2, 3, 4, 5),
+        "mask": (False, False, True, False, True),  # between two turns the environment spoke
+        "logprobs": (0.0, 0.0, -0.1, 0.0, -0.123456789012345),
+        "finish_reason": "stop",
+        "version_min": 3,
+        "version_max": 4,
+        "text": "ab\u2028\r\n",
+        "turns": 2,
+        "dialogue": ({"role": "assistant", "content": "a"}, {"role": "environment", "content": "?"}),
+    }
+    return Rollout(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_groups_come_back_as_they_were() -> None:
+    first = Group(
+        id="step 1/0",
+        rollouts=(rollout("step 1/0", 0), rollout("step 1/0", 1)),
+        scores=(Score(total=0.1, parts={"math": 0.1}), Score(total=1.0)),
+    )
+    second = Group(id="step 1/1", rollouts=(rollout("step 1/1", 0, dialogue=()),), scores=(Score(total=-2.5),))
+    assert groups_of(lines_of([first, second]).split("\n")[:3]) == [first, second]
+
+
+def test_a_score_that_failed_stays_one_and_a_rollout_may_have_no_sampled_token() -> None:
+    silent = rollout("g", 0, mask=(False,) * 5, logprobs=(0.0,) * 5, turns=0, dialogue=())
+    group = Group(id="g", rollouts=(silent,), scores=(Score(total=math.nan, error="math: hung"),))
+    (read,) = groups_of(lines_of([group]).split("\n")[:-1])
+    assert read.scores[0].error == "math: hung"
+    assert math.isnan(read.scores[0].total)
+    assert read.rollouts[0].prompt.token_ids == (1, 2, 3, 4, 5)  # all that is there was told
+
+
+def test_what_is_no_row_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        groups_of([json.dumps({"group_id": "g"})])
+    with pytest.raises(ValueError, match="Expecting"):
+        groups_of(["{"])
