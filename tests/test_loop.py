@@ -149,7 +149,7 @@ async def trained(
             trainer=world,
             servers=world,
             pipeline=pipeline,
-            held_out=[Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)],
+            held_out={"": [Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)]} if held_out else {},
             judge=world,
             sync=world,
             kl=KlController(config.algorithm),

@@ -5,12 +5,13 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.checkpoints import Checkpoints, Part
-from hocket.config import Config
+from hocket.config import Config, DataConfig
 from hocket.data import PromptStream, load_prompts
 from hocket.errors import ConfigError
 from hocket.launch import Child, refuse_dead, server_process
@@ -22,7 +23,7 @@ from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rollout.episodes import Episodes, episodes_of
-from hocket.rollout.evaluate import evaluate, rewards_of_eval
+from hocket.rollout.evaluate import MAIN, evaluate, rewards_of_eval
 from hocket.rollout.pipeline import Pipeline
 from hocket.rollout.replay import Replay
 from hocket.sync.base import WeightSync
@@ -59,8 +60,8 @@ def train(config: Config) -> int:
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
         episodes = episodes_of(config, tokenizer)
-        prompts = _load("train", config, tokenizer, console, episodes)
-        held_out = _load("eval", config, tokenizer, console, episodes)
+        prompts = _load("train", config.data, config, tokenizer, console, episodes)
+        held_out = _held_out(config, tokenizer, console, episodes)
         stream = PromptStream(prompts, config.trainer.seed)
         recorder = stack.enter_context(Recorder(config))
         tell = {"on_wait": console.doing, "say": console.say}
@@ -104,7 +105,7 @@ def train(config: Config) -> int:
                         trainer=trainer,
                         servers=servers,
                         pipeline=replay or pipeline,
-                        held_out=() if replay else held_out,
+                        held_out={} if replay else held_out,
                         judge=judge,
                         sync=sync,
                         kl=kl,
@@ -124,21 +125,27 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
     """Returns the eval/* metrics of the servers at server.urls, or of model.path in a server started for it.
 
     Args:
+        config: model.path may be a checkpoint of a run, too.
         arguments: the command line that gives a server process the same config.
     """
     load_plugins(config.plugins)
     with ExitStack() as stack:
+        if (Path(config.model.path) / checkpoints.STATE_FILE).is_file():
+            model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
+            export(Path(config.model.path), Path(model), base=None)
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+            arguments = [*arguments, f"model.path={model}"]
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
         episodes = episodes_of(config, tokenizer)
-        held_out = _load("eval", config, tokenizer, console, episodes)
+        held_out = _held_out(config, tokenizer, console, episodes)
         if not held_out:
             raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
 
         async def run() -> dict[str, float]:
             async with _as_they_are(config, arguments, tokenizer, console) as servers:
-                console.say(f"evaluating on {len(held_out)} prompts")
+                console.say(f"evaluating on {sum(map(len, held_out.values()))} prompts")
                 metrics, _ = await evaluate(
                     held_out, server=servers, scorer=judge, config=config, label="eval", episodes=episodes
                 )
@@ -159,7 +166,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         scorer = stack.enter_context(RewardScorer(config.rewards))
         tokenizer = tokenizers.load(config.model.path)
         episodes = episodes_of(config, tokenizer)
-        stream = PromptStream(_load("train", config, tokenizer, console, episodes), config.trainer.seed)
+        stream = PromptStream(_load("train", config.data, config, tokenizer, console, episodes), config.trainer.seed)
         recorder = stack.enter_context(Recorder(config))
 
         async def run() -> None:
@@ -280,18 +287,28 @@ def _sync(
     )
 
 
+def _held_out(
+    config: Config, tokenizer: Any, console: Console, episodes: Episodes | None
+) -> dict[str, tuple[Prompt, ...]]:
+    """Returns the prompts of the evaluation by the name of their dataset; nothing where there is none."""
+    if config.eval.num_prompts == 0:
+        return {}
+    datasets = {MAIN: config.eval.data, **config.eval.more}
+    return {
+        name: _load(f"eval {name}".strip(), data, config, tokenizer, console, episodes)[: config.eval.num_prompts]
+        for name, data in datasets.items()
+    }
+
+
 def _load(
-    which: str, config: Config, tokenizer: Any, console: Console, episodes: Episodes | None
+    what: str, data: DataConfig, config: Config, tokenizer: Any, console: Console, episodes: Episodes | None
 ) -> tuple[Prompt, ...]:
-    """Returns the prompts of training ("train") or of the evaluation ("eval"), and says how many were too long."""
-    data = config.data if which == "train" else config.eval.data
-    if which == "eval" and config.eval.num_prompts == 0:
-        return ()
+    """Returns the prompts of a source that are short enough, and says how many were not."""
     longest = tokenizers.context_length(config.model) - config.rollout.max_tokens
     loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=episodes.renderer.tools if episodes else ())
     if loaded.num_dropped:
         limit = min(longest, data.max_prompt_tokens or longest)
-        console.say(f"{which}: dropped {loaded.num_dropped} prompts of {data.source} with more than {limit} tokens")
+        console.say(f"{what}: dropped {loaded.num_dropped} prompts of {data.source} with more than {limit} tokens")
     if not loaded.prompts:
-        raise ConfigError(f"{which}: no prompt of {data.source} is short enough; lower rollout.max_tokens")
-    return loaded.prompts if which == "train" else loaded.prompts[: config.eval.num_prompts]
+        raise ConfigError(f"{what}: no prompt of {data.source} is short enough; lower rollout.max_tokens")
+    return loaded.prompts

@@ -533,12 +533,28 @@ class EvalConfig(Section):
     data: DataConfig = Field(
         default_factory=lambda: DataConfig(split="test"), description="Held-out prompts, described as in data."
     )
-    num_prompts: int = Field(256, ge=0, description="Prompts per evaluation; 0: no evaluation.")
+    more: dict[str, DataConfig] = Field(
+        default_factory=dict,
+        description="More held-out prompts, by the name that their metrics get: eval/NAME/accuracy.",
+    )
+    num_prompts: int = Field(256, ge=0, description="Prompts of each dataset per evaluation; 0: no evaluation.")
+    samples: int = Field(
+        1, ge=1, description="Completions per prompt; with several, pass@k is measured for k = 1, 2, 4 ... up to this."
+    )
     every_steps: int = Field(0, ge=0, description="Evaluate every so many steps, besides before and after; 0: don't.")
     temperature: float | None = Field(None, ge=0, description="Default: rollout.temperature; 0: greedy.")
     reward: str | None = Field(
         None, description="Reward whose mean is the accuracy; default: first of rewards.functions."
     )
+
+    @pydantic.model_validator(mode="after")
+    def _can_differ(self) -> "EvalConfig":
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("temperature=0 samples the same again and again: set samples to 1, or a temperature")
+        for name in self.more:
+            if not name.isidentifier():
+                raise ValueError(f"more: {name!r} can't name metrics; use letters, digits and _")
+        return self
 
 
 class CheckpointConfig(Section):

@@ -6,7 +6,7 @@ read next.
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ class Run:
 
     Attributes:
         pipeline: gives the batch of each step.
-        held_out: prompts of the evaluation; none: no evaluation.
+        held_out: prompts of the evaluation by dataset; none: no evaluation.
         judge: the one reward whose mean over held-out prompts is the accuracy.
         kl: weighs a KL in the rewards.
         episodes: how held-out episodes of several turns are played; None: the model answers once.
@@ -49,7 +49,7 @@ class Run:
     trainer: Trainer
     servers: ServerPool
     pipeline: Pipeline | Replay
-    held_out: Sequence[Prompt]
+    held_out: Mapping[str, Sequence[Prompt]]
     judge: RewardScorer
     sync: WeightSync
     kl: KlController

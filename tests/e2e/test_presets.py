@@ -3,6 +3,7 @@
 The copy takes what the trainer streams, as a server does, and samples with transformers instead of an engine.
 """
 
+import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from hocket import config as config_module
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.kl import KlController
+from hocket.algorithm.samples import informative
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data import PromptStream, load_prompts
@@ -23,6 +25,7 @@ from hocket.observe.console import Console
 from hocket.observe.recorder import Recorder
 from hocket.presets import PRESETS, PresetName
 from hocket.rewards import RewardScorer
+from hocket.rollout.pipeline import Pipeline
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import Completion, SamplingParams
@@ -45,7 +48,12 @@ class Copy:
         self.version = 0
 
     async def wait_up(self) -> None:
-        await self.publish()
+        if self.version == 0:
+            await self.publish()
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        yield
 
     async def publish(self) -> dict[str, float]:
         self.trainer.stream(1 << 30, self._load)
@@ -118,13 +126,19 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         Checkpoints(config, trainer, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)
+        pipeline = Pipeline(
+            config,
+            PromptStream(prompts, config.trainer.seed),
+            server=copy,
+            scorer=scorer,
+            informative=lambda group: bool(informative([group], config)[0]),
+        )
         return await Run(
             config=config,
             trainer=trainer,
             servers=copy,
-            prompts=PromptStream(prompts, config.trainer.seed),
-            held_out=held_out[: config.eval.num_prompts],
-            scorer=scorer,
+            pipeline=pipeline,
+            held_out={"": held_out[: config.eval.num_prompts]},
             judge=scorer,
             sync=copy,
             kl=KlController(config.algorithm),

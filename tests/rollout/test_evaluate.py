@@ -1,32 +1,39 @@
+import itertools
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from hocket import config as config_module
-from hocket.errors import RewardError
-from hocket.rollout.evaluate import evaluate, rewards_of_eval
+from hocket.errors import ConfigError, RewardError
+from hocket.rollout.evaluate import MAIN, evaluate, pass_at_k, rewards_of_eval
 from hocket.types import Completion, Prompt, Rollout, SamplingParams, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
 
 
 class FakeServer:
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         self.sampling = sampling
+        self.asked.append(len(prompts))
         for i in reversed(range(len(prompts))):
-            yield (
-                i,
-                0,
-                Completion(
-                    token_ids=(5,) * (i + 1),
-                    logprobs=(-0.1,) * (i + 1),
-                    finish_reason="length" if i == 3 else "stop",
-                    versions=((1, 0, i + 1),),
-                    text=str(i),
-                ),
-            )
+            number = prompts[i][0] - 1
+            for j in range(n):
+                yield (
+                    i,
+                    j,
+                    Completion(
+                        token_ids=(5,) * (number + 1),
+                        logprobs=(-0.1,) * (number + 1),
+                        finish_reason="length" if number == 3 else "stop",
+                        versions=((1, 0, number + 1),),
+                        text=f"{number}{'abcdefgh'[j]}" if n > 1 else str(number),
+                    ),
+                )
 
 
 class FakeScorer:
@@ -42,7 +49,7 @@ class FakeScorer:
 
 async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> None:
     metrics, groups = await evaluate(
-        PROMPTS, server=FakeServer(), scorer=FakeScorer(), config=config_module.load(), label="eval"
+        {MAIN: PROMPTS}, server=FakeServer(), scorer=FakeScorer(), config=config_module.load(), label="eval"
     )
     # texts 0 and 1 of 0..3 are right; lengths 1, 2, 3, 4; one of four was cut
     assert metrics == {
@@ -56,7 +63,7 @@ async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> Non
 
 async def test_a_failed_score_is_left_out_of_the_accuracy() -> None:
     metrics, _ = await evaluate(
-        PROMPTS, server=FakeServer(), scorer=FakeScorer(fails="3"), config=config_module.load(), label="eval"
+        {MAIN: PROMPTS}, server=FakeServer(), scorer=FakeScorer(fails="3"), config=config_module.load(), label="eval"
     )
     assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
     assert metrics["eval/reward_errors"] == 0.25
@@ -66,14 +73,16 @@ async def test_a_failed_score_is_left_out_of_the_accuracy() -> None:
 async def test_too_few_scores_are_an_error_with_the_cause(fails: str, allowed: float) -> None:
     config = config_module.load(None, [f"rewards.max_error_rate={allowed}"])
     with pytest.raises(RewardError, match=rf"{len(fails)} of 4 scores failed.*broke"):
-        await evaluate(PROMPTS, server=FakeServer(), scorer=FakeScorer(fails=fails), config=config, label="eval")
+        await evaluate(
+            {MAIN: PROMPTS}, server=FakeServer(), scorer=FakeScorer(fails=fails), config=config, label="eval"
+        )
 
 
 async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_temperature() -> None:
     first, second = FakeServer(), FakeServer()
     config = config_module.load(None, ["eval.temperature=0.3"])
     for server in (first, second):
-        await evaluate(PROMPTS, server=server, scorer=FakeScorer(), config=config, label="eval")
+        await evaluate({MAIN: PROMPTS}, server=server, scorer=FakeScorer(), config=config, label="eval")
     assert first.sampling == second.sampling
     assert first.sampling.temperature == 0.3
 
@@ -83,3 +92,63 @@ def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -
     assert rewards_of_eval(config).functions == {"length": config.rewards.functions["length"]}
     named = config_module.load(None, ["rewards.functions={random: 1.0}", "eval.reward=exact_match"])
     assert list(rewards_of_eval(named).functions) == ["exact_match"]
+
+
+class Marks:
+    """Scores by a table of texts; what is not in it has failed."""
+
+    def __init__(self, marks: dict[str, float]) -> None:
+        self.marks = marks
+
+    async def score(self, rollout: Rollout) -> Score:
+        mark = self.marks.get(rollout.text)
+        return Score(total=0.0, error="broke") if mark is None else Score(total=mark, parts={"exact_match": mark})
+
+
+def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> None:
+    for n in range(1, 8):
+        for passed in range(n + 1):
+            for k in range(1, n + 1):
+                choices = list(itertools.combinations([i < passed for i in range(n)], k))
+                assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+async def test_with_several_samples_each_prompt_counts_the_same_and_pass_at_k_is_measured() -> None:
+    marks = {f"0{j}": 1.0 for j in "ab"} | {"0c": 0.0, "0d": 0.0} | {f"1{j}": 0.5 for j in "abcd"} | {"2a": 1.0}
+    config = config_module.load(None, ["eval.samples=4", "rewards.max_error_rate=0.5"])
+    metrics, _ = await evaluate(
+        {MAIN: PROMPTS[:3]}, server=FakeServer(), scorer=Marks(marks), config=config, label="eval"
+    )
+    assert metrics["eval/accuracy"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)
+    assert metrics["eval/pass@1"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)  # half a mark is no pass
+    assert metrics["eval/pass@2"] == pytest.approx((1 - 1 / 6 + 0.0) / 2)  # of the prompts with two scores
+    assert metrics["eval/pass@4"] == pytest.approx((1.0 + 0.0) / 2)
+    assert metrics["eval/reward_errors"] == pytest.approx(3 / 12)
+
+
+async def test_several_datasets_are_played_together_and_measured_apart() -> None:
+    server = FakeServer()
+    metrics, groups = await evaluate(
+        {MAIN: PROMPTS[:3], "hard": PROMPTS[1:4]},
+        server=server,
+        scorer=FakeScorer(),
+        config=config_module.load(),
+        label="eval",
+    )
+    assert server.asked == [6]
+    assert [group.rollouts[0].text for group in groups] == ["0", "1", "2", "1", "2", "3"]
+    assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
+    assert metrics["eval/hard/accuracy"] == pytest.approx(1 / 3)
+    assert metrics["eval/hard/length_mean"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (["eval.samples=4", "eval.temperature=0"], "samples the same again and again"),
+        (["eval.more={a/b: {source: x.jsonl}}"], "can't name metrics"),
+    ],
+)
+def test_what_would_measure_nothing_is_refused(setting: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_module.load(None, setting)

@@ -161,7 +161,7 @@ class Parts:
                 trainer=world,
                 servers=self.pool,
                 pipeline=Pipeline(self.config, world, server=self.pool, scorer=world, informative=lambda group: True),
-                held_out=[],
+                held_out={},
                 judge=world,
                 sync=self.sync,
                 kl=KlController(self.config.algorithm),

@@ -83,7 +83,15 @@ METRICS = (
         name="rollout/oversampling",
         meaning="algorithm.oversampling: prompts played for the step, per prompt of rollout.prompts_per_step",
     ),
-    Metric(name="eval/accuracy", meaning="held-out prompts: mean of the reward function eval.reward"),
+    Metric(
+        name="eval/accuracy",
+        meaning="held-out prompts: mean of the reward function eval.reward; of a dataset in eval.more it is "
+        "eval/NAME/accuracy, as with the following",
+    ),
+    Metric(
+        name="eval/pass@K",
+        meaning="eval.samples: chance that one of K samples gets a reward of 1, unbiased (arXiv 2107.03374)",
+    ),
     Metric(
         name="eval/reward_errors",
         meaning="held-out prompts: share without a score; they are not in the accuracy",

@@ -1,7 +1,8 @@
-"""Held-out accuracy: one episode per prompt, with the same random numbers every time."""
+"""Held-out accuracy and pass@k, with the same random numbers every time."""
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hocket.config import Config, RewardsConfig, RewardSpec
 from hocket.rollout.coalescer import Generator
@@ -9,6 +10,10 @@ from hocket.rollout.collect import Scorer, in_order, play, refuse_failing, sampl
 from hocket.rollout.episodes import Episodes
 from hocket.types import Group, Prompt
 
+MAIN = ""
+"""Name of the dataset at eval.data, whose metrics have none in theirs."""
+PASSED = 1.0
+"""A sample passes with full marks."""
 EVAL_STEP = -1
 """Takes the place of the step in the sampling seed: no training step has it."""
 
@@ -21,7 +26,7 @@ def rewards_of_eval(config: Config) -> RewardsConfig:
 
 
 async def evaluate(
-    prompts: Sequence[Prompt],
+    datasets: Mapping[str, Sequence[Prompt]],
     *,
     server: Generator,
     scorer: Scorer,
@@ -32,11 +37,12 @@ async def evaluate(
     """Returns the eval/* metrics and the groups, in the prompts' order.
 
     Args:
+        datasets: held-out prompts by the name that their metrics get, eval/NAME/accuracy; MAIN: eval/accuracy.
         scorer: scores by `rewards_of_eval`.
         episodes: as for training.
 
     Raises:
-        RewardError: more than rewards.max_error_rate of the completions, or all, could not be scored.
+        RewardError: more than rewards.max_error_rate of the completions of a dataset, or all, could not be scored.
     """
     sampling = sampling_params(
         config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=config.eval.temperature
@@ -44,26 +50,53 @@ async def evaluate(
     groups = [
         group
         async for group in play(
-            prompts,
+            [prompt for prompts in datasets.values() for prompt in prompts],
             server=server,
             scorer=scorer,
             sampling=sampling,
-            group_size=1,
+            group_size=config.eval.samples,
             label=label,
             timeout_s=config.rollout.timeout_s,
             episodes=episodes,
         )
     ]
     groups = in_order(groups)
-    rollouts = [group.rollouts[0] for group in groups]
-    scores = [group.scores[0] for group in groups]
-    refuse_failing(groups, min(config.rewards.max_error_rate, 1 - 1 / len(groups)))  # one score at least
-    (name,) = rewards_of_eval(config).functions
-    correct = [score.parts[name] for score in scores if score.error is None]
-    metrics = {
-        "eval/accuracy": statistics.fmean(correct),
-        "eval/reward_errors": 1 - len(correct) / len(scores),
-        "eval/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
-        "eval/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
-    }
+    (reward,) = rewards_of_eval(config).functions
+    metrics: dict[str, float] = {}
+    start = 0
+    for name, prompts in datasets.items():
+        mine = groups[start : start + len(prompts)]
+        start += len(prompts)
+        num_scores = sum(len(group.scores) for group in mine)
+        refuse_failing(mine, min(config.rewards.max_error_rate, 1 - 1 / num_scores))  # one score at least
+        prefix = f"eval/{name}/" if name else "eval/"
+        metrics |= {f"{prefix}{key}": value for key, value in _measured(mine, reward).items()}
     return metrics, groups
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Returns the chance that at least one of k samples passes, from more of them (arXiv 2107.03374, eq. 1).
+
+    1 - C(n - c, k) / C(n, k), which is unbiased where k ≤ n.
+    """
+    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def _measured(groups: Sequence[Group], reward: str) -> dict[str, float]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    marks = [[score.parts[reward] for score in group.scores if score.error is None] for group in groups]
+    num_scored = sum(map(len, marks))
+    size = len(groups[0].rollouts)
+    metrics = {
+        "accuracy": statistics.fmean(statistics.fmean(mine) for mine in marks if mine),
+        "reward_errors": 1 - num_scored / len(rollouts),
+        "length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
+        "truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+    }
+    for k in (2**i for i in range(size.bit_length()) if size > 1):
+        enough = [mine for mine in marks if len(mine) >= k]
+        if enough:
+            passed = [sum(mark >= PASSED for mark in mine) for mine in enough]
+            chances = [pass_at_k(len(mine), count, k) for mine, count in zip(enough, passed, strict=True)]
+            metrics[f"pass@{k}"] = statistics.fmean(chances)
+    return metrics
