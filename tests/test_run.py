@@ -98,10 +98,20 @@ def test_deepspeeds_launcher_may_put_its_word_before_the_command(
     assert seen == ["train", "--local_rank=0", "train", "a.yaml"]  # cli.main drops it
 
 
-def test_the_test_command_hands_its_arguments_to_pytest(door: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("given", "parallel"),
+    [
+        (["-k", "config", "-m", "gpu"], ["-n", "2", "--dist", "loadgroup"]),
+        (["--durations=5", "tests/test_config.py"], []),
+        (["tests/test_config.py::test_defaults"], []),
+    ],
+)
+def test_the_test_command_hands_its_arguments_to_pytest_and_shares_out_the_whole_suite(
+    given: list[str], parallel: list[str], door: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr("hocket.bootstrap.ensure", lambda command, install: None)
-    monkeypatch.setattr(os, "chdir", lambda path: None)
+    monkeypatch.chdir(ROOT)
 
     def execv(path: str, args: list[str]) -> None:
         started.append(args)
@@ -109,8 +119,8 @@ def test_the_test_command_hands_its_arguments_to_pytest(door: ModuleType, monkey
 
     monkeypatch.setattr(os, "execv", execv)
     with pytest.raises(SystemExit):
-        door.main(["test", "-k", "config", "-m", "gpu"])
-    assert started == [[sys.executable, "-m", "pytest", "-m", "not gpu", "-k", "config", "-m", "gpu"]]
+        door.main(["test", *given])
+    assert started == [[sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *given]]
 
 
 def test_the_exit_status_of_a_command_is_passed_on(tmp_path: Path) -> None:
