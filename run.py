@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         return doctor.run()
     if command == "test":
         os.chdir(ROOT)
-        chosen = any(os.path.exists(argument.partition("::")[0]) for argument in argv[1:])
+        chosen = any(argument.startswith("tests") for argument in argv[1:])
         parallel = [] if chosen else ["-n", "2", "--dist", "loadgroup"]  # tests/conftest.py says what stays together
         os.execv(sys.executable, [sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
     return _dispatch(argv, asks_for_help)
