@@ -1,8 +1,12 @@
-"""One POST /generate with many prompts against the engine's own generate, alternating, in one process.
+"""One POST /generate with many prompts against vLLM without HTTP, on the same requests, taking turns.
 
     python benchmarks/generate.py [config.yaml] [section.key=value ...]
 
-Prints medians in tokens per second and how much of the engine's speed arrives at the client.
+- offline: vLLM's own `LLM.generate`, in a process of its own with the same engine settings.
+- engine: the server's engine, asked within its process.
+- /generate: over HTTP, one answer; and as a stream of lines.
+
+Prints medians in tokens per second, and the ratios to offline round by round.
 """
 
 import asyncio
@@ -10,6 +14,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 import urllib.request
@@ -28,7 +33,43 @@ PROMPT_TOKENS = 16
 MAX_TOKENS = int(os.environ.get("MAX_TOKENS", "64"))
 
 
-async def measure(llm: Any, args: Any, config: configs.Config) -> None:
+ENGINE = (
+    "model",
+    "dtype",
+    "seed",
+    "generation_config",
+    "logprobs_mode",
+    "max_num_seqs",
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "kv_cache_memory_bytes",
+    "enforce_eager",
+    "enable_chunked_prefill",
+    "max_num_batched_tokens",
+    "distributed_executor_backend",
+)
+"""What both engines are started with."""
+
+
+def offline(config: configs.Config) -> None:
+    """Answers each line of standard input, a request, with the number of sampled tokens."""
+    from vllm import LLM, SamplingParams
+
+    args = vllm_api.engine_arguments(config)
+    llm = LLM(**{name: getattr(args, name) for name in ENGINE if getattr(args, name) is not None})
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        first, most = request["sampling"]["seed"], request["sampling"]["max_tokens"]
+        params = [
+            SamplingParams(seed=first + i, max_tokens=most, logprobs=0, flat_logprobs=True)
+            for i in range(len(request["prompts"]))
+        ]
+        outputs = llm.generate([{"prompt_token_ids": p} for p in request["prompts"]], params, use_tqdm=False)
+        print(sum(len(output.outputs[0].token_ids) for output in outputs), flush=True)
+
+
+async def measure(llm: Any, args: Any, config: configs.Config, other: "subprocess.Popen[str]") -> None:
     """Runs all ways round by round, so that a slow minute of the machine hits each of them."""
     import uvicorn
 
@@ -50,6 +91,16 @@ async def measure(llm: Any, args: Any, config: configs.Config) -> None:
     body = {"prompts": prompts, "sampling": {"max_tokens": MAX_TOKENS, "seed": 1}}
     _, jobs = await engine.read(json.dumps(body).encode())
 
+    def ask(line: str) -> str:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdin.write(line + "\n")
+        other.stdin.flush()
+        return other.stdout.readline()
+
+    async def alone() -> int:
+        return int(await asyncio.to_thread(ask, json.dumps(body)))
+
     async def direct() -> int:
         outputs = await asyncio.gather(*(vllm_api.complete(llm, job, f"direct-{job.prompt}") for job in jobs))
         return sum(len(output.token_ids) for output in outputs)
@@ -62,7 +113,12 @@ async def measure(llm: Any, args: Any, config: configs.Config) -> None:
         lines = (await asyncio.to_thread(post, config.own_url, {**body, "stream": True})).splitlines()
         return sum(len(json.loads(line)["completion"]["token_ids"]) for line in lines[:-1])
 
-    ways: dict[str, Callable[[], Awaitable[int]]] = {"engine": direct, "/generate": whole, "/generate stream": stream}
+    ways: dict[str, Callable[[], Awaitable[int]]] = {
+        "offline": alone,
+        "engine": direct,
+        "/generate": whole,
+        "/generate stream": stream,
+    }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
         for name, way in ways.items():
@@ -86,20 +142,30 @@ def report(speeds: dict[str, list[float]]) -> None:
     """Prints the medians, and their ratios round by round, which the machine's other load disturbs least."""
     print(f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens, up to {MAX_TOKENS} new ones each, {ROUNDS} rounds")
     for name, values in speeds.items():
-        ratio = statistics.median(a / b for a, b in zip(values, speeds["engine"], strict=True))
+        ratio = statistics.median(a / b for a, b in zip(values, speeds["offline"], strict=True))
         spread = f"{min(values):.0f}..{max(values):.0f}"
-        print(f"{name:>18}: {statistics.median(values):7.0f} tokens/s ({spread}), {ratio:.2f} of the engine")
+        print(f"{name:>18}: {statistics.median(values):7.0f} tokens/s ({spread}), {ratio:.2f} of offline")
 
 
 if __name__ == "__main__":
     given = sys.argv[1:]
+    alone_here = "--offline" in given
+    given = [argument for argument in given if argument != "--offline"]
     file = given.pop(0) if given and "=" not in given[0] else None
     chosen = configs.load(file, given)
     main.prepare_environment(chosen)
     vllm_api.preload_engine()
-    arguments = vllm_api.engine_arguments(chosen)
-    running = vllm_api.start_engine(arguments)
-    try:
-        asyncio.run(measure(running, arguments, chosen))
-    finally:
-        running.shutdown(timeout=main.GRACE_S)
+    if alone_here:
+        offline(chosen)
+        sys.exit()
+    command = [sys.executable, __file__, *sys.argv[1:], "--offline"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as partner:
+        assert partner.stdout is not None
+        while partner.stdout.readline() not in ("ready\n", ""):  # "": it has ended, and said why
+            pass
+        arguments = vllm_api.engine_arguments(chosen)
+        running = vllm_api.start_engine(arguments)
+        try:
+            asyncio.run(measure(running, arguments, chosen, partner))
+        finally:
+            running.shutdown(timeout=main.GRACE_S)
