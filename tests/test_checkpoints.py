@@ -227,6 +227,7 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
         ("model.path", "model.path=elsewhere"),
         ("model.lora", "model.lora={}"),
         ("data.source", "data.source=other.jsonl"),
+        ("curriculum.low", "curriculum.low=0.1"),  # an option that was not set before
     ],
 )
 def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, key: str, setting: str) -> None:

@@ -1,7 +1,10 @@
 """The command line in a process of its own: help without heavy imports, errors without tracebacks."""
 
+import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,7 @@ from hocket import config as config_module
 from hocket.cli import main, read_settings
 from hocket.errors import ConfigError
 
-COMMANDS = ["quickstart", "serve", "train", "sft", "generate", "eval", "config", "export", "doctor"]
+COMMANDS = ["quickstart", "serve", "train", "sft", "generate", "eval", "config", "export", "ledger", "doctor"]
 
 
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "fastapi", "datasets", "httpx"}
@@ -42,6 +45,33 @@ def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch) 
     assert main(["export", "runs/a/weights/v000002", "out"]) == 0
     assert main(["export", "runs/a/weights/v000002", "out", "model.path=elsewhere"]) == 0
     assert asked == [("runs/a/weights/v000002", "out", None), ("runs/a/weights/v000002", "out", "elsewhere")]
+
+
+def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"step": i + 1, "draw": i, "epoch": epoch, "prompt": prompt, "state": "trained"}
+        for i, (epoch, prompt) in enumerate([(0, "a"), (0, "b"), (1, "b"), (1, "c"), (2, "a")])
+    ]
+    prompts = {"epoch": 1, "num_prompts": 3, "in_flight": [{"draw": 5, "epoch": 0, "prompt": "c"}], "entries": []}
+    saved = {"step": 3, "config": {}, "metrics": {}, "trainer": {}, "parts": {"prompts": prompts}}
+    folder = tmp_path / "checkpoints" / "step_000003"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps(saved))
+    (folder / "COMPLETE").touch()
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["ledger", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        "epoch 0: 3 prompts",
+        "         2  trained",
+        "         1  in flight",
+        "epoch 1: 3 prompts",
+    ]
+    shutil.rmtree(folder)  # now nothing tells that c is in flight
+    assert main(["ledger", str(tmp_path), "--json"]) == 1
+    first, *_ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["missing"], first["states"]) == (["c"], [{"state": "trained", "why": "", "prompts": 2}])
+    assert main(["ledger", str(tmp_path / "elsewhere")]) == 1
+    assert "name the folder of a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args", [["train", "--help"], ["config", "trainer.steps=3"]])

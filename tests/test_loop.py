@@ -13,7 +13,7 @@ from hocket import config as config_module
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import informative
 from hocket.checkpoints import Checkpoints
-from hocket.data import Draw
+from hocket.data import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
@@ -33,7 +33,6 @@ class World:
         self.score_s = 0.0
         self.diary: list[Any] = []
         self.version = 4  # the server was used before
-        self.taken = 0
         self.keep: list[Path] = []
         self.reference: tuple[float, float] | None = None  # its log-probs of every completion
 
@@ -69,11 +68,6 @@ class World:
         await asyncio.sleep(self.score_s)
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
         return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
-
-    def take(self, n: int) -> list[Draw]:
-        self.taken += n
-        numbers = range(self.taken - n, self.taken)
-        return [Draw(number=i, epoch=0, prompt=Prompt(id=f"p{i}", token_ids=(1,))) for i in numbers]
 
     def beat(self) -> None:
         pass
@@ -141,13 +135,15 @@ async def trained(
         Console("plain", config.trainer.steps) as console,
         Checkpoints(config, world, {}) as kept,
     ):
+        stream = PromptStream([Prompt(id=f"p{i}", token_ids=(1,)) for i in range(3)], config.trainer.seed)
         pipeline = Pipeline(
-            config, world, server=world, scorer=world, informative=lambda group: bool(informative([group], config)[0])
+            config, stream, server=world, scorer=world, informative=lambda group: bool(informative([group], config)[0])
         )
         summary = await Run(
             config=config,
             trainer=world,
             servers=world,
+            stream=stream,
             pipeline=pipeline,
             held_out={"": [Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)]} if held_out else {},
             judge=world,
@@ -208,6 +204,24 @@ async def test_a_run_goes_on_after_what_is_recorded_as_if_it_had_not_stopped(tmp
     for name in ("before", "after", "steps", "seed"):
         assert summary[name] == expected[name]
     assert summary["train_seconds"] > sum(line.get("time/step", 0) for line in metrics[:3])
+
+
+async def test_every_prompt_that_was_drawn_is_in_the_ledger_with_its_outcome(tmp_path: Path) -> None:
+    rewards = {1: [0.0, 1.0], 2: [1.0, 1.0], 3: [0.0, None]}
+    settings = ("trainer.steps=4", "rewards.max_error_rate=1")
+    await trained(tmp_path, lambda step, j: rewards.get(step, [None, None])[j], *settings, held_out=0)
+    lines = [json.loads(line) for line in (tmp_path / "runs/a/ledger.jsonl").open()]
+    assert [(line["step"], line["draw"], line["epoch"]) for line in lines] == [
+        (i // 2 + 1, i, i // 3) for i in range(8)
+    ]
+    assert [(line["state"], line.get("why"), line.get("pass_rate")) for line in lines[::2]] == [
+        ("trained", None, 0.5),
+        ("filtered", "every reward is 1", 1.0),
+        ("filtered", "one score alone", 0.0),
+        ("failed", "no score", None),
+    ]
+    for epoch in (0, 1):
+        assert {line["prompt"] for line in lines if line["epoch"] == epoch} == {"p0", "p1", "p2"}
 
 
 async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path) -> None:

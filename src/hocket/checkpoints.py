@@ -26,9 +26,12 @@ from hocket.system import flush
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
-_SAME = ("model", "data", "trainer.seed", "sft.batch_size")
+_SAME = ("model", "data", "curriculum", "trainer.seed", "sft.batch_size")
 """Settings, or sections of them, without which it is another run."""
-_OF_A_RUN = ("metrics.jsonl", "rollouts", "weights", "deltas", "tensorboard", "summary.json", "report.html", FOLDER)
+_OF_A_RUN = (
+    *("metrics.jsonl", "ledger.jsonl", "rollouts", "weights", "deltas", "tensorboard", "summary.json", "report.html"),
+    FOLDER,
+)
 
 
 class Part(Protocol):

@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         "where the model is that training began with, if it has moved",
         positional=("FOLDER", "OUTPUT"),
     )
+    ledger = add("ledger", _ledger, "what became of every prompt of the run in folder RUN", positional=("RUN",))
+    ledger.add_argument("--json", action="store_true", help="print one JSON object per epoch")
     add("doctor", _doctor, "check this machine: versions, devices, ports, leftovers")
     return parser
 
@@ -184,6 +186,24 @@ def _export(args: argparse.Namespace) -> int:
     export(args.FOLDER, args.OUTPUT, base=base)
     print(f"wrote {args.OUTPUT}; serve it with: python3 run.py serve model.path={args.OUTPUT}")
     return 0
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    from hocket import checkpoints
+    from hocket.data import ledger
+    from hocket.observe.report import read_lines
+
+    rows, kept = read_lines(args.RUN / "ledger.jsonl"), checkpoints.complete(args.RUN)
+    saved = checkpoints.read(kept[-1]) if kept else None
+    if not rows and saved is None:
+        raise ConfigError(f"{args.RUN} has no ledger.jsonl and no checkpoint; name the folder of a run (run.dir)")
+    accounts = ledger.accounts(rows, None if saved is None else saved.parts["prompts"])
+    if args.json:
+        for account in accounts:
+            print(json.dumps(account.as_dict()))
+    else:
+        print(ledger.table(accounts))
+    return 0 if all(account.balanced for account in accounts) else 1
 
 
 def _config(args: argparse.Namespace) -> int:

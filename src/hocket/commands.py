@@ -13,6 +13,7 @@ from hocket import tokenizer as tokenizers
 from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig
 from hocket.data import PromptStream, load_prompts
+from hocket.data.curriculum import bind
 from hocket.errors import ConfigError
 from hocket.launch import Child, refuse_dead, server_process
 from hocket.observe.console import Console
@@ -62,14 +63,14 @@ def train(config: Config) -> int:
         episodes = episodes_of(config, tokenizer)
         prompts = _load("train", config.data, config, tokenizer, console, episodes)
         held_out = _held_out(config, tokenizer, console, episodes)
-        stream = PromptStream(prompts, config.trainer.seed)
+        stream = _stream(config, prompts)
         recorder = stack.enter_context(Recorder(config))
         tell = {"on_wait": console.doing, "say": console.say}
         asyncio.run(_make_room(config, **tell))
         console.doing(f"loading {config.model.path} into the trainer")
 
         from hocket.algorithm.kl import KlController
-        from hocket.algorithm.samples import informative
+        from hocket.algorithm.samples import silence
         from hocket.loop import Run
         from hocket.trainer.checkpoint import SavedTensors
         from hocket.trainer.trainer import Trainer
@@ -88,7 +89,7 @@ def train(config: Config) -> int:
                     stream,
                     server=servers,
                     scorer=scorer,
-                    informative=lambda group: bool(informative([group], config)[0]),
+                    informative=lambda group: silence(group, config) is None,
                     episodes=episodes,
                     progress=console.progress,
                 ) as pipeline,
@@ -104,6 +105,7 @@ def train(config: Config) -> int:
                         config=config,
                         trainer=trainer,
                         servers=servers,
+                        stream=stream,
                         pipeline=replay or pipeline,
                         held_out={} if replay else held_out,
                         judge=judge,
@@ -166,7 +168,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         scorer = stack.enter_context(RewardScorer(config.rewards))
         tokenizer = tokenizers.load(config.model.path)
         episodes = episodes_of(config, tokenizer)
-        stream = PromptStream(_load("train", config.data, config, tokenizer, console, episodes), config.trainer.seed)
+        stream = _stream(config, _load("train", config.data, config, tokenizer, console, episodes))
         recorder = stack.enter_context(Recorder(config))
 
         async def run() -> None:
@@ -241,6 +243,16 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
         base=base or saved.config["model"]["path"],
         dtype=saved.trainer["dtype"],
         adapter=saved.trainer["adapter"],
+    )
+
+
+def _stream(config: Config, prompts: Sequence[Prompt]) -> PromptStream:
+    return PromptStream(
+        prompts,
+        config.trainer.seed,
+        bind(config.curriculum),
+        retire_after=config.curriculum.retire_after,
+        prompts_per_step=config.rollout.prompts_per_step,
     )
 
 

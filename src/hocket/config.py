@@ -107,6 +107,9 @@ class DataConfig(Section):
     answer_pattern: str | None = Field(
         None, description="Regular expression whose first group is the answer within the answer column."
     )
+    difficulty_column: str | None = Field(
+        None, description="Column with a number that says how hard a row is, for section curriculum."
+    )
     response_column: str = Field("response", description="Column with the demonstration that sft learns from.")
     system_prompt: str | None = Field(None, description="System message put before every text prompt.")
     chat_template: bool = Field(True, description="Render text prompts as a user message through the chat template.")
@@ -116,6 +119,21 @@ class DataConfig(Section):
         description="Longer prompts are counted and dropped; default: what leaves room for rollout.max_tokens.",
     )
     limit: int | None = Field(None, ge=1, description="Use only the first rows of the source.")
+
+
+class CurriculumConfig(Section):
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    name: str = Field(
+        "shuffle",
+        description="What decides which prompts an epoch has, and in which order: shuffle, sorted, window, staged "
+        "(docs/curriculum.md), or one of your own; every other key is an option of it.",
+    )
+    retire_after: int = Field(
+        0,
+        ge=0,
+        description="A prompt that all its rollouts solved so many times in a row is not played again; 0: it is.",
+    )
 
 
 class RolloutConfig(Section):
@@ -604,6 +622,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     rollout: RolloutConfig = RolloutConfig()
     env: EnvConfig = EnvConfig()
     rewards: RewardsConfig = RewardsConfig()
@@ -618,7 +637,9 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LaunchConfig()
-    plugins: tuple[str, ...] = Field((), description="Python files with rewards, environments and tools of your own.")
+    plugins: tuple[str, ...] = Field(
+        (), description="Python files with rewards, environments, tools and curricula of your own."
+    )
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> "Config":
@@ -782,7 +803,10 @@ def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, A
             pairs = {section: (before[section], after[section])}
         else:
             keys = before[section].keys() & after[section].keys()
-            pairs = {f"{section}.{key}": (before[section][key], after[section][key]) for key in keys}
+            model: Any = Config.model_fields[section].annotation
+            if model.model_config["extra"] == "allow":  # an option that is not there has a value, too: its default
+                keys |= (before[section].keys() | after[section].keys()) - model.model_fields.keys()
+            pairs = {f"{section}.{key}": (before[section].get(key), after[section].get(key)) for key in keys}
         found |= {key: (then, now) for key, (then, now) in pairs.items() if then != now}
     found.pop("checkpoint.resume", None)
     return dict(sorted(found.items()))

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import informative, train_samples
+from hocket.algorithm.samples import informative, outcome, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
+from hocket.data import PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metrics, train_metrics
 from hocket.observe.recorder import Recorder
@@ -36,6 +37,7 @@ class Run:
     """One training run: the parts that the loop brings together, each usable without the others.
 
     Attributes:
+        stream: where the prompts of the batches come from; hears what became of each.
         pipeline: gives the batch of each step.
         held_out: prompts of the evaluation by dataset; none: no evaluation.
         judge: the one reward whose mean over held-out prompts is the accuracy.
@@ -48,6 +50,7 @@ class Run:
     config: Config
     trainer: Trainer
     servers: ServerPool
+    stream: PromptStream
     pipeline: Pipeline | Replay
     held_out: Mapping[str, Sequence[Prompt]]
     judge: RewardScorer
@@ -88,6 +91,9 @@ class Run:
                     after = await self._evaluate(step)
                     metrics |= after
             metrics |= step_metrics(metrics)
+            for draw, group in zip(batch.draws, batch.groups, strict=False):  # a replay draws nothing
+                self.stream.settle(draw, outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0))
+            self.recorder.ledger(step, self.stream.entries())
             self.recorder.metrics(step, metrics)  # 8 records      observe/
             self.checkpoints.complete(step, metrics)
             self.console.step(step, metrics)

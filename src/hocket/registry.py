@@ -1,12 +1,14 @@
 """One registry for everything a user can add: an unknown name lists the known ones, a double name raises."""
 
 import difflib
+import functools
 import hashlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hocket.errors import ConfigError
 
@@ -46,6 +48,34 @@ class Registry(Generic[T]):
                 f"Your own goes in a Python file named under plugins:"
             )
         return self._items[name]
+
+    def bind(
+        self, name: str, options: Mapping[str, Any], *, section: str, keys: Iterable[str]
+    ) -> "functools.partial[Any]":
+        """Returns what calls the object `name` (a class, a function) with these options; calls it once, to be sure.
+
+        Args:
+            section: of the config, where the options stand among its own `keys`.
+
+        Raises:
+            ConfigError: there is no such object, or its options are wrong.
+        """
+        target: Any = self.get(name)
+        signature = inspect.signature(target).replace(return_annotation=inspect.Signature.empty)
+        called = f"{self.kind} {name}{signature}"
+        for option in options:
+            if option not in signature.parameters:
+                close = nearest(option, [*signature.parameters, *keys])
+                raise ConfigError(f"{called} has no option {option!r}{close}")
+        for parameter in signature.parameters.values():
+            if parameter.default is parameter.empty and parameter.name not in options:
+                raise ConfigError(f"{called} needs the option {parameter.name!r}: set {section}.{parameter.name}")
+        make = functools.partial(target, **options)
+        try:
+            make()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
+        return make
 
     def names(self) -> list[str]:
         """All registered names, sorted."""

@@ -27,6 +27,7 @@ class Prompt:
         messages: the chat it was rendered from; None where the source gave plain text.
         text: what was asked, for rewards and people: the last user message, or the plain text.
         answer: the reference that rewards compare with, None where there is none.
+        difficulty: of data.difficulty_column, None without one; the higher, the harder.
         meta: the row's other columns.
     """
 
@@ -35,6 +36,7 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     text: str = ""
     answer: str | None = None
+    difficulty: float | None = None
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -159,6 +161,21 @@ class Group:
 
     def __post_init__(self) -> None:
         _same_length(rollouts=self.rollouts, scores=self.scores)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a prompt that was drawn.
+
+    Attributes:
+        state: "filtered" where its group teaches nothing, "failed" where there was nothing to learn from.
+        why: it was not trained.
+        pass_rate: share of its rollouts that solved it, of those with a score; None without any.
+    """
+
+    state: Literal["trained", "filtered", "failed"]
+    why: str = ""
+    pass_rate: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

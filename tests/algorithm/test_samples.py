@@ -4,9 +4,9 @@ import math
 import pytest
 
 from hocket import config as config_module
-from hocket.algorithm.samples import informative, overlong_penalty, train_samples
+from hocket.algorithm.samples import informative, outcome, overlong_penalty, silence, train_samples
 from hocket.config import Config
-from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, TrainSample
+from hocket.types import FinishReason, Group, Measured, Outcome, Prompt, Rollout, Score, TrainSample
 
 
 def settings(*overrides: str) -> Config:
@@ -75,6 +75,59 @@ def test_where_nothing_is_compared_within_a_group_only_groups_without_any_score_
     kept, signal = informative(groups, settings(f"preset={preset}"))
     assert [g.id for g in kept] == ["a", "c"]
     assert signal == {"rollout/zero_variance": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([0.0, 1.0], None),
+        ([1.0, 1.0], "every reward is 1"),
+        ([0.25, 0.25, None], "every reward is 0.25"),
+        ([0.5, None], "one score alone"),
+        ([None, None], "no score"),
+    ],
+)
+def test_why_a_group_teaches_nothing_is_told(rewards: list[float | None], said: str | None) -> None:
+    assert silence(group("a", rewards), Config()) == said
+
+
+def test_a_group_without_any_rollout_to_train_says_so_whatever_its_rewards() -> None:
+    cut = [make_rollout(-0.5, finish_reason="length") for _ in range(2)]
+    groups = (
+        of_rollouts(*cut, rewards=[0.0, 1.0]),
+        of_rollouts(make_rollout(None), make_rollout(None), rewards=[0.0, 1.0]),
+    )
+    for silent in groups:
+        assert silence(silent, settings("mask_truncated=true")) == "no rollout to train: cut off, or nothing sampled"
+    assert silence(groups[0], Config()) is None
+
+
+def scored(*parts: dict[str, float] | None) -> Group:
+    """The total is the sum of the parts; None is a failed score."""
+    scores = [Score(total=math.nan, error="x") if p is None else Score(total=sum(p.values()), parts=p) for p in parts]
+    return Group(id="g", rollouts=tuple(make_rollout(-0.5) for _ in parts), scores=tuple(scores))
+
+
+def test_the_outcome_of_a_group_has_the_pass_rate_of_the_reward_that_is_the_accuracy() -> None:
+    functions = "rewards.functions={format: 0.1, right: 1.0}"
+    rows = [{"format": 1.0, "right": 0.0}, {"format": 1.0, "right": 1.0}, {"format": 0.0, "right": 1.0}, None]
+    for eval_reward, rate in (("right", 2 / 3), ("null", 2 / 3), ("exact_match", 2 / 3)):
+        config = config_module.load(None, [functions, f"eval.reward={eval_reward}"])
+        assert outcome(scored(*rows), config) == Outcome(state="trained", pass_rate=pytest.approx(rate))
+    config = config_module.load(None, ["rewards.functions={right: 1.0, format: 0.1}"])
+    assert outcome(scored(*rows[:2]), config).pass_rate == 0.5
+    assert outcome(scored(*rows[:2]), config, skipped=True) == Outcome(
+        state="failed", why="its step was not finite", pass_rate=0.5
+    )
+
+
+def test_an_outcome_is_filtered_where_a_group_is_silent_and_failed_without_a_score() -> None:
+    right = {"exact_match": 1.0}
+    assert outcome(scored(right, right, None), Config()) == Outcome(
+        state="filtered", why="every reward is 1", pass_rate=1.0
+    )
+    assert outcome(scored(right, right), Config(), skipped=True).state == "filtered"
+    assert outcome(scored(None, None), Config()) == Outcome(state="failed", why="no score")
 
 
 def test_a_kl_in_the_rewards_tells_rollouts_of_equal_scores_apart() -> None:

@@ -173,6 +173,19 @@ def test_an_unknown_task_lists_the_known_ones(tokenizer: Any) -> None:
         load("task:sorting", tokenizer)
 
 
+def test_a_difficulty_is_a_number_of_its_own_column(tokenizer: Any, write_jsonl: Write) -> None:
+    loaded = load(write_jsonl(*ROWS), tokenizer, difficulty_column="level")
+    assert [(p.difficulty, p.meta) for p in loaded] == [(1.0, {"level": 1}), (2.0, {"level": 2})]
+    assert load(write_jsonl(*ROWS), tokenizer)[0].difficulty is None
+    source = write_jsonl(ROWS[0], ROWS[1] | {"level": "hard"}, {"prompt": "a", "answer": "b"})
+    with pytest.raises(DataError) as caught:
+        load(source, tokenizer, difficulty_column="level")
+    assert "rows.jsonl:2: column 'level' (data.difficulty_column) must be a number, got 'hard'" in str(caught.value)
+    assert "rows.jsonl:3: no column 'level', only 'prompt', 'answer'" in str(caught.value)
+    demonstrations = write_jsonl({"prompt": "a", "response": "b"})
+    assert load_demonstrations(DataConfig(source=demonstrations, difficulty_column="level"), tokenizer, 20)
+
+
 def test_files_that_are_no_rows_say_so(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no rows"):
         load(write_jsonl(""), tokenizer)

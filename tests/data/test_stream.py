@@ -1,28 +1,53 @@
+import collections
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from hocket.data import Draw, PromptStream
+from hocket.data import Curriculum, Draw, Plan, Pool, PromptStream
+from hocket.data.curriculum import Sorted, Staged, Window
+from hocket.data.ledger import accounts
 from hocket.errors import DataError
-from hocket.types import Prompt
+from hocket.types import Outcome, Prompt
+
+TRAINED = Outcome(state="trained")
 
 
-def prompts(num: int, answer: str = "x") -> list[Prompt]:
-    return [Prompt(id=f"rows:{i}", token_ids=(i + 1,), answer=answer) for i in range(num)]
+def prompts(num: int, answer: str = "x", **known: Any) -> list[Prompt]:
+    return [Prompt(id=f"rows:{i}", token_ids=(i + 1,), answer=answer, **known) for i in range(num)]
 
 
-def ids(taken: Sequence[Draw | Prompt]) -> list[str]:
-    return [(item.prompt if isinstance(item, Draw) else item).id for item in taken]
+def ids(taken: list[Draw]) -> list[str]:
+    return [draw.prompt.id for draw in taken]
+
+
+def saved(stream: PromptStream) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(json.dumps(stream.state()))
+    return state
+
+
+def solved(rate: float) -> Outcome:
+    return Outcome(state="trained", pass_rate=rate)
 
 
 def test_every_epoch_has_each_prompt_once_in_an_order_of_its_own() -> None:
     stream = PromptStream(prompts(10), seed=0)
-    taken = ids([prompt for _ in range(10) for prompt in stream.take(3)])  # takes cross the epochs
+    draws = [draw for _ in range(10) for draw in stream.take(3)]  # takes cross the epochs
+    taken = ids(draws)
     epochs = [taken[:10], taken[10:20], taken[20:]]
     for epoch in epochs:
-        assert sorted(epoch) == sorted(ids(prompts(10)))
+        assert sorted(epoch) == sorted(prompt.id for prompt in prompts(10))
     assert epochs[0] != epochs[1] != epochs[2]
+    assert [draw.number for draw in draws] == list(range(30))
+    assert [draw.epoch for draw in draws] == [0] * 10 + [1] * 10 + [2] * 10
+
+
+def test_the_order_is_that_of_a_generator_seeded_by_seed_and_epoch() -> None:
+    order = list(range(50))
+    random.Random("3:1").shuffle(order)
+    assert ids(PromptStream(prompts(50), seed=3).take(100))[50:] == [f"rows:{i}" for i in order]
 
 
 def test_the_order_depends_on_the_seed_and_nothing_else() -> None:
@@ -32,18 +57,206 @@ def test_the_order_depends_on_the_seed_and_nothing_else() -> None:
 
 def test_one_take_may_be_longer_than_an_epoch() -> None:
     taken = ids(PromptStream(prompts(3), seed=0).take(7))
-    assert (len(taken), sorted(taken[:3]), sorted(taken[3:6])) == (7, ids(prompts(3)), ids(prompts(3)))
+    every = ["rows:0", "rows:1", "rows:2"]
+    assert (len(taken), sorted(taken[:3]), sorted(taken[3:6])) == (7, every, every)
 
 
 @pytest.mark.parametrize("before", [0, 1, 9, 10, 11, 25])
 def test_a_restored_stream_goes_on_where_the_other_was(before: int) -> None:
     stream = PromptStream(prompts(10), seed=3)
-    stream.take(before)
-    state = json.loads(json.dumps(stream.state()))
+    for draw in stream.take(before):
+        stream.settle(draw, TRAINED)
+    state = saved(stream)
     restored = PromptStream(prompts(10), seed=3)
     restored.take(4)
     restored.restore(state)
-    assert ids(restored.take(30)) == ids(stream.take(30))
+    assert restored.take(30) == stream.take(30)
+
+
+def test_what_was_in_flight_comes_first_after_a_restore_with_its_numbers_and_epochs() -> None:
+    stream = PromptStream(prompts(5), seed=0)
+    first, second = stream.take(4), stream.take(4)  # two batches; the second crosses into epoch 1
+    for draw in (first[2], second[0]):
+        stream.settle(draw, TRAINED)
+    state = saved(stream)
+    restored = PromptStream(prompts(5), seed=0)
+    restored.restore(state)
+    assert restored.take(3) == [first[0], first[1], first[3]]
+    again = saved(restored)  # killed once more, before anything is settled
+    assert again["in_flight"] == state["in_flight"]
+    once_more = PromptStream(prompts(5), seed=0)
+    once_more.restore(again)
+    assert once_more.take(8) == [first[0], first[1], first[3], *second[1:], *stream.take(2)]
+
+
+def test_a_draw_is_settled_once_and_recorded_once() -> None:
+    stream = PromptStream(prompts(3), seed=0)
+    a, b, c = stream.take(3)
+    stream.settle(b, Outcome(state="filtered", why="every reward is 1", pass_rate=1.0))
+    stream.settle(a, solved(0.5))
+    with pytest.raises(ValueError, match=f"draw 1 \\({b.prompt.id}\\) is not in flight"):
+        stream.settle(b, TRAINED)
+    kept = saved(stream)["entries"]
+    assert stream.entries() == kept
+    assert kept == [
+        {
+            "draw": 1,
+            "epoch": 0,
+            "prompt": b.prompt.id,
+            "state": "filtered",
+            "why": "every reward is 1",
+            "pass_rate": 1.0,
+        },
+        {"draw": 0, "epoch": 0, "prompt": a.prompt.id, "state": "trained", "pass_rate": 0.5},
+    ]
+    stream.settle(c, Outcome(state="failed", why="no score"))
+    assert stream.entries() == [{"draw": 2, "epoch": 0, "prompt": c.prompt.id, "state": "failed", "why": "no score"}]
+    assert stream.entries() == []
+
+
+def test_a_prompt_that_was_solved_in_a_row_is_retired_and_what_stays_out_is_told_once() -> None:
+    stream = PromptStream(prompts(3), seed=0, retire_after=2)
+    rates = {"rows:0": [1.0, 1.0], "rows:1": [1.0, 0.5, 1.0, 1.0], "rows:2": [0.0] * 4}
+    played = []
+    for epoch in range(4):
+        draws = stream.take(3 if epoch < 2 else 2)
+        played.append(sorted(ids(draws)))
+        for draw in draws:
+            stream.settle(draw, solved(rates[draw.prompt.id][epoch]))
+    everyone, rest = ["rows:0", "rows:1", "rows:2"], ["rows:1", "rows:2"]
+    assert played == [everyone, everyone, rest, rest]
+    assert ids(stream.take(2)) == ["rows:2"] * 2  # alone in epochs 4 and 5
+    why = "solved 2 times in a row"
+    assert [entry for entry in stream.entries() if "draw" not in entry] == [
+        {"epoch": 2, "prompt": "rows:0", "state": "retired", "why": why},
+        {"epoch": 4, "prompt": "rows:1", "state": "retired", "why": why},
+    ]
+
+
+def test_a_run_whose_prompts_are_all_retired_ends_with_the_cause() -> None:
+    stream = PromptStream(prompts(2), seed=0, retire_after=1)
+    for draw in stream.take(2):
+        stream.settle(draw, solved(1.0))
+    with pytest.raises(DataError, match=r"all 2 prompts are retired.*curriculum\.retire_after higher"):
+        stream.take(1)
+
+
+def test_a_plan_that_makes_no_sense_names_its_curriculum() -> None:
+    class Odd(Curriculum):
+        def __init__(self, *order: int) -> None:
+            self.order = order
+
+        def plan(self, pool: Pool) -> Plan:
+            return Plan(order=self.order)
+
+    for order in ((0, 0), (0, 7)):
+        with pytest.raises(DataError, match="the curriculum Odd plans a prompt twice, or one that is no member"):
+            PromptStream(prompts(2), seed=0, curriculum=Odd(*order))
+    with pytest.raises(DataError, match="the curriculum Odd leaves out every prompt of epoch 0"):
+        PromptStream(prompts(2), seed=0, curriculum=Odd())
+    stream = PromptStream(prompts(2), seed=0, curriculum=Odd(1))
+    assert stream.entries() == [{"epoch": 0, "prompt": "rows:0", "state": "skipped", "why": "left out by Odd"}]
+
+
+def test_the_default_stream_keeps_nothing_per_prompt() -> None:
+    stream = PromptStream(prompts(1000), seed=0)
+    for draw in stream.take(900):
+        stream.settle(draw, solved(0.5))
+    stream.entries()
+    assert len(json.dumps(stream.state())) < 400
+
+
+@pytest.mark.parametrize(
+    ("make", "retire_after"),
+    [
+        (lambda: None, 0),
+        (lambda: None, 2),
+        (Sorted, 0),
+        (lambda: Window(0.3, 0.7, rest=1), 3),
+        (lambda: Staged([0.3, 0.6], steps=9, pass_rate=0.6), 2),
+    ],
+    ids=["shuffle", "retire", "sorted", "window", "staged"],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_over_any_number_of_kills_each_prompt_of_an_epoch_is_settled_exactly_once(
+    make: Callable[[], Curriculum | None], retire_after: int, seed: int
+) -> None:
+    """Up to four batches are in flight and end in any order; a kill forgets what came after the newest checkpoint."""
+    rng = random.Random(seed)
+    rows = [Prompt(id=f"p{i}", token_ids=(i + 1,), difficulty=i / 37 if i % 2 else None) for i in range(37)]
+    if retire_after == 0:
+        rows = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(37)]
+
+    def new() -> PromptStream:
+        return PromptStream(rows, seed, make(), retire_after=retire_after, prompts_per_step=4)
+
+    def outcome(draw: Draw) -> Outcome:  # decided by the draw, so that a resumed run may be compared with this one
+        chance = random.Random(f"{seed}:{draw.number}")
+        state = chance.choice(["trained", "trained", "filtered", "failed"])
+        rate = None if state == "failed" else chance.choice([0.0, 0.25, 0.5, 0.75, 1.0])
+        return Outcome(state=state, why="" if state == "trained" else "because", pass_rate=rate)
+
+    stream, ledger, kills = new(), [], 0
+    checkpoint = (saved(stream), 0)
+    batches: list[list[Draw]] = []
+    while (epoch := stream.state()["epoch"]) < 8:
+        what = rng.random()
+        if what < 0.45 and len(batches) < 4:
+            batches.append(stream.take(rng.randint(1, 6)))
+        elif what < 0.85 and batches:
+            batch = batches.pop(rng.randrange(len(batches)))
+            for draw in rng.sample(batch, len(batch)):
+                stream.settle(draw, outcome(draw))
+            if rng.random() < 0.7:  # else they are recorded with a later batch
+                ledger += json.loads(json.dumps(stream.entries()))
+        elif what < 0.95:
+            checkpoint = (saved(stream), len(ledger))
+        elif what > 0.97:
+            stream, batches, kills = new(), [], kills + 1
+            stream.restore(checkpoint[0])
+            del ledger[checkpoint[1] :]
+    assert kills > 0
+    end = saved(stream)
+    in_flight = {(draw["epoch"], draw["prompt"]) for draw in end["in_flight"]}
+    ledger += stream.entries()
+
+    left_out: set[str] = set()
+    for e in range(epoch):  # those that are finished
+        lines = [line for line in ledger if line["epoch"] == e]
+        left_out -= {line["prompt"] for line in lines if line["state"] == "back"}
+        left_out |= {line["prompt"] for line in lines if line["state"] in ("skipped", "retired")}
+        ends = collections.Counter(line["prompt"] for line in lines if "draw" in line)
+        ends.update(left_out)
+        ends.update(prompt for number, prompt in in_flight if number == e)
+        assert ends == dict.fromkeys([row.id for row in rows], 1), f"epoch {e}"
+    numbers = [line["draw"] for line in ledger if "draw" in line] + [draw["draw"] for draw in end["in_flight"]]
+    assert sorted(numbers) == list(range(end["num_drawn"]))
+    assert all(account.balanced for account in accounts(ledger, end))
+
+
+@pytest.mark.parametrize("make", [Sorted, Window, lambda: Staged([0.3, 0.6], pass_rate=0.5)])
+def test_a_stream_that_is_restored_at_every_draw_draws_what_one_does_that_never_stops(
+    make: Callable[[], Curriculum],
+) -> None:
+    rows = prompts(23)
+
+    def new() -> PromptStream:
+        return PromptStream(rows, 5, make(), retire_after=3)
+
+    def rate(draw: Draw) -> float:
+        return random.Random(f"{draw.number}").choice([0.0, 0.5, 1.0, 1.0])
+
+    straight, restored = new(), new()
+    for _ in range(23 * 8):
+        (draw,) = straight.take(1)
+        state = saved(restored)
+        restored = new()
+        restored.restore(state)
+        assert restored.take(1) == [draw]
+        for stream in (straight, restored):
+            stream.settle(draw, solved(rate(draw)))
+        assert restored.state() == straight.state()
+        assert restored.entries() == straight.entries()
 
 
 def test_a_position_among_other_prompts_is_refused() -> None:
@@ -52,8 +265,9 @@ def test_a_position_among_other_prompts_is_refused() -> None:
         PromptStream(prompts(10), seed=1).restore(state)
     with pytest.raises(DataError, match="num_prompts of the prompts was 10 and is 9 now"):
         PromptStream(prompts(9), seed=0).restore(state)
-    with pytest.raises(DataError, match="fingerprint of the prompts"):
-        PromptStream(prompts(10, answer="y"), seed=0).restore(state)
+    for other in (prompts(10, answer="y"), prompts(10, difficulty=1.0)):
+        with pytest.raises(DataError, match="fingerprint of the prompts"):
+            PromptStream(other, seed=0).restore(state)
 
 
 def test_a_stream_without_prompts_says_what_to_check() -> None:

@@ -126,9 +126,10 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         Checkpoints(config, trainer, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)
+        stream = PromptStream(prompts, config.trainer.seed)
         pipeline = Pipeline(
             config,
-            PromptStream(prompts, config.trainer.seed),
+            stream,
             server=copy,
             scorer=scorer,
             informative=lambda group: bool(informative([group], config)[0]),
@@ -137,6 +138,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             config=config,
             trainer=trainer,
             servers=copy,
+            stream=stream,
             pipeline=pipeline,
             held_out={"": held_out[: config.eval.num_prompts]},
             judge=scorer,

@@ -115,6 +115,7 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
     assert sorted(path.name for path in run_dir.iterdir() if path.name != "tensorboard") == [
         "checkpoints",
         "config.yaml",
+        "ledger.jsonl",
         "logs",
         "metrics.jsonl",
         "report.html",

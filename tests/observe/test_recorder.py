@@ -106,6 +106,7 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
         for step in range(4):
             recorder.metrics(step, {"x": step + 0.5})
             recorder.rollouts(f"step_{step:06d}", [])
+            recorder.ledger(step, [{"draw": 2 * step, "state": "trained"}, {"draw": 2 * step + 1}] if step else [])
             if step == 1:
                 state = json.loads(json.dumps(recorder.state()))
         recorder.rollouts("eval_000001", [])
@@ -117,15 +118,22 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
         recorder.restore(state)
         assert [record["step"] for record in recorder.history()] == [0, 1]
         recorder.metrics(2, {"x": 9.0})
+        recorder.ledger(2, [{"draw": 9}])
         assert recorder.history() == [{"step": 0, "x": 0.5}, {"step": 1, "x": 1.5}, {"step": 2, "x": 9.0}]
     assert sorted(path.name for path in (run / "rollouts").iterdir()) == [
         "eval_000001.jsonl",
         "step_000000.jsonl",
         "step_000001.jsonl",
     ]
-    (run / "metrics.jsonl").write_text("")
-    with Recorder(resumed) as recorder, pytest.raises(ConfigError, match="has lost records"):
-        recorder.restore(state)
+    assert [json.loads(line) for line in (run / "ledger.jsonl").open()] == [
+        {"step": 1, "draw": 2, "state": "trained"},
+        {"step": 1, "draw": 3},
+        {"step": 2, "draw": 9},
+    ]
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
+        with Recorder(resumed) as recorder, pytest.raises(ConfigError, match=f"{name} has lost records"):
+            recorder.restore(state)
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:

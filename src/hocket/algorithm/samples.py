@@ -22,7 +22,9 @@ from hocket.algorithm.advantages import (
 )
 from hocket.algorithm.kl import kl_penalty, masked_log_ratio
 from hocket.config import AlgorithmConfig, Config
-from hocket.types import Group, Measured, Rollout, Score, TrainSample
+from hocket.types import Group, Measured, Outcome, Rollout, Score, TrainSample
+
+NO_SCORE = "no score"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +60,46 @@ def informative(groups: Sequence[Group], config: Config) -> tuple[list[Group], d
     where advantages do not compare a reward with its group alone: baseline none or critic, KL in the reward. What has
     no rollout to train (not scored, or truncated and masked) is left out in any case.
     """
+    alike = sum(_alike(_rewards(group, config)) for group in groups)
+    kept = [group for group in groups if silence(group, config) is None]
+    return kept, {"rollout/zero_variance": alike / len(groups)}
+
+
+def silence(group: Group, config: Config) -> str | None:
+    """Returns why a group teaches nothing, in a few words; None where it does teach something."""
     algorithm = config.algorithm
-    rewards = [[shaped_reward(r, s, config) for r, s in zip(g.rollouts, g.scores, strict=True)] for g in groups]
-    ids = [index for index, group in enumerate(groups) for _ in group.rollouts]
-    alike_n = zero_variance_groups([reward for row in rewards for reward in row], ids)
-    alike = {index for index, silent in zip(ids, alike_n.tolist(), strict=True) if silent}
+    rewards = _rewards(group, config)
+    scored = [reward for reward in rewards if not math.isnan(reward)]
     relative = algorithm.baseline in ("mean", "leave_one_out") and algorithm.kl_in == "loss"
-    kept = [
-        group
-        for index, group in enumerate(groups)
-        if not (relative and index in alike)
-        and any(_is_trained(r, reward, algorithm) for r, reward in zip(group.rollouts, rewards[index], strict=True))
-    ]
-    return kept, {"rollout/zero_variance": len(alike) / len(groups)}
+    if not scored:
+        return NO_SCORE
+    if not any(_is_trained(r, reward, algorithm) for r, reward in zip(group.rollouts, rewards, strict=True)):
+        return "no rollout to train: cut off, or nothing sampled"
+    if relative and _alike(rewards):
+        return "one score alone" if len(scored) == 1 else f"every reward is {scored[0]:g}"
+    return None
+
+
+def outcome(group: Group, config: Config, *, skipped: bool = False) -> Outcome:
+    """Returns what becomes of the group's prompt.
+
+    Its pass rate is the mean of the reward eval.reward where it is among rewards.functions, else of the first of them.
+
+    Args:
+        skipped: the step that it was part of was not taken.
+    """
+    functions = config.rewards.functions
+    name = config.eval.reward if config.eval.reward in functions else next(iter(functions))
+    passed = [score.parts[name] for score in group.scores if score.error is None and name in score.parts]
+    pass_rate = statistics.fmean(passed) if passed else None
+    why = silence(group, config)
+    if why == NO_SCORE:
+        return Outcome(state="failed", why=why)
+    if why is not None:
+        return Outcome(state="filtered", why=why, pass_rate=pass_rate)
+    if skipped:
+        return Outcome(state="failed", why="its step was not finite", pass_rate=pass_rate)
+    return Outcome(state="trained", pass_rate=pass_rate)
 
 
 def train_samples(
@@ -132,6 +161,14 @@ def overlong_penalty(rollout: Rollout, config: Config) -> float:
     longest = config.rollout.max_tokens
     last = config.algorithm.overlong_share * longest
     return min(max(rollout.num_sampled - (longest - last), 0.0) / last, 1.0) if last else 0.0
+
+
+def _rewards(group: Group, config: Config) -> list[float]:
+    return [shaped_reward(r, s, config) for r, s in zip(group.rollouts, group.scores, strict=True)]
+
+
+def _alike(rewards: Sequence[float]) -> bool:
+    return bool(zero_variance_groups(rewards, [0] * len(rewards)).all())
 
 
 def _is_trained(rollout: Rollout, reward: float, algorithm: AlgorithmConfig) -> bool:

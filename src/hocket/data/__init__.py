@@ -1,7 +1,19 @@
-"""Rows of a data source as prompts, each checked before a model is loaded and rendered to token ids exactly once."""
+"""Rows of a data source as prompts, each checked and rendered once; the order they are played in, and their ledger."""
 
+from hocket.data.curriculum import Curriculum, Plan, Pool, curriculum
 from hocket.data.loading import Prompts, load_demonstrations, load_prompts
 from hocket.data.rendering import Renderer
 from hocket.data.stream import Draw, PromptStream
 
-__all__ = ["Draw", "PromptStream", "Prompts", "Renderer", "load_demonstrations", "load_prompts"]
+__all__ = [
+    "Curriculum",
+    "Draw",
+    "Plan",
+    "Pool",
+    "PromptStream",
+    "Prompts",
+    "Renderer",
+    "curriculum",
+    "load_demonstrations",
+    "load_prompts",
+]

@@ -5,6 +5,7 @@ without adding any; plain text gets the one that the tokenizer puts before text,
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ class Draft:
     messages: tuple[Message, ...] | None
     text: str
     answer: str | None
+    difficulty: float | None
     meta: Mapping[str, Any]
 
     def prompt(self, token_ids: Sequence[int]) -> Prompt:
@@ -38,6 +40,7 @@ class Draft:
             messages=self.messages,
             text=self.text,
             answer=self.answer,
+            difficulty=self.difficulty,
             meta=self.meta,
         )
 
@@ -85,6 +88,7 @@ class Renderer:
             messages=messages,
             text=value if messages is None else _last_user_text(messages),
             answer=None if with_response else self._answer(row.values),
+            difficulty=None if with_response else self._difficulty(row.values),
             meta={k: v for k, v in row.values.items() if k not in (data.prompt_column, data.answer_column)},
         )
 
@@ -200,6 +204,15 @@ class Renderer:
                 f"{_shorten(answer)}"
             )
         return match[1].strip()
+
+    def _difficulty(self, values: Mapping[str, Any]) -> float | None:
+        column = self._data.difficulty_column
+        if column is None:
+            return None
+        value = _column(values, column)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"column {column!r} (data.difficulty_column) must be a number, got {_shorten(value)}")
+        return float(value)
 
 
 def _column(values: Mapping[str, Any], name: str) -> Any:

@@ -21,15 +21,12 @@ rendering, servers and losses.
 """
 
 import dataclasses
-import functools
-import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hocket.config import EnvConfig
-from hocket.errors import ConfigError
-from hocket.registry import Registry, nearest
+from hocket.registry import Registry
 from hocket.types import FinishReason, Message, Prompt, Toolbox, ToolCall
 
 E = TypeVar("E", bound="type[Environment]")
@@ -138,19 +135,4 @@ def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     Raises:
         ConfigError: there is no such environment, or its options are wrong.
     """
-    kind = ENVIRONMENTS.get(name)
-    parameters = inspect.signature(kind).parameters
-    called = f"environment {name}{inspect.signature(kind)}"
-    for option in options:
-        if option not in parameters:
-            close = nearest(option, [*parameters, *EnvConfig.model_fields])
-            raise ConfigError(f"{called} has no option {option!r}{close}")
-    for parameter in parameters.values():
-        if parameter.default is parameter.empty and parameter.name not in options:
-            raise ConfigError(f"{called} needs the option {parameter.name!r}: set env.{parameter.name}")
-    make = functools.partial(kind, **options)
-    try:
-        make()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{called} refuses its options: {error}; change the section env") from error
-    return make
+    return ENVIRONMENTS.bind(name, options, section="env", keys=EnvConfig.model_fields)

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from hocket.errors import ConfigError
 from hocket.observe.report import read_lines, write_report
 from hocket.system import flush, write_atomically
 from hocket.types import Group
+
+_LINES = ("metrics.jsonl", "ledger.jsonl")
+"""Files that grow by lines, and are taken back to a length."""
 
 
 class Recorder:
@@ -63,6 +66,11 @@ class Recorder:
                 self._board.add_scalar(name, value, step)
             self._board.flush()
 
+    def ledger(self, step: int, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Appends {"step": ..., **entry} of each to ledger.jsonl."""
+        with (self.run_dir / "ledger.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step, **entry}) + "\n" for entry in entries)
+
     def skipped(self, step: int) -> Path:
         """Returns the file for what was trained on in a step, should it be skipped."""
         return self.run_dir / "skipped" / f"step_{step:06d}.json"
@@ -73,16 +81,22 @@ class Recorder:
 
     def state(self) -> dict[str, Any]:
         """Returns how far the files of the run go; what they hold is then on the disk."""
-        flush(self.run_dir / "metrics.jsonl")
+        paths = [path for name in _LINES if (path := self.run_dir / name).exists()]
+        for path in paths:
+            flush(path)
         steps = [record["step"] for record in self.history()]
-        return {"step": steps[-1] if steps else -1, "bytes": (self.run_dir / "metrics.jsonl").stat().st_size}
+        return {"step": steps[-1] if steps else -1, "bytes": {path.name: path.stat().st_size for path in paths}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes back what was recorded after `state`. Raises ConfigError where what was recorded before is gone."""
-        path = self.run_dir / "metrics.jsonl"
-        if path.stat().st_size < state["bytes"]:
-            raise ConfigError(f"{path} has lost records of before step {state['step']}; can't go on in {self.run_dir}")
-        os.truncate(path, state["bytes"])
+        for path in (self.run_dir / name for name in _LINES):
+            size = state["bytes"].get(path.name, 0)
+            if (path.stat().st_size if path.exists() else 0) < size:
+                raise ConfigError(
+                    f"{path} has lost records of before step {state['step']}; can't go on in {self.run_dir}"
+                )
+            if path.exists():
+                os.truncate(path, size)
         (self.run_dir / "summary.json").unlink(missing_ok=True)  # of an end that is none any more
         for file in (self.run_dir / "rollouts").glob("*_*.jsonl"):
             if int(file.stem.rpartition("_")[2]) > state["step"]:

@@ -1,0 +1,128 @@
+"""The account of each epoch, from lines and a state written out by hand."""
+
+from typing import Any
+
+from hocket.data.ledger import accounts, table
+
+
+def line(draw: int, epoch: int, prompt: str, state: str = "trained", why: str = "") -> dict[str, Any]:
+    row = {"step": draw // 2 + 1, "draw": draw, "epoch": epoch, "prompt": prompt, "state": state}
+    return row | ({"why": why} if why else {})
+
+
+def change(epoch: int, prompt: str, state: str, why: str = "") -> dict[str, Any]:
+    return {"step": 1, "epoch": epoch, "prompt": prompt, "state": state} | ({"why": why} if why else {})
+
+
+def stream(epoch: int, num_prompts: int, *in_flight: tuple[int, int, str], entries: Any = ()) -> dict[str, Any]:
+    return {
+        "epoch": epoch,
+        "num_prompts": num_prompts,
+        "in_flight": [{"draw": number, "epoch": e, "prompt": prompt} for number, e, prompt in in_flight],
+        "entries": list(entries),
+    }
+
+
+def test_every_prompt_of_an_epoch_has_one_place() -> None:
+    rows = [
+        line(0, 0, "a"),
+        line(1, 0, "b", "filtered", "every reward is 1"),
+        line(2, 0, "c", "failed", "no score"),
+        line(3, 0, "d", "filtered", "every reward is 0"),
+        change(1, "b", "retired", "solved 1 times in a row"),
+        line(4, 1, "d"),
+    ]
+    found = accounts(rows, stream(1, 4, (4, 1, "d"), (5, 1, "a")))  # draw 4 was settled after the checkpoint
+    assert [(a.finished, a.balanced, a.in_flight, a.pending) for a in found] == [
+        (True, True, 0, 0),
+        (False, True, 1, 1),
+    ]
+    assert found[0].states == {
+        ("trained", ""): 1,
+        ("filtered", "every reward is 0"): 1,
+        ("filtered", "every reward is 1"): 1,
+        ("failed", "no score"): 1,
+    }
+    assert found[1].states == {("trained", ""): 1, ("retired", "solved 1 times in a row"): 1}
+    assert table(found).splitlines() == [
+        "epoch 0: 4 prompts",
+        "         1  trained",
+        "         1  filtered: every reward is 0",
+        "         1  filtered: every reward is 1",
+        "         1  failed: no score",
+        "epoch 1: 4 prompts",
+        "         1  trained",
+        "         1  retired: solved 1 times in a row",
+        "         1  in flight",
+        "         1  pending",
+        "every prompt of each finished epoch (1) is accounted for exactly once",
+    ]
+
+
+def test_who_is_left_out_stays_out_until_he_is_back() -> None:
+    rows = [
+        change(0, "b", "skipped", "stage 2 has not begun"),
+        line(0, 0, "a"),
+        line(1, 1, "a"),
+        change(2, "b", "back"),
+        line(2, 2, "b"),
+        line(3, 2, "a"),
+    ]
+    found = accounts(rows, stream(3, 2))
+    assert [sum(account.states.values()) for account in found] == [2, 2, 2, 0]
+    assert [account.states.get(("skipped", "stage 2 has not begun"), 0) for account in found] == [1, 1, 0, 0]
+    assert all(account.balanced for account in found)
+
+
+def test_a_prompt_that_is_lost_or_settled_twice_is_named() -> None:
+    rows = [line(0, 0, "a"), line(1, 0, "b"), line(2, 0, "b"), line(3, 1, "c"), line(4, 1, "a"), line(5, 1, "b")]
+    first, second = accounts(rows, stream(1, 4))
+    assert (first.balanced, first.pending, first.missing, first.twice) == (False, 2, ("c",), ("b",))
+    assert second.balanced
+    assert table([first, second]).splitlines()[-2:] == [
+        "epoch 0: 2 prompts are not accounted for: c",
+        "epoch 0: 1 prompts are accounted for more than once: b",
+    ]
+    assert first.as_dict()["balanced"] is False
+    (drawn_while_out, _) = accounts([change(0, "a", "skipped", "why"), line(0, 0, "a")], stream(1, 1))
+    assert drawn_while_out.twice == ("a",)
+
+
+def test_a_draw_of_an_older_epoch_may_be_in_flight_while_a_newer_one_goes_on() -> None:
+    (first, second) = accounts([line(0, 0, "a"), line(2, 1, "a")], stream(1, 2, (1, 0, "b")))
+    assert (first.finished, first.in_flight, first.pending, first.balanced) == (True, 1, 0, True)
+    assert (second.finished, second.pending) == (False, 1)
+
+
+def test_what_was_settled_and_not_recorded_at_the_checkpoint_counts_once() -> None:
+    entries = [line(1, 0, "b"), change(1, "a", "skipped", "why")]
+    for rows in ([line(0, 0, "a")], [line(0, 0, "a"), *entries]):
+        found = accounts(rows, stream(1, 2, entries=entries))
+        assert [(sum(a.states.values()), a.balanced) for a in found] == [(2, True), (1, True)]
+
+
+def test_without_a_checkpoint_the_epochs_before_the_newest_are_judged_by_the_names_there_are() -> None:
+    rows = [line(0, 0, "a"), line(1, 1, "a"), line(2, 1, "b"), line(3, 2, "a")]
+    assert [(a.finished, a.balanced, a.missing) for a in accounts(rows, None)] == [
+        (True, False, ("b",)),
+        (True, True, ()),
+        (False, True, ()),
+    ]
+
+
+def test_old_epochs_are_summed_up() -> None:
+    rows = [line(2 * e + i, e, "ab"[i], "filtered" if e == 1 else "trained", "") for e in range(6) for i in range(2)]
+    assert table(accounts(rows, stream(6, 2))).splitlines()[:5] == [
+        "epochs 0 to 2: 6 prompts",
+        "         4  trained",
+        "         2  filtered",
+        "epoch 3: 2 prompts",
+        "         2  trained",
+    ]
+
+
+def test_many_names_are_cut_short() -> None:
+    rows = [*(line(i, 1, f"p{i:02}") for i in range(30)), line(30, 2, "p00")]
+    (last,) = [text for text in table(accounts(rows, None)).splitlines() if "not accounted" in text]
+    assert last.startswith("epoch 0: 30 prompts are not accounted for: p00, p01")
+    assert last.endswith("p09, and 20 more")
