@@ -12,7 +12,19 @@ from hocket import config as config_module
 from hocket.cli import main, read_settings
 from hocket.errors import ConfigError
 
-COMMANDS = ["quickstart", "serve", "train", "sft", "generate", "eval", "config", "export", "ledger", "doctor"]
+COMMANDS = [
+    "quickstart",
+    "serve",
+    "train",
+    "rollout",
+    "sft",
+    "generate",
+    "eval",
+    "config",
+    "export",
+    "ledger",
+    "doctor",
+]
 
 
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "fastapi", "datasets", "httpx"}

@@ -6,6 +6,8 @@ twice; and no process is left.
 
 import contextlib
 import json
+import os
+import random
 import re
 import signal
 import subprocess
@@ -20,6 +22,8 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 SLOW = "plugins=[tests/faults/slow_update.py]"
+KILLS = int(os.environ.get("KILLS", "3"))
+"""Of the trainer, in the drill that kills it again and again; each takes a start of a trainer."""
 BIG = ("rollout.prompts_per_step=48", "rollout.group_size=16")
 """Steps whose generation takes about a second."""
 
@@ -238,6 +242,56 @@ def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_
     server.popen.send_signal(signal.SIGTERM)
     assert server.popen.wait(60) == 0
     server.assert_gone()
+
+
+def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_once(
+    tmp_path: Path, kit: Any, processes: list[Any]
+) -> None:
+    server = kit.Server(tmp_path, kit.free_port())
+    processes.append(server)
+    server.wait_ready()
+    num_prompts, num_steps, per_step, epochs = 60, 36, 5, 3
+    settings = (
+        "pipeline.max_staleness=2",
+        "checkpoint.resume=true",
+        "checkpoint.every_steps=1",
+        "checkpoint.async=true",
+        f"data.limit={num_prompts}",
+        f"trainer.steps={num_steps}",
+        f"rollout.prompts_per_step={per_step}",
+        "rollout.group_size=4",
+    )
+    draw = random.Random(int(time.time()))  # anywhere in the steps
+    for kill in range(KILLS):
+        run = kit.Run(tmp_path, "a", [server], *settings)
+        processes.append(run)
+        run.wait_step((kill + 1) * num_steps // (KILLS + 2))
+        time.sleep(draw.uniform(0, 0.5))
+        assert run.popen.poll() is None, "it was over before it could be killed"
+        run.kill()
+        run.assert_gone()
+    last = kit.Run(tmp_path, "a", [server], *settings)
+    processes.append(last)
+    assert last.wait_end() == 0, last.output()
+
+    steps = last.steps()
+    assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
+    assert max(step["staleness/max"] for step in steps) <= 2
+    assert max(step["staleness/mean"] for step in steps) > 0  # they did run ahead
+    rows = [json.loads(line) for line in (last.dir / "ledger.jsonl").read_text().splitlines()]
+    assert sorted(row["draw"] for row in rows) == list(range(num_steps * per_step))
+    for epoch in range(epochs):
+        mine = [row for row in rows if row["epoch"] == epoch]
+        assert len({row["prompt"] for row in mine}) == len(mine) == num_prompts
+    assert {row["state"] for row in rows} <= {"trained", "filtered"}
+    for step in range(1, num_steps + 1):  # what the ledger says was trained in a step was
+        played = (last.dir / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        ids = {json.loads(line)["prompt_id"] for line in played}
+        assert ids == {row["prompt"] for row in rows if row["step"] == step}
+    asked = kit.Process(["ledger", str(last.dir)], tmp_path / "ledger.log")
+    processes.append(asked)
+    assert asked.popen.wait(60) == 0, asked.output()
+    assert "accounted for exactly once" in asked.output()
 
 
 @contextlib.contextmanager
