@@ -1,5 +1,6 @@
 """The door itself, in a process of its own, as people start it."""
 
+import argparse
 import importlib.util
 import os
 import subprocess
@@ -32,12 +33,17 @@ def run(*args: str, cwd: Path = ROOT, python: tuple[str, ...] = ("-S", "-E")) ->
     )
 
 
+def commands_of_the_parser() -> set[str]:
+    (commands,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return set(commands.choices)
+
+
 @pytest.mark.parametrize("args", [[], ["--help"], ["-h"]])
 def test_help_lists_every_command_without_any_package(args: list[str], tmp_path: Path) -> None:
     answer = run(*args, cwd=tmp_path)
     assert answer.returncode == 0
     listed = {line.split()[0] for line in answer.stdout.splitlines() if line.startswith("  ") and line.strip()}
-    assert listed == {"quickstart", "test", "serve", "train", "sft", "generate", "eval", "config", "export", "doctor"}
+    assert listed == {"test", *commands_of_the_parser()}
 
 
 def test_an_unknown_command_names_the_nearest_and_installs_nothing(tmp_path: Path) -> None:
@@ -47,13 +53,7 @@ def test_an_unknown_command_names_the_nearest_and_installs_nothing(tmp_path: Pat
 
 
 def test_the_door_lists_what_the_command_line_knows(door: ModuleType) -> None:
-    known = set()
-    for command in door.COMMANDS:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([command, "--help"])
-        if ended.value.code == 0:
-            known.add(command)
-    assert known == set(door.COMMANDS) - {"test"}  # pytest's arguments are pytest's
+    assert commands_of_the_parser() == set(door.COMMANDS) - {"test"}  # pytest's arguments are pytest's
 
 
 def test_importing_the_door_does_nothing(door: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
