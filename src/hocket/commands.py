@@ -316,11 +316,14 @@ def _load(
     what: str, data: DataConfig, config: Config, tokenizer: Any, console: Console, episodes: Episodes | None
 ) -> tuple[Prompt, ...]:
     """Returns the prompts of a source that are short enough, and says how many were not."""
-    longest = tokenizers.context_length(config.model) - config.rollout.max_tokens
+    longest = tokenizers.longest_sequence(config.model, config.trainer) - config.rollout.max_tokens
     loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=episodes.renderer.tools if episodes else ())
     if loaded.num_dropped:
         limit = min(longest, data.max_prompt_tokens or longest)
         console.say(f"{what}: dropped {loaded.num_dropped} prompts of {data.source} with more than {limit} tokens")
     if not loaded.prompts:
-        raise ConfigError(f"{what}: no prompt of {data.source} is short enough; lower rollout.max_tokens")
+        raise ConfigError(
+            f"{what}: no prompt of {data.source} is short enough; lower rollout.max_tokens, or raise "
+            "trainer.micro_batch_tokens"
+        )
     return loaded.prompts

@@ -4,7 +4,7 @@ import hashlib
 import json
 from typing import Any
 
-from hocket.config import ModelConfig
+from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError
 
 
@@ -69,3 +69,9 @@ def context_length(model: ModelConfig) -> int:
     if not isinstance(length, int):
         raise ConfigError(f"the config of {model.path} names no context length; set model.max_length")
     return length
+
+
+def longest_sequence(model: ModelConfig, trainer: TrainerConfig) -> int:
+    """Returns the longest prompt + completion in tokens that can be trained on: the model and a micro-batch hold it."""
+    context, tokens = context_length(model), trainer.micro_batch_tokens
+    return context if tokens == "auto" else min(context, tokens + 1)  # the last token is only predicted

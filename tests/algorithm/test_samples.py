@@ -250,6 +250,12 @@ def test_the_overlong_penalty_grows_over_the_last_part_of_the_length(length: int
     assert overlong_penalty(make_rollout(*[-1.0] * length), settings()) == 0.0
 
 
+def test_of_several_turns_the_longest_counts_for_the_overlong_penalty() -> None:
+    config = config_module.load(None, ["rollout.max_tokens=10", "algorithm.overlong_share=0.4"])
+    turns = [*[-1.0] * 5, None, *[-1.0] * 8, None, None, -1.0]  # 14 tokens, but no turn with more than 8
+    assert overlong_penalty(make_rollout(*turns), config) == pytest.approx(0.5)
+
+
 def test_the_overlong_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
     config = config_module.load(None, ["rollout.max_tokens=10", "algorithm.overlong_share=0.4", "algorithm.scale=none"])
     equal = of_rollouts(make_rollout(-1.0), make_rollout(*[-1.0] * 8), rewards=[1.0, 1.0])

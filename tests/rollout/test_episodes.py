@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from hocket import config as config_module
+from hocket.algorithm.samples import outcome
 from hocket.config import DataConfig
-from hocket.data import Renderer
+from hocket.data import PromptStream, Renderer
+from hocket.data.ledger import accounts
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.rollout import coalescer
@@ -287,7 +290,39 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
         assert sum(rollout.mask) == rollout.num_sampled
         assert rollout.turns or rollout.version_min == 0
     assert closed == {1: 500}  # every environment, once
+    stream = PromptStream([group.rollouts[0].prompt for group in groups], seed=0)
+    by_id = {group.rollouts[0].prompt.id: group for group in groups}
+    for draw in stream.take(125):
+        stream.settle(draw, outcome(by_id[draw.prompt.id], config_module.load()))
+    (account,) = accounts(stream.entries(), stream.state())
+    assert (account.balanced, account.pending, account.in_flight) == (True, 0, 0)
+    assert sum(account.states.values()) == 125
     assert asyncio.all_tasks() == {asyncio.current_task()}  # nothing is left behind
+
+
+async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer: Renderer) -> None:
+    seven = renderer.encode([renderer.render(({"role": "user", "content": "007"},))])[0]
+
+    class Stuck(FakeEngine):
+        async def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **rest: Any) -> Any:
+            if any(seven == list(prompt[: len(seven)]) for prompt in prompts):
+                await asyncio.sleep(rest["timeout_s"])
+                raise ServerError("it has not finished in time", code="timeout")
+            async for answer in super().generate(prompts, *args, **rest):
+                yield answer
+
+    closed: collections.Counter[int] = collections.Counter()
+
+    class Endless(Unruly):
+        async def trouble(self, chance: float) -> None:
+            await asyncio.sleep(0)
+
+    groups = await played(lambda: Endless(closed), renderer, Stuck(), num_prompts=12, timeout_s=0.5)
+    errors = [score.error for group in groups for score in group.scores]
+    late = [error for error in errors if error is not None and "within rollout.timeout_s=0.5: it has not" in error]
+    assert 1 <= len(late) <= 12  # with those that travelled in its company
+    assert closed == {1: 12}
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_a_dead_server_ends_all_episodes_and_closes_their_environments(renderer: Renderer) -> None:

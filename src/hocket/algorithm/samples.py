@@ -8,6 +8,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -157,10 +158,16 @@ def shaped_reward(rollout: Rollout, score: Score, config: Config) -> float:
 
 
 def overlong_penalty(rollout: Rollout, config: Config) -> float:
-    """Returns 0 up to the last C = overlong_share · max_tokens tokens, from there a line to 1 (arXiv 2503.14476)."""
+    """Returns 0 up to the last C = overlong_share · max_tokens tokens, from there a line to 1 (arXiv 2503.14476).
+
+    It is the longest turn that counts, as rollout.max_tokens bounds a turn.
+    """
     longest = config.rollout.max_tokens
     last = config.algorithm.overlong_share * longest
-    return min(max(rollout.num_sampled - (longest - last), 0.0) / last, 1.0) if last else 0.0
+    if not last:
+        return 0.0
+    turn = max((len(list(tokens)) for sampled, tokens in groupby(rollout.mask) if sampled), default=0)
+    return min(max(turn - (longest - last), 0.0) / last, 1.0)
 
 
 def _rewards(group: Group, config: Config) -> list[float]:

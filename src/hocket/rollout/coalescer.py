@@ -60,6 +60,11 @@ class Coalescer:
         self._requests: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def late(self) -> bool:
+        """Whether its time is over."""
+        return time.monotonic() >= self._end
+
     async def __aenter__(self) -> "Coalescer":
         return self
 

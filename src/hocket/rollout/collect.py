@@ -125,7 +125,7 @@ async def _single_turns(
 
 async def _score(scorer: Scorer, rollout: Rollout, error: str | None) -> Score:
     if error is not None:
-        return Score(total=math.nan, error=f"environment: {error}")
+        return Score(total=math.nan, error=error)
     return await scorer.score(rollout)
 
 

@@ -14,6 +14,7 @@ from hocket.config import Config
 from hocket.data import Renderer
 from hocket.envs import Environment
 from hocket.envs.base import bind
+from hocket.errors import ServerError
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
 from hocket.types import Prompt, Rollout, SamplingParams, Toolbox
@@ -21,7 +22,7 @@ from hocket.types import Prompt, Rollout, SamplingParams, Toolbox
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """An episode that is over: number `sample` of prompt `prompt`. `error` is what its environment failed of."""
+    """An episode that is over: number `sample` of prompt `prompt`. `error` says what it failed of."""
 
     prompt: int
     sample: int
@@ -98,6 +99,8 @@ class Episodes:
     ) -> AsyncGenerator[Played, None]:
         """Yields every episode as it ends; the arguments are those of `collect.play`.
 
+        One that is not over when its time is, has failed.
+
         Raises:
             ServerError: the model could not be asked.
         """
@@ -127,7 +130,11 @@ class Episodes:
                 try:
                     await episode.play(grown)
                 except EpisodeError as failed:
-                    error = str(failed)
+                    error = f"environment: {failed}"
+                except ServerError as failed:
+                    if not coalescer.late:
+                        raise
+                    error = f"the episode was not over within rollout.timeout_s={timeout_s:g}: {failed}"
                 finally:
                     budget.change(-held)
                 rollout = episode.transcript.rollout(group_id=f"{label}/{first + i}", index=j)
@@ -156,7 +163,7 @@ def episodes_of(config: Config, tokenizer: Any) -> Episodes | None:
         return None
     limits = Limits(
         max_turns=config.env.max_turns,
-        max_length=tokenizers.context_length(config.model),
+        max_length=tokenizers.longest_sequence(config.model, config.trainer),
         timeout_s=config.env.timeout_s,
     )
     toolbox = make().toolbox
