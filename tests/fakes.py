@@ -20,5 +20,6 @@ def health(**known: Any) -> Health:
         "root": "/",
         "device": "cpu",
         "workers": 1,
+        "kv_tokens": 4096,
     }
     return Health(**(anything | known))

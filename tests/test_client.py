@@ -26,6 +26,7 @@ HEALTH = {
     "root": "/runs",
     "device": "cpu",
     "workers": 1,
+    "kv_tokens": 4096,
     "error": None,
 }
 COMPLETION = {

@@ -28,6 +28,8 @@ Reward = Callable[[int, int], float | None]
 class World:
     """Everything around the loop, keeping a diary of what it was asked to do."""
 
+    kv_tokens = 4096
+
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self.score_s = 0.0

@@ -41,6 +41,7 @@ class Member:
     Attributes:
         session: of the server's process that holds the current weights; None: it gets no work.
         in_flight: prompt and completion tokens of its unfinished requests, at most.
+        kv_tokens: what its KV cache holds.
         out: why it gets no work; None: it does, or nobody has looked yet.
     """
 
@@ -48,6 +49,7 @@ class Member:
     session: str | None = None
     in_flight: int = 0
     out: str | None = None
+    kv_tokens: int = 0
     _next_look: float = 0.0
 
     @property
@@ -124,6 +126,11 @@ class ServerPool:
         """The servers that may be given work."""
         return [member for member in self.members if member.session is not None]
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV caches of those servers hold together."""
+        return sum(member.kv_tokens for member in self.up)
+
     async def wait_up(self) -> list[Member]:
         """Brings up every server that has come (back), and returns those that may work: at least one, if it has any.
 
@@ -173,6 +180,7 @@ class ServerPool:
     async def _ask_and_bring_up(self, member: Member) -> None:
         known = member.out
         health = await member.server.health(timeout_s=LOOK_S)
+        member.kv_tokens = health.kv_tokens
         # A failed load is mended by the next one that succeeds; of any other failure a server does not recover.
         if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
             member.take_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")

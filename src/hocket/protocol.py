@@ -229,7 +229,8 @@ class GroupResponse(Strict):
 class Health(Strict):
     """GET /health, the one route that needs no token. `session` is new after every start of the server.
 
-    `workers` is the number of the engine's processes that hold weights, `device` the kind of device they are on.
+    `workers` is the number of the engine's processes that hold weights, `device` the kind of device they are on;
+    `kv_tokens` is how many tokens of all requests together its KV cache holds.
     """
 
     status: Status
@@ -244,6 +245,7 @@ class Health(Strict):
     root: str
     device: str
     workers: int
+    kv_tokens: int
     error: "ErrorBody | None" = None
 
 

@@ -42,6 +42,8 @@ by 0.5, with a random reward it falls."""
 class Copy:
     """Generation server and weight hand-over in one, within this process."""
 
+    kv_tokens = 4096
+
     def __init__(self, trainer: Trainer, path: str) -> None:
         self.trainer = trainer
         self.model = AutoModelForCausalLM.from_pretrained(path)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -130,10 +131,39 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
     assert out.count("→") >= 4  # before → after, and three samples
 
 
-@pytest.mark.parametrize("backend", ["disk", "nccl"])
-def test_quickstart_learns_with_an_adapter_alone_which_merges_into_a_model(tmp_path: Path, backend: str) -> None:
+def test_a_run_that_plays_ahead_learns_too_and_is_trained_again_from_its_files_to_the_last_bit(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
-    settings = ["model.lora={}", f"sync.backend={backend}", "trainer.learning_rate=2e-3", "eval.every_steps=0"]
+    settings = [
+        "algorithm.oversampling=2",
+        "trainer.steps=24",
+        "trainer.learning_rate=3e-4",
+        "eval.every_steps=0",
+        "checkpoint.every_steps=0",
+    ]
+    with running("quickstart", log, f"run.dir={run_dir}", "pipeline.max_staleness=2", *settings) as process:
+        assert process.wait(START_S + 300) == 0, log.read_text()
+    steps = metrics_of(run_dir)[1:]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["after"] >= summary["before"] + 0.25, log.read_text()
+    assert max(step["staleness/max"] for step in steps) <= 2
+    assert all(step["staleness/over_bound"] == 0 for step in steps)
+    assert statistics.fmean(step["staleness/mean"] for step in steps) > 0.5
+    played = [step["rollout/oversampling"] for step in steps]
+    assert max(played) > 1  # some groups taught nothing
+    assert max(played) <= 2
+    assert all(step["train/sequences"] == 16 * 8 for step, times in zip(steps, played, strict=True) if times < 2)
+
+    again = tmp_path / "runs" / "again"
+    with running("train", log, f"run.dir={again}", f"pipeline.replay={run_dir}", *settings) as process:
+        assert process.wait(START_S) == 0, log.read_text()
+    for one, other in zip(steps, metrics_of(again)[1:], strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/logprob_gap", "train/entropy", "reward/mean"):
+            assert one[name] == other[name], (one["step"], name)
+
+
+def test_quickstart_learns_with_an_adapter_alone_which_merges_into_a_model(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
+    settings = ["model.lora={}", "sync.backend=nccl", "trainer.learning_rate=2e-3", "eval.every_steps=0"]
     with running("quickstart", log, f"run.dir={run_dir}", "trainer.steps=15", *settings) as process:
         assert process.wait(START_S + 300) == 0, log.read_text()
     out = log.read_text()

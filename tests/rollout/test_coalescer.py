@@ -17,6 +17,8 @@ TOOLBOX = Toolbox(parser="hermes", schemas=({"type": "function"},))
 class FakeServer:
     """Answers each prompt with its own first token, once `hold` is set."""
 
+    kv_tokens = 4096
+
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.hold = asyncio.Event()

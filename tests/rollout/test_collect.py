@@ -22,6 +22,8 @@ def completion(token: int, version: int = 5) -> Completion:
 class FakeServer:
     """Answers in the given order of (prompt, sample); raises at the end where told to."""
 
+    kv_tokens = 4096
+
     def __init__(self, order: Sequence[tuple[int, int]], error: Exception | None = None) -> None:
         self.order, self.error = order, error
 

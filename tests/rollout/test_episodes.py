@@ -46,6 +46,8 @@ class Turn:
 class FakeEngine:
     """Samples tokens that the seed alone decides, in random order; fails, where told to, after so many completions."""
 
+    kv_tokens = 10**9
+
     def __init__(self, *, delay_s: float = 0.0, fail_after: int | None = None) -> None:
         self.delay_s, self.fail_after = delay_s, fail_after
         self.turns: list[Turn] = []
@@ -392,6 +394,12 @@ async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Rend
     begun, most, closed = [], 0, 0
     await played(Counting, renderer, FakeEngine(), num_prompts=5, max_in_flight_tokens=10)
     assert (len(begun), most) == (5, 1)
+    # Without a bound of its own, it is what the servers can hold.
+    begun, most, closed = [], 0, 0
+    engine = FakeEngine()
+    engine.kv_tokens = 28
+    await played(Counting, renderer, engine, num_prompts=20)
+    assert (len(begun), most) == (20, 2)
 
 
 async def test_a_budget_forgets_who_has_given_up_waiting() -> None:

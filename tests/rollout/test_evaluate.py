@@ -12,6 +12,8 @@ PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
 
 
 class FakeServer:
+    kv_tokens = 4096
+
     def __init__(self) -> None:
         self.asked: list[int] = []
 

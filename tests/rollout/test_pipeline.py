@@ -21,6 +21,8 @@ PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
 class FakeServer:
     """Answers after `delay_s` of a prompt's first token, and says which requests it got."""
 
+    kv_tokens = 4096
+
     def __init__(self, delay_s: Callable[[int], float] = lambda token: 0.0) -> None:
         self.delay_s = delay_s
         self.requests: list[tuple[list[int], int]] = []

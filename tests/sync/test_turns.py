@@ -12,7 +12,7 @@ from hocket import config as config_module
 from hocket import manifest
 from hocket.algorithm.kl import KlController
 from hocket.checkpoints import Checkpoints
-from hocket.data import Draw
+from hocket.data import PromptStream
 from hocket.errors import ServerError, SyncError
 from hocket.loop import Run
 from hocket.observe.console import Console
@@ -28,6 +28,8 @@ from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, 
 
 class World:
     """Server, trainer, prompts and rewards, which keep one diary of what they were asked to do."""
+
+    kv_tokens = 4096
 
     url = "http://server"
 
@@ -114,10 +116,7 @@ class World:
         counts = {"num_tokens": 8, "num_positions": 12, "num_sequences": 4, "num_micro_batches": 1}
         return StepStats(**numbers, **counts, skipped=False, metrics={"logprob_gap": 0.0})
 
-    # prompts and rewards
-    def take(self, n: int) -> list[Draw]:
-        return [Draw(number=i, epoch=0, prompt=Prompt(id=f"p{i}", token_ids=(1,))) for i in range(n)]
-
+    # rewards
     async def score(self, rollout: Rollout) -> Score:
         return Score(total=float(rollout.text), parts={"exact_match": 1.0})
 
@@ -151,6 +150,7 @@ class Parts:
 
     async def train(self) -> None:
         world = self.world
+        stream = PromptStream([Prompt(id=f"p{i}", token_ids=(1,)) for i in range(4)], seed=0)
         with (
             Recorder(self.config) as recorder,
             Console("plain", 2) as console,
@@ -160,7 +160,8 @@ class Parts:
                 config=self.config,
                 trainer=world,
                 servers=self.pool,
-                pipeline=Pipeline(self.config, world, server=self.pool, scorer=world, informative=lambda group: True),
+                stream=stream,
+                pipeline=Pipeline(self.config, stream, server=self.pool, scorer=world, informative=lambda group: True),
                 held_out={},
                 judge=world,
                 sync=self.sync,

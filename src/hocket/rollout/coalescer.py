@@ -24,6 +24,10 @@ MAX_TURNS = 256
 class Generator(Protocol):
     """What turns need of a server: hocket.pool.ServerPool is one."""
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of all requests together that it can hold."""
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

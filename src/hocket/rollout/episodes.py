@@ -33,12 +33,12 @@ class Played:
 class Budget:
     """Tokens that unfinished episodes hold; who comes first starts first.
 
-    Args:
-        limit: an episode does not start where it would be passed, but for one that is alone; None: there is none.
+    Attributes:
+        limit: an episode does not start where it would be passed, but for one that is alone; may change at any time.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
         self.held = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -66,7 +66,7 @@ class Budget:
                 turn.set_result(None)
 
     def _fits(self, tokens: int) -> bool:
-        return self._limit is None or self.held == 0 or self.held + tokens <= self._limit
+        return self.held == 0 or self.held + tokens <= self.limit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,9 @@ class Episodes:
         make: gives every episode an environment of its own.
         renderer: of the data that the prompts are from.
         toolbox: of the environments.
-        max_in_flight_tokens: of all unfinished episodes, with the turn that each is about to take; None: no bound.
+        max_in_flight_tokens: of all unfinished episodes, with the turn that each is about to take; None: what the
+            servers' KV caches hold.
+        budget: of all batches that are played at the same time.
     """
 
     make: Callable[[], Environment]
@@ -85,6 +87,7 @@ class Episodes:
     limits: Limits
     toolbox: Toolbox | None = None
     max_in_flight_tokens: int | None = None
+    budget: Budget = dataclasses.field(default_factory=Budget)
 
     async def play(
         self,
@@ -104,12 +107,13 @@ class Episodes:
         Raises:
             ServerError: the model could not be asked.
         """
-        budget = Budget(self.max_in_flight_tokens)
+        budget = self.budget
         ended: asyncio.Queue[asyncio.Task[Played]] = asyncio.Queue()
         async with Coalescer(server, timeout_s=timeout_s, tools=self.toolbox) as coalescer:
 
             async def one(i: int, j: int) -> Played:
                 held = len(prompts[i].token_ids) + sampling.max_tokens
+                budget.limit = self.max_in_flight_tokens or server.kv_tokens
                 await budget.start(held)
 
                 def grown(length: int) -> None:

@@ -135,6 +135,7 @@ class Engine:
             root=str(self._root),
             device=vllm_api.device(self.llm),
             workers=vllm_api.num_workers(self.llm),
+            kv_tokens=vllm_api.kv_tokens(self.llm),
             error=None if failure is ASLEEP else failure,
         )
 

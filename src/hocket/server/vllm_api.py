@@ -185,6 +185,12 @@ def max_length(llm: Any) -> int:
     return int(llm.model_config.max_model_len)
 
 
+def kv_tokens(llm: Any) -> int:
+    """Returns how many tokens the KV cache holds."""
+    cache = llm.vllm_config.cache_config
+    return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+
+
 def dtype(llm: Any) -> str:
     """Returns the precision of the model in the engine, "float32"."""
     return str(llm.model_config.dtype).removeprefix("torch.")
