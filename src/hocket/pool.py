@@ -128,8 +128,8 @@ class ServerPool:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV caches of those servers hold together."""
-        return sum(member.kv_tokens for member in self.up)
+        """Tokens that the KV caches of all servers hold together; 0 until one has answered."""
+        return sum(member.kv_tokens for member in self.members)
 
     async def wait_up(self) -> list[Member]:
         """Brings up every server that has come (back), and returns those that may work: at least one, if it has any.

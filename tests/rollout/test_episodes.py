@@ -403,7 +403,7 @@ async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Rend
 
 
 async def test_a_budget_forgets_who_has_given_up_waiting() -> None:
-    budget = Budget(10)
+    budget = Budget(lambda: 10)
     await budget.start(8)
     first, second = asyncio.create_task(budget.start(5)), asyncio.create_task(budget.start(5))
     await asyncio.sleep(0)

@@ -128,7 +128,7 @@ async def test_with_several_samples_each_prompt_counts_the_same_and_pass_at_k_is
     assert metrics["eval/reward_errors"] == pytest.approx(3 / 12)
 
 
-async def test_several_datasets_are_played_together_and_measured_apart() -> None:
+async def test_several_datasets_are_measured_apart() -> None:
     server = FakeServer()
     metrics, groups = await evaluate(
         {MAIN: PROMPTS[:3], "hard": PROMPTS[1:4]},
@@ -137,7 +137,7 @@ async def test_several_datasets_are_played_together_and_measured_apart() -> None
         config=config_module.load(),
         label="eval",
     )
-    assert server.asked == [6]
+    assert server.asked == [3, 3]
     assert [group.rollouts[0].text for group in groups] == ["0", "1", "2", "1", "2", "3"]
     assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
     assert metrics["eval/hard/accuracy"] == pytest.approx(1 / 3)

@@ -181,6 +181,8 @@ class Staged(Curriculum):
     """
 
     def __init__(self, bounds: Sequence[float], steps: int | None = None, pass_rate: float | None = None) -> None:
+        if not all(isinstance(bound, int | float) for bound in bounds):
+            raise ValueError(f"bounds={bounds} must be numbers")
         if not bounds or list(bounds) != sorted(set(bounds)):
             raise ValueError(f"bounds={bounds} must be a list of difficulties, each higher than the one before")
         if steps is None and pass_rate is None:
@@ -195,8 +197,8 @@ class Staged(Curriculum):
     def plan(self, pool: Pool) -> Plan:
         known = {i: d for i in pool.members if (d := pool.difficulty(i)) is not None}
         stages = {index: bisect.bisect_left(self._bounds, difficulty) for index, difficulty in known.items()}
-        if len(known) == len(pool.members) and min(stages.values()) > self._stage:  # the others are empty, or retired
-            self._stage = min(stages.values())
+        if stages and self._stage not in stages.values():  # it is empty, or all of its prompts are retired
+            self._stage = min((stage for stage in stages.values() if stage > self._stage), default=self._stage)
             self._recent.clear()
         self._newest = frozenset(index for index, stage in stages.items() if stage == self._stage)
         why = {i: f"stage {stage + 1} has not begun" for i, stage in stages.items() if stage > self._stage}

@@ -60,8 +60,8 @@ def accounts(rows: Iterable[Row], stream: Mapping[str, Any] | None) -> list[Acco
 
     Args:
         rows: the lines of the ledger.
-        stream: the state of the PromptStream in the newest checkpoint; None: nothing is known to be in flight, and
-            there are as many prompts as the ledger names.
+        stream: the state of the PromptStream in the newest checkpoint; None: nobody knows what is in flight, so that no
+            epoch counts as finished, and there are as many prompts as the ledger names.
     """
     rows = list(rows)
     known = {row["draw"] for row in rows if "draw" in row}
@@ -86,7 +86,7 @@ def accounts(rows: Iterable[Row], stream: Mapping[str, Any] | None) -> list[Acco
                 [draw["prompt"] for draw in in_flight if draw["epoch"] == epoch],
                 ids=ids,
                 num_prompts=len(ids) if stream is None else stream["num_prompts"],
-                finished=epoch < (newest if stream is None else stream["epoch"]),
+                finished=stream is not None and epoch < stream["epoch"],
             )
         )
     return found

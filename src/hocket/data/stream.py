@@ -6,6 +6,7 @@ records of them. Knows nothing of rollouts, losses or files.
 """
 
 import collections
+import copy
 import dataclasses
 import hashlib
 import random
@@ -183,12 +184,12 @@ class PromptStream:
             raise DataError(f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()")
         if not played:
             raise DataError(f"the curriculum {name} leaves out every prompt of epoch {self._epoch}; change its options")
-        self._order = plan.order
+        self._order = [int(index) for index in plan.order]  # a plugin may plan with numpy's
         out = {i: ("skipped", plan.why.get(i, f"left out by {name}")) for i in members if i not in played}
         return out | dict.fromkeys(sorted(retired), ("retired", f"solved {times} times in a row"))
 
     def _learnt(self) -> dict[str, Any]:
-        return {"measured": self._measured.state(), "curriculum": self._curriculum.state()}
+        return copy.deepcopy({"measured": self._measured.state(), "curriculum": self._curriculum.state()})
 
     def _recall(self, learnt: Mapping[str, Any]) -> None:
         self._measured.restore(learnt["measured"])

@@ -34,10 +34,11 @@ class Budget:
     """Tokens that unfinished episodes hold; who comes first starts first.
 
     Attributes:
-        limit: an episode does not start where it would be passed, but for one that is alone; may change at any time.
+        limit: gives the number at the moment; an episode does not start where it would be passed, but for one that is
+            alone; 0: there is none.
     """
 
-    def __init__(self, limit: int = 0) -> None:
+    def __init__(self, limit: Callable[[], int] = lambda: 0) -> None:
         self.limit = limit
         self.held = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -66,7 +67,8 @@ class Budget:
                 turn.set_result(None)
 
     def _fits(self, tokens: int) -> bool:
-        return self.held == 0 or self.held + tokens <= self.limit
+        limit = self.limit()
+        return self.held == 0 or limit == 0 or self.held + tokens <= limit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +110,12 @@ class Episodes:
             ServerError: the model could not be asked.
         """
         budget = self.budget
+        budget.limit = lambda: self.max_in_flight_tokens or server.kv_tokens
         ended: asyncio.Queue[asyncio.Task[Played]] = asyncio.Queue()
         async with Coalescer(server, timeout_s=timeout_s, tools=self.toolbox) as coalescer:
 
             async def one(i: int, j: int) -> Played:
                 held = len(prompts[i].token_ids) + sampling.max_tokens
-                budget.limit = self.max_in_flight_tokens or server.kv_tokens
                 await budget.start(held)
 
                 def grown(length: int) -> None:

@@ -8,6 +8,7 @@ from hocket.config import Config, RewardsConfig, RewardSpec
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.collect import Scorer, in_order, play, refuse_failing, sampling_params
 from hocket.rollout.episodes import Episodes
+from hocket.rollout.pipeline import deadline_s
 from hocket.types import Group, Prompt
 
 MAIN = ""
@@ -47,31 +48,27 @@ async def evaluate(
     sampling = sampling_params(
         config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=config.eval.temperature
     )
-    groups = [
-        group
-        async for group in play(
-            [prompt for prompts in datasets.values() for prompt in prompts],
+    (reward,) = rewards_of_eval(config).functions
+    metrics: dict[str, float] = {}
+    every: list[Group] = []
+    for name, prompts in datasets.items():
+        answers = play(
+            prompts,
             server=server,
             scorer=scorer,
             sampling=sampling,
             group_size=config.eval.samples,
-            label=label,
-            timeout_s=config.rollout.timeout_s,
+            label=f"{label} {name}".strip(),
+            timeout_s=deadline_s(config),
             episodes=episodes,
         )
-    ]
-    groups = in_order(groups)
-    (reward,) = rewards_of_eval(config).functions
-    metrics: dict[str, float] = {}
-    start = 0
-    for name, prompts in datasets.items():
-        mine = groups[start : start + len(prompts)]
-        start += len(prompts)
-        num_scores = sum(len(group.scores) for group in mine)
-        refuse_failing(mine, min(config.rewards.max_error_rate, 1 - 1 / num_scores))  # one score at least
+        groups = in_order([group async for group in answers])
+        num_scores = sum(len(group.scores) for group in groups)
+        refuse_failing(groups, min(config.rewards.max_error_rate, 1 - 1 / num_scores))  # one score at least
         prefix = f"eval/{name}/" if name else "eval/"
-        metrics |= {f"{prefix}{key}": value for key, value in _measured(mine, reward).items()}
-    return metrics, groups
+        metrics |= {f"{prefix}{key}": value for key, value in _measured(groups, reward).items()}
+        every += groups
+    return metrics, every
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

@@ -2,12 +2,12 @@
 
 Step s trains on batch s with weights that have taken s - 1 steps, so batch s may begin once s - 1 - max_staleness of
 them are taken. That alone bounds how old rollouts get: what is slow is waited for, never thrown away, which would
-favour short answers. A batch is always the next prompts of the stream, whoever is fast. Knows nothing of losses and
-weights.
+favour short answers. A batch is the next prompts of the stream, whoever is fast. Knows nothing of losses and weights.
 """
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Self
@@ -29,12 +29,14 @@ class Batch:
 
     Attributes:
         metrics: how long the step has waited for it, and what else was going on.
+        end: when it must have been generated, by time.monotonic.
         started, generated: when it began and when its last token was sampled, by time.perf_counter.
     """
 
     draws: list[Draw] = dataclasses.field(default_factory=list)
     groups: list[Group] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    end: float = math.inf
     started: float = dataclasses.field(default_factory=time.perf_counter)
     generated: float = 0.0
 
@@ -92,12 +94,13 @@ class Pipeline:
         start = time.perf_counter()
         metrics = {"pipeline/queued_groups": float(sum(len(batch.groups) for batch in self._batches.values()))}
         if self._came is not None:
-            idle_s = 0.0 if any(not task.done() for task in self._tasks.values()) else start - self._finished
+            busy = any(not task.done() for task in self._tasks.values())
+            idle_s = 0.0 if busy else start - max(self._finished, self._came)
             metrics["pipeline/wait_for_policy"] = idle_s / (start - self._came)
         self._came = start
         for due in range(step, min(step + self._config.pipeline.max_staleness, self._config.trainer.steps) + 1):
             if due not in self._batches:
-                self._batches[due] = Batch()
+                self._batches[due] = Batch(end=time.monotonic() + deadline_s(self._config))
                 self._tasks[due] = asyncio.create_task(self._collect(due))
         self._progress(step, "generating")
         await self._tasks[step]
@@ -114,7 +117,8 @@ class Pipeline:
     async def _collect(self, step: int) -> None:
         """Plays the prompts of one batch, and others in the place of those whose groups teach nothing, within a bound.
 
-        Which prompts these are depends on what each of them gave alone: the first of the stream that are enough.
+        Which prompts these are depends, while no other batch draws, on what each of them gave alone: they are the first
+        of the stream that are enough.
         """
         wanted = self._config.rollout.prompts_per_step
         most = int(wanted * self._config.algorithm.oversampling)
@@ -164,11 +168,15 @@ class Pipeline:
             group_size=rollout.group_size,
             label=f"step {step}",
             first=first,
-            timeout_s=rollout.timeout_s
-            * (1 + self._config.pipeline.max_staleness),  # so many batches share the servers
+            timeout_s=max(0.0, batch.end - time.monotonic()),
             on_generated=generated,
             episodes=self._episodes,
         )
+
+
+def deadline_s(config: Config) -> float:
+    """Returns the seconds within which a batch, or an evaluation, must be generated: so many share the servers."""
+    return config.rollout.timeout_s * (1 + config.pipeline.max_staleness)
 
 
 async def _next(wave: AsyncIterator[Group]) -> Group | None:

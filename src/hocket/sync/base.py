@@ -103,7 +103,7 @@ class WeightSync:
         Raises:
             SyncError: the version was refused, landed as something else, or could not be written.
         """
-        self.version += 1
+        self.version = max(self.version, self._older) + 1  # a replay has brought up nobody
         metrics = await self._deliver(self._pool.up)
         every = self._config.sync.canary_every
         gaps = []
@@ -118,6 +118,7 @@ class WeightSync:
 
     def save(self) -> Path:
         """Returns the folder with the current version on disk, where it is also written if it has not been."""
+        self.version = self.version or self._older
         return self._disk.write(self.version)
 
     def state(self) -> dict[str, int]:
