@@ -408,7 +408,10 @@ class CriticConfig(Section):
     learning_rate: float = Field(1e-5, gt=0, description="Constant learning rate of the critic's AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Steps at the start in which only the critic learns.")
     value_clip: float = Field(
-        0.5, gt=0, description="A value moves by at most this much from the one before the step, or gains nothing."
+        0.5,
+        gt=0,
+        description="A value that has moved by more than this from the one before the step gains nothing by moving on. "
+        "As each batch gives one update, from values that have not moved yet, it limits nothing.",
     )
 
 
@@ -426,7 +429,8 @@ class TrainerConfig(Section):
     )
     logprob_chunk_tokens: int = Field(512, ge=1, description="Tokens whose logits exist at the same time.")
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        None, description="DeepSpeed ZeRO stage; default: 1 on a CPU, 2 on a GPU."
+        None,
+        description="DeepSpeed ZeRO stage; default: 1 on a CPU, 2 on a GPU, 0 for one rank that computes in float32.",
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     offload_optimizer: bool = Field(
