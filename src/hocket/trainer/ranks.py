@@ -87,6 +87,8 @@ class Ranks:
 
     def broadcast(self, value: T) -> T:
         """Returns rank 0's value on every rank."""
+        if self.size == 1:
+            return value
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self._control)
         result: T = box[0]
