@@ -12,10 +12,10 @@ All ways take the same step on the same samples: a random Qwen2, the default pol
 
 The spread is longest / shortest sequence; lengths are the quantiles of a log-uniform distribution between the two, in
 random order. A quarter of each is prompt. A step has four micro-batches, as one of the default config has that samples
-128 completions of 256 tokens: what a step costs besides them is shared by so many. On a CPU the ways alternate, in one process of one thread, and its processor
-time is counted, so that what else the machine does matters little; on a GPU each has a process of its own, and the
-wall clock. Memory is measured in fresh processes: what the resident set grows by on a CPU, what torch has allocated on
-a GPU.
+128 completions of 256 tokens: what a step costs besides them is shared by so many. On a CPU the ways alternate, in one
+process of one thread, and its processor time is counted, so that what else the machine does matters little; on a GPU
+each has a process of its own, and the wall clock. Memory is measured in fresh processes: what the resident set grows by
+on a CPU, what torch has allocated on a GPU.
 """
 
 import argparse
