@@ -252,7 +252,6 @@ def test_auto_finds_the_micro_batch_that_fits_and_leaves_the_weights(
 @pytest.mark.parametrize(
     ("changed", "goes_on"),
     [
-        ((), True),
         (("trainer.steps=7",), True),
         (("trainer.gradient_checkpointing=true",), False),
         (("algorithm.kl=k2", "algorithm.kl_coef=0.1"), False),
