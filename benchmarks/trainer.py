@@ -11,10 +11,11 @@ All ways take the same step on the same samples: a random Qwen2, the default pol
 - trimmed: the same, with each micro-batch cut to its own longest sequence, in the order in which sequences come.
 
 The spread is longest / shortest sequence; lengths are the quantiles of a log-uniform distribution between the two, in
-random order. A quarter of each is prompt. On a CPU the ways alternate, in one process of one thread, and its processor
-time is counted, so that what else the machine does matters little; on a GPU each has a process of its own, and the
-wall clock. Memory is measured in fresh processes: what the resident set grows by on a CPU, what torch has allocated on
-a GPU.
+random order. A quarter of each is prompt. A step has four micro-batches, as one of the default config has that samples
+128 completions of 256 tokens: what a step costs besides them is shared by so many. On a CPU the ways alternate, in one
+process of one thread, and its processor time is counted, so that what else the machine does matters little; on a GPU
+each has a process of its own, and the wall clock. Memory is measured in fresh processes: what the resident set grows by
+on a CPU, what torch has allocated on a GPU.
 """
 
 import argparse
@@ -83,10 +84,10 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
 
 
 def make_samples(spread: int, options: argparse.Namespace) -> list[TrainSample]:
-    """Returns about two micro-batches' worth of positions."""
+    """Returns about so many micro-batches' worth of positions."""
     draw, samples = random.Random(spread), []
     mean = options.longest * (1 - 1 / spread) / math.log(spread) if spread > 1 else options.longest
-    number = round(2 * options.tokens / mean)
+    number = round(options.micro_batches * options.tokens / mean)
     lengths = [round(options.longest * spread ** -((index + 0.5) / number)) for index in range(number)]
     for length in draw.sample(lengths, number):
         prompt = length // 4
@@ -291,10 +292,7 @@ def in_child(options: Sequence[str], **measure: Any) -> Any:
     """Runs this file in a fresh process for one measurement and returns what it found."""
     command = [sys.executable, "-W", "ignore", __file__, *options, "--measure", json.dumps(measure)]
     environment = dict(os.environ)
-    if measure["kind"] in (
-        "memory",
-        "logprobs",
-    ):  # the C library gives blocks back at once, so the resident set is what is in use
+    if measure["kind"] in ("memory", "logprobs"):  # blocks are given back at once: the resident set is what is in use
         environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=3600, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
@@ -337,7 +335,7 @@ def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
     flops, size = model_flops(model), sum(p.numel() for p in model.parameters()) / 1e6
     print(
         f"{size:.1f} M parameters, {options.dtype} on {DEVICE.type}, {options.tokens} tokens per micro-batch, about "
-        f"two of them per step, {options.rounds} rounds after one to warm up"
+        f"{options.micro_batches} of them per step, {options.rounds} rounds after one to warm up"
     )
     for spread in SPREADS:
         samples = make_samples(spread, options)
@@ -379,6 +377,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=2048, help="per micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=4, help="about so many per step")
     parser.add_argument("--longest", type=int, default=512, help="tokens of the longest sequence")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=5)

@@ -78,7 +78,10 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
         "         1  in flight",
         "epoch 1: 3 prompts",
     ]
-    shutil.rmtree(folder)  # now nothing tells that c is in flight
+    shutil.rmtree(folder)  # now nothing tells that c is in flight,
+    assert main(["ledger", str(tmp_path), "--json"]) == 0
+    (tmp_path / "summary.json").touch()  # and here, that nothing is
+    capsys.readouterr()
     assert main(["ledger", str(tmp_path), "--json"]) == 1
     first, *_ = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["missing"], first["states"]) == (["c"], [{"state": "trained", "why": "", "prompts": 2}])

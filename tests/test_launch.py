@@ -148,9 +148,9 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        chosen = launch._free_port("127.0.0.1", port)
+        chosen = launch.free_port("127.0.0.1", port)
         assert chosen != port
-    assert launch._free_port("127.0.0.1", port) == port
+    assert launch.free_port("127.0.0.1", port) == port
 
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -134,6 +134,22 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
     assert [record["train/loss"] for record in records] == [record["train/loss"] for record in expected]
 
 
+def test_a_run_does_not_go_on_with_other_demonstrations(
+    model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("trainer.steps=3", "checkpoint.every_steps=2", "checkpoint.resume=true")
+    sft.run(make_config(model, tmp_path, *settings))
+    sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))  # with the same it does
+    for changed, what in (
+        ([*ROWS[:2], ((2, 2), (8, 9, 3, 11))], "fingerprint of the demonstrations"),
+        ([*ROWS[:2], ((2, 2, 8), (9, 10, 11))], "fingerprint of the demonstrations"),  # the prompt ends elsewhere
+        (ROWS[:2], "num_samples of the demonstrations was 3 and is 2"),
+    ):
+        monkeypatch.setattr("hocket.data.load_demonstrations", lambda *_, now=changed: now)
+        with pytest.raises(DataError, match=what):
+            sft.run(make_config(model, tmp_path, *settings, "trainer.steps=5"))
+
+
 def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any], tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()

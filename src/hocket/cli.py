@@ -197,7 +197,8 @@ def _ledger(args: argparse.Namespace) -> int:
     saved = checkpoints.read(kept[-1]) if kept else None
     if not rows and saved is None:
         raise ConfigError(f"{args.RUN} has no ledger.jsonl and no checkpoint; name the folder of a run (run.dir)")
-    accounts = ledger.accounts(rows, None if saved is None else saved.parts["prompts"])
+    stream = None if saved is None else saved.parts["prompts"]
+    accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
     if args.json:
         for account in accounts:
             print(json.dumps(account.as_dict()))

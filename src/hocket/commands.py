@@ -15,7 +15,7 @@ from hocket.config import Config, DataConfig
 from hocket.data import PromptStream, load_prompts
 from hocket.data.curriculum import bind
 from hocket.errors import ConfigError
-from hocket.launch import Child, refuse_dead, server_process
+from hocket.launch import Child, free_port, refuse_dead, server_process
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics
 from hocket.observe.recorder import Recorder
@@ -23,6 +23,7 @@ from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
+from hocket.rollout.collect import refuse_failing
 from hocket.rollout.episodes import Episodes, episodes_of
 from hocket.rollout.evaluate import MAIN, evaluate, rewards_of_eval
 from hocket.rollout.pipeline import Pipeline
@@ -135,8 +136,17 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         if (Path(config.model.path) / checkpoints.STATE_FILE).is_file():
             model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
             export(Path(config.model.path), Path(model), base=None)
-            config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
-            arguments = [*arguments, f"model.path={model}"]
+            if config.server.urls:
+                raise ConfigError(
+                    "the servers at server.urls hold other weights than a checkpoint; leave server.urls out"
+                )
+            port = free_port(config.server.host, 0)  # whoever listens at server.port serves something else
+            changed = {
+                "model": config.model.model_copy(update={"path": model}),
+                "server": config.server.model_copy(update={"port": port}),
+            }
+            config = config.model_copy(update=changed)
+            arguments = [*arguments, f"model.path={model}", f"server.port={port}"]
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
         judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
@@ -162,6 +172,8 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
     Args:
         arguments: as for `evaluate_checkpoint`.
     """
+    if (config.run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"{config.run_dir} holds a run already; choose another run.dir")
     load_plugins(config.plugins)
     with ExitStack() as stack:
         console = stack.enter_context(Console(config.observe.console, config.trainer.steps))
@@ -187,6 +199,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
                 for step in range(1, config.trainer.steps + 1):
                     batch = await pipeline.batch(step)
                     recorder.rollouts(f"step_{step:06d}", batch.groups)
+                    refuse_failing(batch.groups, config.rewards.max_error_rate)
                     metrics = rollout_metrics(batch.groups) | batch.metrics
                     recorder.metrics(step, metrics)
                     console.step(step, metrics)

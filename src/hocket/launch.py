@@ -92,7 +92,7 @@ def quickstart(config: Config, arguments: Sequence[str]) -> int:
         arguments: the command line that gives a child the same config.
     """
     run_dir = config.run_dir if config.checkpoint.resume else _unused(config.run_dir)
-    port = _free_port(config.server.host, config.server.port)
+    port = free_port(config.server.host, config.server.port)
     arguments = [*arguments, f"run.dir={run_dir}", f"server.port={port}", "server.urls=[]"]
     print(f"run folder {run_dir}; the server's log is {run_dir}/logs/server.log", flush=True)
     with _terminate_as_interrupt(), server_process(config, arguments, run_dir) as server:
@@ -120,7 +120,7 @@ def run_ranks(command: Sequence[str], size: int, *, env: Mapping[str, str], chec
         0 once all have ended well, or the exit status of a rank that failed; then the others are stopped.
     """
     together = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    together["MASTER_PORT"] = str(_free_port("127.0.0.1", 0))
+    together["MASTER_PORT"] = str(free_port("127.0.0.1", 0))
     ranks: list[Child] = []
     try:
         ranks.extend(Child(command, env={**env, **together, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(size))
@@ -173,7 +173,7 @@ def _unused(run_dir: Path) -> Path:
     return next(folder for folder in candidates if not folder.exists())
 
 
-def _free_port(host: str, wanted: int) -> int:
+def free_port(host: str, wanted: int) -> int:
     """Returns the wanted port, or another free one where somebody listens there already."""
     for port in (wanted, 0):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

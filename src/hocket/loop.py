@@ -4,6 +4,7 @@ Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Ea
 read next.
 """
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,6 +65,14 @@ class Run:
 
     async def train(self) -> dict[str, Any]:
         """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content."""
+        heart = asyncio.create_task(self._beat())
+        try:
+            return await self._train()
+        finally:
+            heart.cancel()
+            await asyncio.gather(heart, return_exceptions=True)
+
+    async def _train(self) -> dict[str, Any]:
         config, sync = self.config, self.sync
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
         if not (history := self.recorder.history()):
@@ -75,7 +84,6 @@ class Run:
         for step in range(int(history[-1]["step"]) + 1, config.trainer.steps + 1):
             metrics: dict[str, float] = {}
             await self.servers.wait_up()  # who has come back is given the weights while the trainer is idle
-            await self._beat()  # a step without anything to learn has no other work for the other ranks
             with timed(metrics, "time/step"):
                 batch = await self.pipeline.batch(step)  # 1 prompts  data/, 2 rollouts  rollout/, 3 scores  rewards/
                 self.recorder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
@@ -135,7 +143,6 @@ class Run:
         if not self.held_out:
             return {}
         self.console.progress(step, "held-out evaluation")
-        await self._beat()
         metrics: dict[str, float] = {}
         with timed(metrics, "time/eval"):
             measured, groups = await evaluate(
@@ -150,8 +157,11 @@ class Run:
         return metrics | measured
 
     async def _beat(self) -> None:
-        async with self.sync.training():
-            await aside(self.trainer.beat)
+        """Tells the other ranks again and again that rank 0 is well: they wait only so long for the next work."""
+        while True:
+            await asyncio.sleep(self.config.trainer.collective_timeout_s / 4)
+            async with self.sync.training():
+                await aside(self.trainer.beat)
 
 
 @contextmanager

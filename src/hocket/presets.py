@@ -1,6 +1,6 @@
 """The published algorithms, each a row of knobs: the one table behind `algorithm.preset`, LossConfig and the docs.
 
-Knows names and numbers only; what a knob does is written where it acts, in config.py and algorithm/. Without torch, so
+Knows names and numbers only; what a knob does is written where it acts, in config/ and algorithm/. Without torch, so
 that a config is checked within a second.
 """
 

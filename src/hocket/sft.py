@@ -1,18 +1,19 @@
 """Supervised fine-tuning: the same trainer, with the cross-entropy of demonstrated responses as its loss."""
 
+import hashlib
 import itertools
 import os
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints, data
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossOutput, sft_loss
-from hocket.checkpoints import Checkpoints
+from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
@@ -52,7 +53,7 @@ def run(config: Config) -> None:
         Console(config.observe.console, config.trainer.steps) as console,
         Recorder(config) as recorder,
         make_trainer(config) as trainer,
-        Checkpoints(config, trainer, parts := {"recorder": recorder}, last=saved.step if saved else 0) as kept,
+        Checkpoints(config, trainer, parts := _parts(recorder, samples), last=saved.step if saved else 0) as kept,
     ):
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
@@ -119,6 +120,33 @@ def in_epochs(samples: Sequence[TrainSample], seed: int) -> Iterator[TrainSample
     """Yields the samples for ever: each once per epoch, every epoch in an order of its own."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed}:{epoch}").sample(samples, len(samples))
+
+
+class Demonstrations:
+    """What is learned from, as a part of the run: a checkpoint goes on with the same, or not at all."""
+
+    def __init__(self, samples: Sequence[TrainSample]) -> None:
+        digest = hashlib.sha256()
+        for sample in samples:
+            digest.update(f"{sample.token_ids}\n{sample.mask}\n".encode())
+        self._state = {"num_samples": len(samples), "fingerprint": digest.hexdigest()[:16]}
+
+    def state(self) -> dict[str, Any]:
+        """Returns what tells them from others, ready for JSON."""
+        return self._state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Raises DataError where these are not those of `state`."""
+        for key, now in self._state.items():
+            if state[key] != now:
+                raise DataError(
+                    f"can't resume: {key} of the demonstrations was {state[key]} and is {now} now; use the same data "
+                    "section, files and tokenizer, or start a new run"
+                )
+
+
+def _parts(recorder: Recorder, samples: Sequence[TrainSample]) -> dict[str, Part]:
+    return {"recorder": recorder, "demonstrations": Demonstrations(samples)}
 
 
 def export(trainer: Trainer, folder: Path) -> None:

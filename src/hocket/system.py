@@ -21,8 +21,8 @@ T = TypeVar("T")
 async def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Returns function(*args, **kwargs) from a thread, so that the event loop goes on.
 
-    The threads are hocket's own: a user's tools that hang may hold all of asyncio's. Where it is cancelled, it ends once
-    the function has: nobody may begin something else with what that still works on.
+    The threads are hocket's own: a user's tools that hang may hold all of asyncio's. Where it is cancelled, it ends
+    once the function has: nobody may begin something else with what that still works on.
     """
     call = functools.partial(function, *args, **kwargs)
     running = asyncio.get_running_loop().run_in_executor(_THREADS, call)

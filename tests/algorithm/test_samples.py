@@ -4,7 +4,7 @@ import math
 import pytest
 
 from hocket import config as config_module
-from hocket.algorithm.samples import informative, outcome, overlong_penalty, silence, train_samples
+from hocket.algorithm.samples import informative, is_measured, outcome, overlong_penalty, silence, train_samples
 from hocket.config import Config
 from hocket.types import FinishReason, Group, Measured, Outcome, Prompt, Rollout, Score, TrainSample
 
@@ -162,6 +162,12 @@ def test_a_rollout_without_a_score_is_left_out_of_samples_and_mean() -> None:
     assert last_advantages(samples) == pytest.approx([-0.707106, 0.707106], abs=1e-5)
 
 
+def test_only_scored_rollouts_of_a_group_are_kept() -> None:
+    kept, _ = informative([group("a", [0.0, None, math.nan, 1.0])], Config())
+    assert [[r.token_ids[-1] for r in g.rollouts] for g in kept] == [[10, 13]]
+    assert [[s.total for s in g.scores] for g in kept] == [[0.0, 1.0]]
+
+
 def test_groups_without_any_signal_give_no_samples() -> None:
     kept, signal = informative([group("a", [None, None]), group("b", [0.0, 0.0])], Config())
     assert (kept, signal) == ([], {"rollout/zero_variance": 1.0})
@@ -272,6 +278,32 @@ def test_masked_truncated_rollouts_count_in_the_baseline_and_are_not_trained() -
     assert last_advantages(samples) == [0.5]
     kept, _ = informative([of_rollouts(cut, dataclasses.replace(cut, id="b"), rewards=[1.0, 0.0])], config)
     assert kept == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "measured"),
+    [
+        (("kl=k2", "kl_coef=0.1"), (True, True, False)),
+        (("kl=k2", "kl_coef=0.1", "mask_truncated=true"), (True, False, False)),
+        # the penalty of a rollout that is not trained is in the baseline of those that are
+        (("kl=k1", "kl_in=reward", "kl_coef=0.5", "scale=none", "mask_truncated=true"), (True, True, False)),
+        (("preset=ppo", "kl=k1", "kl_in=reward", "kl_coef=0.5", "mask_truncated=true"), (True, False, False)),
+    ],
+)
+def test_what_models_say_is_asked_for_only_where_something_depends_on_it(
+    overrides: tuple[str, ...], measured: tuple[bool, ...]
+) -> None:
+    rollouts = make_rollout(-1.0), make_rollout(-1.0, finish_reason="length"), make_rollout(None)
+    assert tuple(is_measured(r, settings(*overrides).algorithm) for r in rollouts) == measured
+
+
+def test_a_masked_rollout_of_which_nothing_is_known_is_passed_over() -> None:
+    config = settings("preset=reinforce_pp", "kl=k1", "kl_in=reward", "kl_coef=0.5", "mask_truncated=true")
+    rollouts = make_rollout(-1.0), make_rollout(-1.0, finish_reason="length"), make_rollout(-1.0)
+    known = [Measured(ref_logprobs=(0.0, 0.0, -2.0)), Measured(), Measured(ref_logprobs=(0.0, 0.0, -1.0))]
+    # k1 = 1 and 0: returns 1 - 0.5 and 0; mean 0.25, unbiased deviation sqrt(2 * 0.25^2) = 0.353553
+    samples, _ = train_samples([of_rollouts(*rollouts, rewards=[1.0, 1.0, 0.0])], known, config, 0.5)
+    assert last_advantages(samples) == pytest.approx([0.707107, -0.707107], abs=1e-5)
 
 
 def test_only_tokens_of_the_highest_entropy_keep_their_advantage() -> None:

@@ -103,7 +103,7 @@ def test_what_was_settled_and_not_recorded_at_the_checkpoint_counts_once() -> No
 
 def test_without_a_checkpoint_the_epochs_before_the_newest_are_judged_by_the_names_there_are() -> None:
     rows = [line(0, 0, "a"), line(1, 1, "a"), line(2, 1, "b"), line(3, 2, "a")]
-    assert [(a.finished, a.balanced, a.missing) for a in accounts(rows, None)] == [
+    assert [(a.finished, a.balanced, a.missing) for a in accounts(rows, None, ended=True)] == [
         (True, False, ("b",)),
         (True, True, ()),
         (False, True, ()),
@@ -123,6 +123,6 @@ def test_old_epochs_are_summed_up() -> None:
 
 def test_many_names_are_cut_short() -> None:
     rows = [*(line(i, 1, f"p{i:02}") for i in range(30)), line(30, 2, "p00")]
-    (last,) = [text for text in table(accounts(rows, None)).splitlines() if "not accounted" in text]
+    (last,) = [text for text in table(accounts(rows, None, ended=True)).splitlines() if "not accounted" in text]
     assert last.startswith("epoch 0: 30 prompts are not accounted for: p00, p01")
     assert last.endswith("p09, and 20 more")

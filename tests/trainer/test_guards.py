@@ -187,6 +187,24 @@ def test_in_float16_an_overflow_lowers_the_scale_and_only_at_the_lowest_it_is_a_
             trainer.step(SAMPLES, keep=keep)
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this CPU can't multiply in float16")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_float16_neither_a_broken_loss_nor_a_rehearsal_lowers_the_scale(
+    ranks: Ranks, tied_model: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.DeepSpeedEngine, "parameter_dtype", staticmethod(lambda *_, **__: torch.float16))
+    bad = False
+    settings = ("model.dtype=float16", f"trainer.zero_stage={stage}", "trainer.micro_batch_tokens=auto")
+    with make_trainer(ranks, tied_model, *settings, loss=bad_loss(lambda: bad, math.nan)) as trainer:
+        assert trainer.work.engine.loss_scale == 4096
+        bad = True
+        assert trainer.step(SAMPLES).skipped
+        bad = False
+        stats = trainer.step(SAMPLES)
+        assert not stats.skipped
+        assert stats.metrics["loss_scale"] == 4096
+
+
 def test_a_folder_keeps_the_newest_batches(tmp_path: Path) -> None:
     fault = guards.Fault(inputs=(), logprobs=(), values=(), terms=("loss",), gradients=())
     for step in range(1, 12):

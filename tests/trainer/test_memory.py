@@ -1,6 +1,8 @@
 import dataclasses
 import gc
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hocket import config as config_module
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer import engine, memory
+from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.engine import BUCKET_ELEMENTS
 from hocket.trainer.memory import GIB, Estimate, Model, estimate, largest_micro_batch, peak_bytes, together
 from hocket.trainer.policy import Policy, skeleton
@@ -244,6 +247,40 @@ def test_auto_finds_the_micro_batch_that_fits_and_leaves_the_weights(
         moments = trainer.work.engine.bytes_to_come()
         fits = peak_bytes(lambda: trainer.step(samples(tokens // 64 * 64)), CPU)
         assert 0.8 * (available - moments) < fits < available - moments
+
+
+@pytest.mark.parametrize(
+    ("changed", "goes_on"),
+    [
+        (("trainer.steps=7",), True),
+        (("trainer.gradient_checkpointing=true",), False),
+        (("algorithm.kl=k2", "algorithm.kl_coef=0.1"), False),
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(
+    ranks: Ranks,
+    tied_model: str,
+    changed: tuple[str, ...],
+    goes_on: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = GIB // 8
+    monkeypatch.setattr(memory, "available_bytes", lambda device: available)
+    with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=auto") as trainer:
+        before = trainer.work.micro_batch_tokens
+        rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))
+    available = GIB // 16  # of the same machine, something else takes more
+    with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=auto", *changed) as trainer:
+        now = trainer.work.micro_batch_tokens
+        assert now != before
+        trainer.restore(SavedTensors(tmp_path), json.loads(json.dumps(rest)))
+        expected = before if goes_on else now
+        assert trainer.work.micro_batch_tokens == expected
+        assert trainer.memory.endswith(f"trainer.micro_batch_tokens=auto is {expected}")
+    with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=50") as trainer:
+        trainer.restore(SavedTensors(tmp_path), rest)
+        assert trainer.work.micro_batch_tokens == 50
 
 
 def test_auto_with_no_room_at_all_says_what_to_do(

@@ -39,11 +39,19 @@ def make_trainer(ranks: Ranks, model: str, stage: int, dtype: str, *more: str) -
     return Trainer(config_module.load(None, [*settings, "trainer.learning_rate=1e-3", *more]), ranks=ranks)
 
 
-def bytes_held() -> int:
-    """Bytes of all tensors of this process, each storage once, but for model files mapped into the CPU's memory."""
+def storages() -> dict[int, torch.UntypedStorage]:
+    """What holds the tensors of this process, but for model files mapped into the CPU's memory.
+
+    While the caller keeps it none of it can go, which parts of earlier trainers otherwise do at any time: DeepSpeed's
+    own globals refer to an engine until there is another.
+    """
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and value.device == CPU]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values() if storage.resizable())
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return {key: storage for key, storage in found.items() if storage.resizable()}
+
+
+def bytes_besides(before: dict[int, torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for key, storage in storages().items() if key not in before)
 
 
 def test_views_and_aliases_are_the_same_again() -> None:
@@ -98,17 +106,18 @@ def test_a_trainer_that_leaves_between_steps_trains_the_same_to_the_last_bit(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nothing_of_the_training_state_stays(ranks: Ranks, untied_model: str, stage: int, dtype: str) -> None:
     gc.collect()  # what went before; a step itself must leave nothing that only a collection would free
-    before = bytes_held()
+    before = storages()
     with make_trainer(ranks, untied_model, stage, dtype) as trainer:
         trainer.step([SAMPLE])
-        on = bytes_held() - before
+        on = bytes_besides(before)
         trainer.offload()
         moved = sum(host.numel() for _, host in trainer.work.engine._offloaded)
-        stays = bytes_held() - before - moved  # on a CPU the copies are tensors of the same device
+        stays = bytes_besides(before) - moved  # on a CPU the copies are tensors of the same device
         assert on > 8 * trainer.num_parameters  # two moments at least
         assert stays < 0.02 * on
         trainer.onload()
-        assert bytes_held() - before == pytest.approx(on, rel=1e-3)  # a scalar of an earlier test may have gone
+        # gloo's thread holds what was sent last a moment longer: the name of some work, or some sums
+        assert bytes_besides(before) == pytest.approx(on, abs=200)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -127,7 +136,7 @@ def test_reference_and_critic_leave_and_come_back_with_the_policy(ranks: Ranks, 
         text="",
     )
     gc.collect()
-    before = bytes_held()
+    before = storages()
     with make_trainer(ranks, untied_model, stage, "float32", *settings) as trainer:
         (measured,) = trainer.measure([rollout])
         known = {"ref_logprobs": measured.ref_logprobs, "values": measured.values}
@@ -135,12 +144,12 @@ def test_reference_and_critic_leave_and_come_back_with_the_policy(ranks: Ranks, 
         expected = trainer.measure([rollout])
         assert expected[0].ref_logprobs == measured.ref_logprobs
         assert expected[0].values != measured.values
-        on = bytes_held() - before
+        on = bytes_besides(before)
         trainer.offload()
         engines = (trainer.work.engine, *trainer.work.beside.values())
         assert len(engines) == 3
         moved = sum(host.numel() for engine in engines for _, host in engine._offloaded)
-        assert bytes_held() - before - moved < 0.02 * on
+        assert bytes_besides(before) - moved < 0.02 * on
         trainer.onload()
         assert trainer.measure([rollout]) == expected
 

@@ -203,9 +203,36 @@ def test_a_reset_makes_the_policy_its_own_reference_bit_for_bit(
     policy = load_file(tmp_path / "policy" / "model.safetensors")
     assert len(reference) == len(policy)
     for name, tensor in policy.items():
-        assert torch.equal(reference[f"model.{name}"], tensor)
+        assert torch.equal(reference[f"model.{name}"].to(tensor.dtype), tensor)
     if dtype == "float32":
         assert_close(second, logprobs_of(tmp_path / "policy"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_in_16_bits_a_policy_that_has_not_moved_agrees_with_its_reference_to_the_last_bit(
+    ranks: Ranks, untied_model: str, stage: int
+) -> None:
+    with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}", "model.dtype=bfloat16") as trainer:
+        measured = trainer.measure(ROLLOUTS)
+        samples = [
+            dataclasses.replace(sample, rollout_logprobs=known.ref_logprobs)
+            for sample, known in zip(make_samples(), measured, strict=True)
+        ]
+        assert trainer.logprob_gap(samples) == 0
+        trainer.step(samples)
+        assert trainer.logprob_gap(samples) > 0
+
+
+def test_a_rollout_that_nothing_is_asked_of_may_be_longer_than_a_micro_batch(ranks: Ranks, tied_model: str) -> None:
+    first, second = sorted(ROLLOUTS, key=lambda rollout: len(rollout.token_ids))[::8]
+    cut = dataclasses.replace(second, finish_reason="length")
+    settings = (f"trainer.micro_batch_tokens={len(first.token_ids) - 1}", "algorithm.mask_truncated=true")
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        (alone,) = trainer.measure([first])
+        assert trainer.measure([cut, first, cut]) == [Measured(), alone, Measured()]
+        assert trainer.measure([cut]) == [Measured()]
+        with pytest.raises(TrainerError, match=f"a sequence of {len(second.token_ids)} tokens doesn't fit"):
+            trainer.measure([first, second])
 
 
 def test_a_reference_of_another_shape_can_not_be_reset(ranks: Ranks, tied_model: str, untied_model: str) -> None:

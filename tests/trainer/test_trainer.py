@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hocket import config as config_module
 from hocket import manifest, transfer
 from hocket import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
+from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout, TrainSample
@@ -48,6 +50,21 @@ def make_samples(count: int = 5) -> list[TrainSample]:
         )
         for _ in range(count)
     ]
+
+
+def rollout_of(sample: TrainSample) -> Rollout:
+    return Rollout(
+        id="r",
+        group_id="g",
+        prompt=Prompt(id="p", token_ids=sample.token_ids[:2]),
+        token_ids=sample.token_ids,
+        mask=sample.mask,
+        logprobs=sample.rollout_logprobs,
+        finish_reason="stop",
+        version_min=1,
+        version_max=1,
+        text="",
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -259,14 +276,66 @@ def test_a_sink_that_raises_is_heard_and_the_trainer_goes_on(ranks: Ranks, tied_
         assert [transfer.layout(bucket) for bucket in buckets] == trainer.layout(4096)
 
 
-def test_weights_can_be_streamed_in_another_thread(ranks: Ranks, tied_model: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "float32"), (0, "bfloat16"), (1, "bfloat16"), (2, "float32"), (3, "float32")]
+)
+def test_in_another_thread_everything_is_the_same_to_the_last_bit(
+    ranks: Ranks, untied_model: str, stage: int, dtype: str, tmp_path: Path
+) -> None:
+    settings = (f"trainer.zero_stage={stage}", f"model.dtype={dtype}", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
+
+    def work(trainer: Trainer, folder: Path) -> tuple[list[float], list[tuple[str, torch.Tensor]]]:
+        folder.mkdir()
+        measured = trainer.measure([rollout_of(sample) for sample in make_samples()])
+        samples = [
+            dataclasses.replace(sample, ref_logprobs=known.ref_logprobs)
+            for sample, known in zip(make_samples(), measured, strict=True)
+        ]
+        losses = [trainer.step(samples).loss for _ in range(2)]
+        trainer.offload()
+        trainer.onload()
+        rest = trainer.state(functools.partial(write_bucket, folder))
+        losses.append(trainer.step(samples).loss)
+        trainer.restore(SavedTensors(folder), rest)
+        losses += [trainer.step(samples).loss, trainer.logprob_gap(samples)]
+        trainer.export(folder / "model")
+        exported = load_file(folder / "model" / "model.safetensors")
+        return losses, [*chain(*stream(trainer, 4096)), *exported.items()]
+
+    with make_trainer(ranks, untied_model, *settings) as trainer:
+        losses, tensors = work(trainer, tmp_path / "here")
+    with make_trainer(ranks, untied_model, *settings) as trainer, ThreadPoolExecutor(1) as thread:
+        same_losses, same_tensors = thread.submit(work, trainer, tmp_path / "there").result(60)
+    assert losses == same_losses
+    assert losses[2] == losses[3] != losses[1]
+    for (name, tensor), (same, expected) in zip(tensors, same_tensors, strict=True):
+        assert name == same
+        assert torch.equal(tensor, expected)
+
+
+def test_every_thread_computes_on_as_many_cores_as_the_ranks_agreed_on(ranks: Ranks, tied_model: str) -> None:
+    cores = torch.get_num_threads()
     with make_trainer(ranks, tied_model) as trainer, ThreadPoolExecutor(1) as thread:
-        elsewhere = thread.submit(stream, trainer, 4096).result(60)
-        here = stream(trainer, 4096)
-    for one, other in zip(elsewhere, here, strict=True):
-        for (name, tensor), (same, expected) in zip(one, other, strict=True):
-            assert name == same
-            assert torch.equal(tensor, expected)
+        thread.submit(torch.set_num_threads, cores + 1).result(60)
+        seen: list[int] = []
+        thread.submit(trainer.stream, 1 << 30, lambda bucket: seen.append(torch.get_num_threads())).result(60)
+    assert seen == [cores]
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage"),
+    [
+        (("model.dtype=float32",), 0),  # one rank has nothing to share, and no second copy of its weights
+        (("model.dtype=float32", "trainer.offload_optimizer=true"), 1),
+        (("model.dtype=bfloat16",), 1),
+        (("model.dtype=bfloat16", "trainer.zero_stage=3"), 3),
+    ],
+)
+def test_one_rank_on_a_cpu_shares_only_what_it_has_twice(
+    ranks: Ranks, tied_model: str, settings: tuple[str, ...], stage: int
+) -> None:
+    with make_trainer(ranks, tied_model, *settings) as trainer:
+        assert trainer.work.engine.stage == stage
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -317,17 +386,13 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
 
 def test_the_policys_entropies_are_measured_where_tokens_are_chosen_by_them(ranks: Ranks, tied_model: str) -> None:
     mask = (False, False, *[True] * 4, False, True)
-    rollout = Rollout(
-        id="r",
-        group_id="g",
-        prompt=Prompt(id="p", token_ids=(5, 6)),
-        token_ids=(5, 6, 7, 8, 9, 10, 11, 12),
-        mask=mask,
-        logprobs=tuple(-1.0 if m else 0.0 for m in mask),
-        finish_reason="stop",
-        version_min=1,
-        version_max=1,
-        text="",
+    rollout = rollout_of(
+        TrainSample(
+            token_ids=(5, 6, 7, 8, 9, 10, 11, 12),
+            mask=mask,
+            rollout_logprobs=tuple(-1.0 if m else 0.0 for m in mask),
+            advantages=(0.0,) * 8,
+        )
     )
     with make_trainer(ranks, tied_model, "algorithm.top_entropy=0.5") as trainer:
         (measured,) = trainer.measure([rollout])

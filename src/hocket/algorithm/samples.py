@@ -5,6 +5,7 @@ how many ranks train. Knows nothing of models: what only they can tell comes as 
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -55,14 +56,14 @@ class _Episode:
 
 
 def informative(groups: Sequence[Group], config: Config) -> tuple[list[Group], dict[str, float]]:
-    """Returns the groups that teach something, and the share of those whose rewards are all alike.
+    """Returns what teaches something of the groups, and the share of those whose rewards are all alike.
 
     These are left out of the loss's numerator and denominator: they would only shrink the others' gradient. They stay
-    where advantages do not compare a reward with its group alone: baseline none or critic, KL in the reward. What has
-    no rollout to train (not scored, or truncated and masked) is left out in any case.
+    where advantages do not compare a reward with its group alone: baseline none or critic, KL in the reward. Groups
+    that have no rollout to train are left out in any case, and so are rollouts without a score.
     """
     alike = sum(_alike(_rewards(group, config)) for group in groups)
-    kept = [group for group in groups if silence(group, config) is None]
+    kept = [_scored(group, config) for group in groups if silence(group, config) is None]
     return kept, {"rollout/zero_variance": alike / len(groups)}
 
 
@@ -112,7 +113,7 @@ def train_samples(
 
     Args:
         groups: what `informative` kept.
-        measured: of each of their rollouts, in order; empty where the algorithm needs none of it.
+        measured: of each of their rollouts, in order, as far as `is_measured`; empty where the algorithm needs none.
         kl_coef: weight of a KL in the rewards.
     """
     algorithm = config.algorithm
@@ -178,9 +179,24 @@ def _alike(rewards: Sequence[float]) -> bool:
     return bool(zero_variance_groups(rewards, [0] * len(rewards)).all())
 
 
+def is_measured(rollout: Rollout, algorithm: AlgorithmConfig) -> bool:
+    """Returns whether anything depends on what models say of the rollout: its own tokens, or its group's baseline."""
+    in_baseline = algorithm.kl_in == "reward" and algorithm.baseline in ("mean", "leave_one_out")
+    return any(rollout.mask) and (in_baseline or not _is_cut(rollout, algorithm))
+
+
+def _is_cut(rollout: Rollout, algorithm: AlgorithmConfig) -> bool:
+    return algorithm.mask_truncated and rollout.finish_reason == "length"
+
+
 def _is_trained(rollout: Rollout, reward: float, algorithm: AlgorithmConfig) -> bool:
-    cut = algorithm.mask_truncated and rollout.finish_reason == "length"
-    return any(rollout.mask) and not cut and not math.isnan(reward)
+    return any(rollout.mask) and not _is_cut(rollout, algorithm) and not math.isnan(reward)
+
+
+def _scored(group: Group, config: Config) -> Group:
+    has_one = [not math.isnan(reward) for reward in _rewards(group, config)]
+    rollouts, scores = itertools.compress(group.rollouts, has_one), itertools.compress(group.scores, has_one)
+    return dataclasses.replace(group, rollouts=tuple(rollouts), scores=tuple(scores))
 
 
 def _episodes(groups: Sequence[Group], measured: Sequence[Measured], config: Config) -> list[_Episode]:
@@ -205,7 +221,7 @@ def _episodes(groups: Sequence[Group], measured: Sequence[Measured], config: Con
 def _kl_in_reward(rollout: Rollout, measured: Measured, algorithm: AlgorithmConfig) -> Tensor:
     """Returns the distance of the policy that sampled from the reference at each sampled token; 0 if it costs none."""
     mask_t = torch.tensor(rollout.mask)
-    if algorithm.kl_in == "loss":
+    if algorithm.kl_in == "loss" or not is_measured(rollout, algorithm):
         return torch.zeros(rollout.num_sampled, dtype=torch.float64)
     if not measured.ref_logprobs:
         raise ValueError(f"algorithm.kl={algorithm.kl} in the reward needs the reference's log-probs")

@@ -55,13 +55,14 @@ class Account:
         return dataclasses.asdict(self) | {"states": states, "balanced": self.balanced}
 
 
-def accounts(rows: Iterable[Row], stream: Mapping[str, Any] | None) -> list[Account]:
+def accounts(rows: Iterable[Row], stream: Mapping[str, Any] | None, *, ended: bool = False) -> list[Account]:
     """Returns the account of each epoch that has begun.
 
     Args:
         rows: the lines of the ledger.
-        stream: the state of the PromptStream in the newest checkpoint; None: nobody knows what is in flight, so that no
-            epoch counts as finished, and there are as many prompts as the ledger names.
+        stream: the state of the PromptStream in the newest checkpoint; None: there is none, nobody knows what is in
+            flight, and there are as many prompts as the ledger names.
+        ended: the run has taken all of its steps, so that nothing is in flight.
     """
     rows = list(rows)
     known = {row["draw"] for row in rows if "draw" in row}
@@ -86,7 +87,7 @@ def accounts(rows: Iterable[Row], stream: Mapping[str, Any] | None) -> list[Acco
                 [draw["prompt"] for draw in in_flight if draw["epoch"] == epoch],
                 ids=ids,
                 num_prompts=len(ids) if stream is None else stream["num_prompts"],
-                finished=stream is not None and epoch < stream["epoch"],
+                finished=epoch < stream["epoch"] if stream is not None else ended and epoch < newest,
             )
         )
     return found

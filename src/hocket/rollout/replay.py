@@ -28,6 +28,8 @@ class Replay:
         try:
             with path.open(encoding="utf-8") as lines:
                 groups = records.groups_of(lines)
+            if not groups:
+                raise ValueError("it is empty")
         except (OSError, ValueError, KeyError, TypeError) as error:
             steps = sorted(int(file.stem.rpartition("_")[2]) for file in self._folder.glob("step_*.jsonl"))
             there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"

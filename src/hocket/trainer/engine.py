@@ -48,11 +48,16 @@ def initialize(ranks: Ranks, **options: Any) -> Any:
     return engine
 
 
-def default_zero_stage(config: TrainerConfig, device: torch.device) -> int:
-    """Returns the configured ZeRO stage, or 1 on a CPU and 2 on a GPU."""
+def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
+    """Returns the configured ZeRO stage, or 1 on a CPU and 2 on a GPU.
+
+    It is 0 where there is nothing to share and nothing to keep twice: for one rank that computes in float32.
+    """
     if config.zero_stage is not None:
         return config.zero_stage
-    return 2 if device.type == "cuda" else 1
+    if ranks.size == 1 and dtype == torch.float32 and not config.offload_optimizer:
+        return 0
+    return 2 if ranks.device.type == "cuda" else 1
 
 
 def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -60,7 +65,7 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer forms micro-batches and accumulates itself
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.max_grad_norm,
+        "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,  # `step` does it there
         "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         "steps_per_print": 10**9,
     }
@@ -102,7 +107,8 @@ class DeepSpeedEngine:
     """
 
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
-        self.stage = default_zero_stage(config, ranks.device)
+        self.stage = default_zero_stage(config, dtype, ranks)
+        self._max_grad_norm = config.max_grad_norm
         self._ranks = ranks
         self._adamw = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
@@ -116,6 +122,8 @@ class DeepSpeedEngine:
         self._engine = initialize(
             ranks, model=module, optimizer=self._adamw, lr_scheduler=self._scheduler, config=settings
         )
+        if self.stage == 0 and ranks.size == 1:  # else all gradients are copied to be summed over one rank
+            self._engine.enable_backward_allreduce = False
         if dtype == torch.float16:  # at the lowest scale a step is skipped like any other, and whoever calls decides
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._dtype = dtype
@@ -123,10 +131,10 @@ class DeepSpeedEngine:
         self._offloaded: offload.Offloaded = ()
 
     @staticmethod
-    def parameter_dtype(config: TrainerConfig, *, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    def parameter_dtype(config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> torch.dtype:
         """Returns what the module's parameters must be. Raises ConfigError for a combination that can't train."""
-        stage = default_zero_stage(config, device)
-        if dtype == torch.float16 and device.type == "cpu":
+        stage = default_zero_stage(config, dtype, ranks)
+        if dtype == torch.float16 and ranks.device.type == "cpu":
             raise ConfigError("float16 can't be trained on a CPU; set model.dtype to float32 or bfloat16")
         if stage == 0 and dtype == torch.float16:
             raise ConfigError("ZeRO stage 0 can't scale float16 losses; set trainer.zero_stage=1 or a bfloat16 dtype")
@@ -163,20 +171,26 @@ class DeepSpeedEngine:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
-    def step(self) -> float | None:
+    def step(self, *, rescale: bool = True) -> float | None:
         """Clips and applies the gradient, then clears it. Returns its norm before clipping.
 
         None means that the gradient was not finite on some rank: no rank has changed its weights or its learning rate.
+
+        Args:
+            rescale: whether such a gradient lowers float16's loss scale.
         """
         norm: float | None = None
         if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
-            norm = float(nn.utils.get_total_norm([p.grad for _, p in self._trained() if p.grad is not None]))
+            norm = float(nn.utils.clip_grad_norm_([p for _, p in self._trained()], self._max_grad_norm))
             if not math.isfinite(norm):
                 self._engine.zero_grad()
                 return None
+        scaling = dict(self._loss_scaler()) if self.loss_scale is not None else {}
         self._engine.step()
         if not self._engine.was_step_applied():
             self._forget_gradients()
+            if scaling and not rescale:
+                self._loss_scaler().update(scaling)
             return None
         return float(self._engine.get_global_grad_norm()) if norm is None else norm
 

@@ -16,10 +16,10 @@ from hocket.trainer.ranks import Ranks
 
 
 class FrozenEngine:
-    """Runs one module without gradients.
+    """Runs one module without gradients, in the way in which DeepSpeedEngine trains one.
 
     Args:
-        module: parameters in `dtype`.
+        module: parameters in the dtype that DeepSpeedEngine.parameter_dtype names.
         dtype: of the forward pass.
     """
 
@@ -28,7 +28,8 @@ class FrozenEngine:
         self._ranks = ranks
         self._engine: Any = None
         self._offloaded: offload.Offloaded = ()
-        stage = engine.default_zero_stage(config, ranks.device)
+        stage = engine.default_zero_stage(config, dtype, ranks)
+        self._autocast = dtype if stage == 0 and dtype != torch.float32 else None
         if stage == 3:
             settings = engine.deepspeed_config(config, stage=stage, dtype=dtype)
             self._engine = engine.initialize(ranks, model=module, config=settings).eval()
@@ -43,7 +44,8 @@ class FrozenEngine:
     @torch.no_grad()
     def forward(self, *args: Any) -> Any:
         """Calls the module."""
-        return (self._engine or self._module)(*args)
+        with torch.autocast(self._ranks.device.type, self._autocast, enabled=self._autocast is not None):
+            return (self._engine or self._module)(*args)
 
     @torch.no_grad()
     def copy_from(self, source: engine.DeepSpeedEngine, max_bytes: int) -> None:

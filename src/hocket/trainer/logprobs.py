@@ -36,13 +36,15 @@ def token_logprobs(
 
     def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
         logprobs_cv = (lm_head(hidden_ch).float() / temperature).log_softmax(dim=-1)
+        logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
+        # Last, as the backward pass computes only what it needs again: up to here, where the entropy has no gradient.
         if entropy_gradient and torch.is_grad_enabled():
             entropy_c = -(logprobs_cv.exp() * logprobs_cv.where(logprobs_cv > -torch.inf, 0.0)).sum(dim=-1)
         else:
             with torch.no_grad():
                 probs_cv = logprobs_cv.exp()
                 entropy_c = torch.special.entr(probs_cv, out=probs_cv).sum(dim=-1)  # −p log p, 0 where p is
-        return logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1), entropy_c
+        return logprobs_c, entropy_c
 
     chunks = []
     for start in range(0, num_calls * chunk_tokens, chunk_tokens):

@@ -54,10 +54,11 @@ class Ranks:
         timeout = datetime.timedelta(seconds=timeout_s)
         if torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank)
-            torch.cuda.set_device(self.device)
         else:
             self.device = torch.device("cpu")
             _share_cores()
+        self._num_threads = torch.get_num_threads()
+        self.use_this_thread()
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         with self.deadline("waiting for the other ranks to start"):
             if self.size > 1:  # one alone needs no port
@@ -67,6 +68,12 @@ class Ranks:
         if self.size > 1:
             self._watcher.start()
             atexit.register(self._stop_watching)  # a thread within the store's C++ would abort a process that ends
+
+    def use_this_thread(self) -> None:
+        """Sets what torch keeps for each thread alone: the device, and how many cores a computation takes."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(self._num_threads)
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns one more group of all ranks, for gradients, with the same deadline."""
@@ -80,6 +87,8 @@ class Ranks:
 
     def broadcast(self, value: T) -> T:
         """Returns rank 0's value on every rank."""
+        if self.size == 1:
+            return value
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self._control)
         result: T = box[0]

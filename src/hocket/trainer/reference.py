@@ -28,7 +28,7 @@ class Reference:
 
     Args:
         policy: what is trained, by `engine`.
-        load: (which model, dtype=its weights' precision) → the model, with the trainer's settings.
+        load: which model → the model, with the trainer's settings.
         dtype: precision of the forward pass.
 
     Attributes:
@@ -58,7 +58,7 @@ class Reference:
             return
         if path is not None:
             check_same_ids(path, "algorithm.reference", config.model)
-        model = load(config.model.beside(path), dtype=dtype)
+        model = load(config.model.beside(path))
         shapes = [{name: whole_shape(p) for name, p in module.named_parameters()} for module in (model, policy)]
         if self.reset_every and shapes[0] != shapes[1]:
             raise ConfigError(

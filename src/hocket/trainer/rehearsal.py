@@ -5,6 +5,8 @@ real samples.
 """
 
 import functools
+import hashlib
+import json
 import math
 
 import torch
@@ -39,7 +41,7 @@ def estimate(config: Config, dtype: torch.dtype, ranks: Ranks, *, alone: bool) -
             memory.estimate(
                 model,
                 trainer,
-                stage=default_zero_stage(trainer, device),
+                stage=default_zero_stage(trainer, dtype, ranks),
                 num_ranks=ranks.size,
                 offloads=trainer.offload_optimizer and device.type == "cuda",
             )
@@ -80,6 +82,17 @@ def as_many_as_fit(
     return tokens
 
 
+def fingerprint(config: Config, ranks: Ranks) -> str:
+    """Returns what differs where another size of micro-batches may fit than did with an earlier config."""
+    settings = config.model_dump(
+        mode="json",
+        include={"model": True, "algorithm": True, "critic": True, "trainer": True},
+        exclude={"trainer": {"steps"}},
+    )
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+    return hashlib.sha256(json.dumps([settings, ranks.size, device]).encode()).hexdigest()[:16]
+
+
 def _rehearse(engine: DeepSpeedEngine, loss_of: ShareOfLoss, device: torch.device, num_positions: int) -> None:
     """Runs forward and backward of made-up sequences; a gradient that is not finite changes nothing."""
     zeros = (0.0,) * (LENGTH + 1)
@@ -92,7 +105,7 @@ def _rehearse(engine: DeepSpeedEngine, loss_of: ShareOfLoss, device: torch.devic
     )
     [[batch]] = pack([sample] * (num_positions // LENGTH), micro_batch_tokens=num_positions, num_ranks=1)
     engine.backward(loss_of(batch.to(device)).loss * math.nan, last=True)
-    if engine.step() is not None:
+    if engine.step(rescale=False) is not None:
         raise TrainerError(
             "the rehearsal of a step has changed the weights; set trainer.micro_batch_tokens to a number"
         )

@@ -12,6 +12,7 @@ import torch
 
 from hocket import tokenizer as tokenizers
 from hocket import transfer
+from hocket.algorithm.samples import is_measured
 from hocket.config import Config
 from hocket.errors import TrainerError
 from hocket.protocol import AdapterConfig, Health, TensorLayout, TensorSpec
@@ -26,9 +27,9 @@ from hocket.types import Measured, Rollout, StepStats, TrainSample
 class Trainer:
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
-    Each method runs on all ranks at the same time. What rank 0 can refuse alone it refuses before the others start, so
-    that an error leaves everyone ready for `close`. An error within the common work ends the run: this process raises
-    it, and the others notice that it is gone.
+    Each method runs on all ranks at the same time; any thread may call one, while no other runs. What rank 0 can refuse
+    alone it refuses before the others start, so that an error leaves everyone ready for `close`. An error within the
+    common work ends the run: this process raises it, and the others notice that it is gone.
 
     Args:
         config: the run's config.
@@ -50,6 +51,7 @@ class Trainer:
         ranks: Ranks | None = None,
     ) -> None:
         self._config = config.trainer
+        self._algorithm = config.algorithm
         self.tokenizer = tokenizers.load(config.model.path)
         self._owns_ranks = ranks is None
         self._ranks = ranks or Ranks(config.trainer.collective_timeout_s)
@@ -133,15 +135,21 @@ class Trainer:
     def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
         """Returns what the algorithm has to know of each rollout before the step, in their order; [] where nothing.
 
+        A rollout that the algorithm makes no use of is not computed: nothing is known of it.
+
         Raises:
             TrainerError: a rollout is too long for a micro-batch.
         """
         if not rollouts or not self.work.measures:
             return []
-        samples = measure.samples_of(rollouts)
+        used = [index for index, rollout in enumerate(rollouts) if is_measured(rollout, self._algorithm)]
+        if not used:
+            return [Measured()] * len(rollouts)
+        samples = measure.samples_of([rollouts[index] for index in used])
         check_fits(samples, self.work.micro_batch_tokens)
         measured: dict[int, Measured] = self._together("measure", samples)
-        return [measured[index] for index in range(len(samples))]
+        places = {index: place for place, index in enumerate(used)}
+        return [measured[places[index]] if index in places else Measured() for index in range(len(rollouts))]
 
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
         """Returns the mean absolute difference of the engine's log-probs and the trainer's, over the sampled tokens."""
@@ -173,8 +181,7 @@ class Trainer:
     def stream(self, max_bytes: int, sink: Sink) -> None:
         """Gives the weights to `sink`, bucket after bucket of about max_bytes at most, on the trainer's device.
 
-        May be called in a thread of its own, while no other method runs. What the sink raises is raised here, once the
-        ranks are through with gathering.
+        What the sink raises is raised here, once the ranks are through with gathering.
         """
         self._into(sink, "stream", max_bytes)
 
@@ -256,6 +263,7 @@ class Trainer:
 
     def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
         self._broken = True  # until the work has ended well
+        self._ranks.use_this_thread()
         with self._ranks.deadline(f"doing the common {name}"):
             try:
                 result = getattr(self.work, name)(*arguments)

@@ -46,14 +46,14 @@ def update(engine: DeepSpeedEngine, loss_of: ShareOfLoss, batches: Sequence[Trai
     """Takes the step. One that is not finite is run once more: a fluke is made good, anything else is looked at."""
     scale = engine.loss_scale
     totals = accumulate(engine, loss_of, batches, ranks)
-    grad_norm = engine.step()
+    grad_norm = engine.step(rescale=math.isfinite(totals["loss"]))
     if grad_norm is not None:
         return Update(totals=totals, grad_norm=grad_norm)
-    if math.isfinite(totals["loss"]) and engine.loss_scale != scale:
+    if engine.loss_scale != scale:
         return Update(totals=totals, grad_norm=None, overflowed=True)
     totals = accumulate(engine, loss_of, batches, ranks)
     gradients = tuple(engine.broken_gradients())  # costly, and gone after the step
-    return Update(totals=totals, grad_norm=engine.step(), gradients=gradients)
+    return Update(totals=totals, grad_norm=engine.step(rescale=False), gradients=gradients)
 
 
 def accumulate(

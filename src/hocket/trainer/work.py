@@ -73,7 +73,6 @@ class Work:
         policy, engine: the model that is trained, and what trains it.
         beside: other models, by name.
         measures: field of Measured → its numbers for a batch.
-        memory: in words, what a step was estimated to need.
         micro_batch_tokens: most positions of a micro-batch.
         skipped_in_row: steps that were not finite, up to now.
         sink, sink_failure: on rank 0, who takes buckets, and what it raised.
@@ -96,13 +95,13 @@ class Work:
         self.sink_failure: Exception | None = None
         self.saved: SavedTensors | None = None
 
-        self.memory = f"a step needs {rehearsal.estimate(config, self._dtype, ranks, alone=loss is not None)}"
-        trained_dtype = DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, device=ranks.device)
+        self._needed = f"a step needs {rehearsal.estimate(config, self._dtype, ranks, alone=loss is not None)}"
+        parameter_dtype = DeepSpeedEngine.parameter_dtype(config.trainer, dtype=self._dtype, ranks=ranks)
 
-        def load(model: ModelConfig, kind: type[Policy] = Policy, dtype: torch.dtype = trained_dtype) -> Any:
+        def load(model: ModelConfig, kind: type[Policy] = Policy) -> Any:
             return kind(
                 model,
-                dtype=dtype,
+                dtype=parameter_dtype,
                 temperature=temperature,
                 chunk_tokens=config.trainer.logprob_chunk_tokens,
                 gradient_checkpointing=config.trainer.gradient_checkpointing,
@@ -123,6 +122,13 @@ class Work:
                 self._load_beside(config, load)
             tokens = config.trainer.micro_batch_tokens
             self.micro_batch_tokens = self._as_many_as_fit(config) if tokens == "auto" else tokens
+        self._measured_for = rehearsal.fingerprint(config, ranks) if tokens == "auto" else None
+
+    @property
+    def memory(self) -> str:
+        """In words, what a step was estimated to need, and how large the micro-batches are that were found to fit."""
+        found = f"; trainer.micro_batch_tokens=auto is {self.micro_batch_tokens}" if self._measured_for else ""
+        return self._needed + found
 
     def _load_beside(self, config: Config, load: Callable[..., Any]) -> None:
         """Loads the models that the algorithm needs beside the policy, and says what they measure."""
@@ -141,11 +147,9 @@ class Work:
     def _as_many_as_fit(self, config: Config) -> int:
         trained = [self.engine, *([self._critic.engine] if self._critic is not None else [])]
         to_come = sum(engine.bytes_to_come() for engine in trained)
-        tokens = rehearsal.as_many_as_fit(
+        return rehearsal.as_many_as_fit(
             self.engine, self._policy_loss, config.trainer, self._ranks, bytes_to_come=to_come
         )
-        self.memory += f"; trainer.micro_batch_tokens=auto is {tokens}"
-        return tokens
 
     def step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, guards.Fault | None]:
         """Takes one optimiser step of the policy, and of the critic; returns what is wrong where one was skipped."""
@@ -277,8 +281,6 @@ class Work:
 
     def stream(self, max_bytes: int) -> None:
         """Gives the weights to rank 0's sink, under the names of published ones."""
-        if self._ranks.device.type == "cuda":
-            torch.cuda.set_device(self._ranks.device)  # which each thread has to say for itself
         for bucket in self.engine.buckets(max_bytes):
             self._give(self.policy.as_published(bucket))
 
@@ -316,6 +318,7 @@ class Work:
         return {
             "engines": {name: engine.counters() for name, engine in self.engines().items()},
             "skipped_in_row": self.skipped_in_row,
+            "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self._measured_for},
             "random": self._ranks.gather(randomness(self._ranks.device)),
             "dtype": dtype_name(self._dtype),
             "adapter": None if self.policy.adapter is None else self.policy.adapter.model_dump(),
@@ -326,6 +329,8 @@ class Work:
         for name, engine in self.engines().items():
             engine.restore(functools.partial(self._read, name), rest["engines"][name])
         self.skipped_in_row = rest["skipped_in_row"]
+        if self._measured_for is not None and self._measured_for == rest["micro_batch"]["measured_for"]:
+            self.micro_batch_tokens = rest["micro_batch"]["tokens"]  # other ones would sum in another order
         if self._ranks.rank < len(rest["random"]):
             restore_randomness(rest["random"][self._ranks.rank], self._ranks.device)
 
