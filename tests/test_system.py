@@ -1,14 +1,16 @@
 """What is asked of the operating system: ends with the parent, files that are whole."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from hocket.system import flush, free_memory, write_atomically
+from hocket.system import aside, flush, free_memory, write_atomically
 
 ORPHAN = "import os, signal; from hocket.system import end_with; end_with({parent}, signal.SIGKILL); print('went on')"
 PARENT = """
@@ -97,3 +99,30 @@ def test_free_memory_is_what_the_machine_or_the_control_group_has_left(
     assert free_memory() == 9000 - 5000 + 1000  # files that are only cached can go
     files[f"{folder}/{limit}"] = "max\n" if new else f"{1 << 62}\n"
     assert free_memory() == 3000 * 1024
+
+
+async def test_what_runs_aside_has_ended_when_whoever_waited_for_it_is_cancelled() -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(30)
+        ended.set()
+
+    task = asyncio.create_task(aside(work))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()  # nobody else may begin with what it still works on
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_aside_gives_what_the_function_returns_or_raises_and_leaves_asyncios_threads_alone() -> None:
+    assert await aside(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await aside(divmod, 7, 0)
+    assert (await aside(threading.current_thread)).name.startswith("hocket")

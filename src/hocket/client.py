@@ -43,7 +43,7 @@ _STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(Str
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
 MAX_CONNECTIONS = 64
-"""Of one server. Callers keep well below it: a call that waits for a connection may pass its deadline."""
+"""Of one server; what is more waits for one of them, within its deadline."""
 
 
 class ServerClient:
@@ -59,14 +59,18 @@ class ServerClient:
         self, url: str, *, token: str | None = None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self.url = url
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            # A connection idle for longer than the server keeps it would fail at its next use.
-            limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=2.0),
-            timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # each call has one deadline around all of it
-            transport=transport,
-            trust_env=False,  # a company proxy knows nothing of servers on this machine or network
+        # Control calls have connections of their own: a look at a server's health must not wait behind its rollouts.
+        self._http, self._rollouts = (
+            httpx.AsyncClient(
+                base_url=url,
+                headers={"Authorization": f"Bearer {token}"} if token else {},
+                # A connection idle for longer than the server keeps it would fail at its next use.
+                limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=2.0),
+                timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # each call has one deadline around all of it
+                transport=transport,
+                trust_env=False,  # a company proxy knows nothing of servers on this machine or network
+            )
+            for _ in range(2)
         )
 
     async def __aenter__(self) -> "ServerClient":
@@ -74,6 +78,7 @@ class ServerClient:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._http.aclose()
+        await self._rollouts.aclose()
 
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> Health:
         """Returns what the server says of itself. Raises ServerError where nothing answers."""
@@ -126,7 +131,7 @@ class ServerClient:
         received = 0
         async with (
             self._deadline(timeout_s, "/generate"),
-            self._http.stream("POST", "/generate", json=body.model_dump(mode="json")) as response,
+            self._rollouts.stream("POST", "/generate", json=body.model_dump(mode="json")) as response,
         ):
             if response.is_error:
                 await response.aread()

@@ -1,5 +1,6 @@
 """What each curriculum plays, in which order, and why the rest sits out."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,44 @@ def test_a_pass_rate_of_an_older_epoch_that_comes_late_does_not_replace_a_newer_
     measured.record(0, 4, 0.5)
     measured.record(0, 3, 1.0)
     assert (measured.rate(0), measured.epoch(0), measured.streak(0)) == (0.5, 4, 1)
+
+
+def test_a_stage_that_nobody_is_in_holds_nobody_up() -> None:
+    levels = {i: float(level) for i, level in enumerate([1, 2, 4, 5] * 3)}
+    prompts = [Prompt(id=f"p{i}", token_ids=(1,), difficulty=level) for i, level in levels.items()]
+    stream = PromptStream(prompts, seed=0, curriculum=Staged(bounds=[1, 2, 3, 4], pass_rate=0.9))  # none has level 3
+    played = set()
+    for _ in range(30):
+        for draw in stream.take(4):
+            played.add(draw.prompt.difficulty)
+            stream.settle(draw, Outcome(state="trained", pass_rate=1.0))
+    assert played == {1.0, 2.0, 4.0, 5.0}
+
+
+def test_a_curriculum_may_hand_out_its_own_state_and_plan_with_any_kind_of_number() -> None:
+    import numpy
+
+    class Counting(Curriculum):
+        uses_pass_rates = True
+
+        def __init__(self) -> None:
+            self.times = [0] * 6
+
+        def plan(self, pool: Pool) -> Plan:
+            return Plan(order=list(numpy.array(sorted(pool.members, key=lambda i: (self.times[i], i)))), why={})
+
+        def measured(self, index: int, pass_rate: float) -> None:
+            self.times[index] += int(pass_rate)
+
+        def state(self) -> dict[str, Any]:
+            return {"times": self.times}  # the very list that `measured` changes
+
+        def restore(self, state: Any) -> None:
+            self.times = list(state["times"])
+
+    prompts = [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(6)]
+    stream, again = (PromptStream(prompts, seed=0, curriculum=Counting()) for _ in range(2))
+    for number, draw in enumerate(stream.take(9)):
+        stream.settle(draw, Outcome(state="trained", pass_rate=float(number % 2)))
+    again.restore(json.loads(json.dumps(stream.state())))
+    assert [d.prompt.id for d in again.take(20)] == [d.prompt.id for d in stream.take(20)]

@@ -336,6 +336,13 @@ async def test_servers_that_come_at_the_same_time_are_brought_up_one_after_the_o
     assert len(world.pool.up) == 2
 
 
+async def test_without_a_server_versions_go_on_above_those_of_the_run_before() -> None:
+    world = make(servers=0)
+    world.sync.restore({"version": 7})
+    await world.sync.publish()
+    assert (world.sync.version, world.disk.sent[-1]) == (8, (8, []))
+
+
 async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_plays() -> None:
     world = make()
     await world.pool.wait_up()

@@ -16,7 +16,7 @@ from hocket.types import Completion, SamplingParams, Toolbox
 
 WINDOW_S = 0.002
 MAX_REQUESTS = 24
-"""In flight at the same time: well below the client's connections, of which a look at the server's health needs one."""
+"""In flight at the same time, of one batch; several batches share the client's connections."""
 MAX_TURNS = 256
 """In one request: below what a server takes (server.max_prompts)."""
 
