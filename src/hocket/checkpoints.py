@@ -151,7 +151,7 @@ class Checkpoints:
         Raises:
             TrainerError: it can't be written, or the one before could not.
         """
-        if not self._due(step):
+        if not self.due(step):
             return {}
         start = time.perf_counter()
         self._wait()
@@ -187,7 +187,8 @@ class Checkpoints:
         else:
             self._finish(copy, state)
 
-    def _due(self, step: int) -> bool:
+    def due(self, step: int) -> bool:
+        """Whether there is one to take after this step."""
         every = self._settings.every_steps
         return every > 0 and (step // every > self._last // every or step == self._config.trainer.steps)
 

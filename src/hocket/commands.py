@@ -77,9 +77,9 @@ def train(config: Config) -> int:
         from hocket.trainer.trainer import Trainer
 
         trainer = stack.enter_context(Trainer(config))
-        console.say(trainer.memory)
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
+        console.say(trainer.memory)
 
         async def run() -> None:
             replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None

@@ -136,7 +136,15 @@ class Run:
 
     async def _rest(self, step: int) -> dict[str, float]:
         """Leaves the weights as they are."""
-        return await aside(self.checkpoints.copy, step) if self.turns is None else {}  # else the trainer is off the GPU
+        if self.turns is None:
+            return await aside(self.checkpoints.copy, step)
+        if not self.checkpoints.due(step):
+            return {}
+        metrics = await self.turns.trainer(keep=True)  # its state is off the GPU, too
+        metrics |= await aside(self.checkpoints.copy, step)
+        await self.turns.server()
+        await self.turns.generation()
+        return metrics
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Returns the eval/* metrics of the weights that the server holds; empty without held-out prompts."""

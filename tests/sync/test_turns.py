@@ -38,6 +38,7 @@ class World:
         self.version = 4
         self.failing: dict[str, ServerError] = {}
         self.root = Path()
+        self.alike = False  # all rewards
 
     def did(self, what: str) -> None:
         if error := self.failing.pop(what, None):
@@ -118,7 +119,7 @@ class World:
 
     # rewards
     async def score(self, rollout: Rollout) -> Score:
-        return Score(total=float(rollout.text), parts={"exact_match": 1.0})
+        return Score(total=1.0 if self.alike else float(rollout.text), parts={"exact_match": 1.0})
 
 
 class Parts:
@@ -184,6 +185,14 @@ async def test_server_and_trainer_are_never_on_the_gpu_together(tmp_path: Path) 
     assert world.diary == [*FIRST, *CANARY, "generate", *UPDATE, "generate", *UPDATE]
     metrics = [json.loads(line) for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()]
     assert metrics[1]["time/turn"] >= 0
+
+
+async def test_a_step_without_signal_has_the_trainer_back_only_for_its_checkpoint(tmp_path: Path) -> None:
+    world = World()
+    world.alike = True
+    await Parts(tmp_path, world, "checkpoint.every_steps=2").train()
+    copied = ["sleep 1", "onload", "copy", "offload", "wake weights", "wake kv_cache"]
+    assert world.diary == [*FIRST, *CANARY, "generate", "generate", *copied]  # after the last of two steps
 
 
 async def test_without_sharing_nothing_more_is_asked_of_anybody(tmp_path: Path) -> None:
