@@ -65,12 +65,17 @@ class Run:
 
     async def train(self) -> dict[str, Any]:
         """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content."""
-        heart = asyncio.create_task(self._beat())
+        tasks = asyncio.create_task(self._beat()), asyncio.create_task(self._train())
         try:
-            return await self._train()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            heart, work = tasks
+            if heart.done():
+                heart.result()  # the other ranks are lost
+            return work.result()
         finally:
-            heart.cancel()
-            await asyncio.gather(heart, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _train(self) -> dict[str, Any]:
         config, sync = self.config, self.sync
