@@ -1,26 +1,36 @@
 """How the suite is shared out where it runs in several processes (`run.py test` does so)."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parent
 LONGEST = ("server", "trainer", "e2e", "faults")
 """Folders that are begun first, so that no process is left with a long one at the end."""
 TOGETHER = ("server",)
 """Folders whose files share engines, each of which takes half a minute to start."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keeps the tests of a file, or of a folder with costly fixtures, in one process."""
-    if config.getoption("dist", "no") == "no":
-        return
-    root = Path(__file__).parent
+    from xdist.scheduler import LoadScopeScheduling
 
-    def folder(item: pytest.Item) -> str:
-        return item.path.relative_to(root).parts[0]
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if path.startswith(f"tests/{folder}/")), path)
 
-    items.sort(key=lambda item: LONGEST.index(folder(item)) if folder(item) in LONGEST else len(LONGEST))
-    for item in items:
-        name = folder(item) if folder(item) in TOGETHER else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(name))
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begins with what takes longest."""
+
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.relative_to(ROOT).parts[0]
+        return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
+
+    if hasattr(config, "workerinput"):  # in one of several processes
+        items.sort(key=rank)

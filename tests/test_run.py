@@ -101,7 +101,7 @@ def test_deepspeeds_launcher_may_put_its_word_before_the_command(
 @pytest.mark.parametrize(
     ("given", "parallel"),
     [
-        (["-k", "config", "-m", "gpu"], ["-n", "2", "--dist", "loadgroup"]),
+        (["-k", "config", "-m", "gpu"], ["-n", "2", "--no-loadscope-reorder"]),
         (["--durations=5", "tests/test_config.py"], []),
         (["tests/test_config.py::test_defaults"], []),
     ],

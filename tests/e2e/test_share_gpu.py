@@ -34,7 +34,7 @@ def run(folder: Path, *settings: str) -> list[dict[str, Any]]:
 
 
 def is_timed(name: str) -> bool:
-    return name.startswith(("time/", "share/")) or name.endswith("_s") or name == "train/mfu"
+    return name.startswith(("time/", "share/", "pipeline/")) or name.endswith("_s") or name == "train/mfu"
 
 
 def test_a_run_that_shares_its_gpu_ends_bit_for_bit_as_one_that_does_not(tmp_path: Path) -> None:
