@@ -319,6 +319,11 @@ class ServerConfig(Section):
     max_lora_rank: int = Field(
         0, ge=0, le=MAX_LORA_RANK, description="Highest rank of adapters to serve, if it is above model.lora.rank."
     )
+    tool_parser: str | None = Field(
+        None,
+        description="How the model writes tool calls, in vLLM's words (hermes, llama3_json, ...), for clients of /v1 "
+        "that send tools; the environment tools names its own.",
+    )
     max_prompts: int = Field(1024, ge=1, description="Most prompts in one request.")
     max_n: int = Field(128, ge=1, description="Most completions per prompt.")
     max_stop: int = Field(16, ge=0, description="Most stop strings, and most stop token ids, in one request.")
