@@ -161,12 +161,19 @@ class EnvConfig(Section):
 
     name: str = Field(
         "single_turn",
-        description="Environment that answers the model's turns: single_turn, guess, tools, or one of your own; every "
-        "other key is an option of it.",
+        description="Environment that answers the model's turns: single_turn, guess, tools, agent (your own code "
+        "asks the model), or one of your own; every other key is an option of it.",
     )
-    max_turns: int = Field(16, ge=1, description="An episode that is not done after so many turns is cut off.")
+    max_turns: int = Field(
+        16,
+        ge=1,
+        description="An episode that is not done after so many turns is cut off; an agent is refused more calls.",
+    )
     timeout_s: float = Field(
-        60.0, gt=0, description="Deadline of the environment's own work in one episode; past it, the episode failed."
+        60.0,
+        gt=0,
+        description="Deadline of the environment's own work in one episode, or of an agent for all of it; past it, the "
+        "episode failed.",
     )
 
 
