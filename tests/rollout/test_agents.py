@@ -238,8 +238,8 @@ async def test_a_lost_server_fails_its_episodes_and_says_so() -> None:
 
     async def plays(task: Task, session: FakeSession) -> float:
         session.ask(5)
-        servers.lost = task.answer == "0"
-        if servers.lost:
+        servers.lost = task.answer != "1"
+        if task.answer == "0":
             raise ConnectionError("refused")
         return 1.0
 
@@ -247,6 +247,8 @@ async def test_a_lost_server_fails_its_episodes_and_says_so() -> None:
     assert lost.scores[0].error == (
         "agent: it raised ConnectionError: refused; what the model said is lost: can't reach http://fake"
     )
+    (later,) = await played(plays, servers, first=2)
+    assert later.scores[0].error == "agent: what the model said is lost: can't reach http://fake"
     (fine,) = await played(plays, servers, first=1)
     assert fine.scores[0].total == 1.0
 

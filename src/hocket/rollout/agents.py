@@ -123,7 +123,8 @@ class Agents:
             try:
                 calls = await session.close()
             except ServerError as lost:
-                error = f"{error or 'agent'}; what the model said is lost: {lost}"
+                error = f"{error}; " if error else "agent: "
+                error += f"what the model said is lost: {lost}"
         return _rollout(prompt, join(prompt, calls, self._decode), returned), error
 
     async def _run(self, prompt: Prompt, session: Session, seed: int, left_s: float) -> float | str | None:
