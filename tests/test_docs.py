@@ -1,12 +1,14 @@
 """The documentation is what the program itself prints."""
 
+import asyncio
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from hocket import config, presets
-from hocket.envs import Action
+from hocket.envs import Action, Task
 from hocket.envs.base import bind
 from hocket.observe import metrics
 from hocket.registry import load_plugins
@@ -70,18 +72,34 @@ async def test_the_readmes_own_reward_works_as_it_stands(tmp_path: Path) -> None
         assert (await scorer.score(rollout)).total == pytest.approx(0.5)  # "ab" of "abcd", and no bonus
 
 
-async def test_the_environment_and_the_tool_of_the_documentation_work_as_they_stand(tmp_path: Path) -> None:
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers a chat with the number of its messages."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(re.search(rb"content-length: (\d+)", head.lower())[1])  # type: ignore[index]
+    chat = json.loads(await reader.readexactly(length))["messages"]
+    message = {"role": "assistant", "content": f"{len(chat)} "}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    body = json.dumps({"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+    writer.write(f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n".encode())
+    writer.write(f"connection: close\r\n\r\n{body}".encode())
+    await writer.drain()
+    writer.close()
+
+
+async def test_the_environment_the_tool_and_the_agent_of_the_documentation_work_as_they_stand(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     codes = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
     commands = re.findall(r'"plugins=\[(.*?)\]" "(env=.*?)"', page)
-    assert [name for name, _ in codes] == [name for name, _ in commands] == ["my_envs.py", "my_tools.py"]
+    assert (
+        [name for name, _ in codes] == [name for name, _ in commands] == ["my_envs.py", "my_tools.py", "my_agents.py"]
+    )
     made = []
     for (name, code), (_, env) in zip(codes, commands, strict=True):
         (tmp_path / name).write_text(code)
         settings = config.load(None, [f"plugins=[{tmp_path / name}]", env])
         load_plugins(settings.plugins)
         made.append(bind(settings.env.name, settings.env.model_extra or {})())
-    spell, tools = made
+    spell, tools, second_look = made
     assert spell.words == 50
     started = await spell.reset(Prompt(id="p", token_ids=(1,), answer="ab"), 0)
     assert started.messages[0]["content"] == "First letter?"
@@ -90,3 +108,15 @@ async def test_the_environment_and_the_tool_of_the_documentation_work_as_they_st
     call = ToolCall(name="population", arguments='{"city": "Cologne"}')
     told = await tools.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=(call,)))
     assert [message["content"] for message in told.messages] == ["1087353"]
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        task = Task(
+            messages=({"role": "user", "content": "?"},),
+            text="?",
+            answer="3",  # messages, once both turns before it are there
+            meta={},
+            seed=0,
+            base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1",
+            api_key="none",
+            model="m",
+        )
+        assert await second_look.run(task) == 1.0

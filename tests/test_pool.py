@@ -16,7 +16,7 @@ import pytest
 import fakes
 from hocket.errors import ServerError, SyncError
 from hocket.pool import Member, ServerPool
-from hocket.protocol import ErrorBody, GenerateRequest, Health, ToolParsing
+from hocket.protocol import ErrorBody, GenerateRequest, Health, SessionRequest, ToolParsing
 from hocket.types import Completion, SamplingParams, Toolbox
 
 SEED = 1000
@@ -32,6 +32,7 @@ class FakeServer:
 
     Attributes:
         requests: bodies of /generate.
+        opened: sessions that are open.
         played: (first token, seed) of every completion that was sent.
         looks: how often /health was asked.
         hold: /generate waits for it before each completion.
@@ -48,6 +49,7 @@ class FakeServer:
         self.failure: dict[str, str] | None = None
         self.requests: list[GenerateRequest] = []
         self.played: list[tuple[int, int | None]] = []
+        self.opened: list[SessionRequest] = []
         self.looks = self.dropped = 0
         self.hold = asyncio.Event()
         self.hold.set()
@@ -80,10 +82,22 @@ class FakeServer:
                 while self.mute and not writer.transport.is_closing():
                     await asyncio.sleep(0.01)
                 await self._send(writer, 200, self.health().model_dump_json())
+            elif "/sessions" in head.partition("\r\n")[0]:
+                await self._session(writer, head.startswith("post"), body)
             else:
                 await self._generate(writer, GenerateRequest.model_validate_json(body))
             writer.close()
         self._connections.discard(writer)
+
+    async def _session(self, writer: asyncio.StreamWriter, opening: bool, body: bytes) -> None:
+        if not opening:
+            self.opened.pop()
+            await self._send(writer, 200, json.dumps({"calls": []}))
+        elif self.refuse is not None:
+            await self._send(writer, self.refuse[0], json.dumps({"error": error(self.refuse[1])}))
+        else:
+            self.opened.append(SessionRequest.model_validate_json(body))
+            await self._send(writer, 200, json.dumps({"id": "x", "model": "m"}))
 
     async def _generate(self, writer: asyncio.StreamWriter, request: GenerateRequest) -> None:
         self.requests.append(request)
@@ -493,3 +507,51 @@ async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_fo
     async with make_pool(servers) as pool:
         with pytest.raises(ServerError, match=r"3 times a server was lost over the same work.*does the engine die"):
             await play(pool, [[1]])
+
+
+BOUNDS = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}
+
+
+async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_end_with_their_body(
+    servers: list[FakeServer],
+) -> None:
+    async with make_pool(servers) as pool, contextlib.AsyncExitStack() as stack:
+        for _ in range(6):
+            await stack.enter_async_context(pool.session(SAMPLING, tokens=10, **BOUNDS))
+        assert [len(server.opened) for server in servers] == [3, 3]
+        assert [member.in_flight for member in pool.members] == [30, 30]
+        assert servers[0].opened[0].session == "s1"
+        assert servers[0].opened[0].sampling.seed == SEED
+        async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
+            assert session.base_url.startswith(servers[0].url)
+            assert session.model == "m"
+            assert await session.close() == []
+            assert [len(server.opened) for server in servers] == [3, 3]  # and not twice
+        await stack.aclose()
+        assert [len(server.opened) for server in servers] == [0, 0]
+        assert [member.in_flight for member in pool.members] == [0, 0]
+
+
+async def test_a_session_is_opened_elsewhere_where_a_server_is_gone_and_one_that_is_lost_says_so(
+    servers: list[FakeServer],
+) -> None:
+    async with make_pool(servers) as pool:
+        await pool.wait_up()
+        await servers[0].die()
+        async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
+            assert session.base_url.startswith(servers[1].url)
+            assert len(pool.up) == 1
+            await servers[1].die()
+            with pytest.raises(ServerError, match="can't reach"):
+                await session.close()
+            assert pool.up == []
+        assert [member.in_flight for member in pool.members] == [0, 0]
+
+
+async def test_a_session_that_is_refused_is_an_error(servers: list[FakeServer]) -> None:
+    servers[0].refuse = (422, "invalid_request")
+    async with make_pool(servers[:1]) as pool:
+        with pytest.raises(ServerError, match="it is invalid_request"):
+            async with pool.session(SAMPLING, tokens=10, **BOUNDS):
+                pass
+        assert pool.members[0].in_flight == 0

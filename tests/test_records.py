@@ -37,6 +37,14 @@ def test_groups_come_back_as_they_were() -> None:
     assert groups_of(lines_of([first, second]).split("\n")[:3]) == [first, second]
 
 
+def test_the_sequences_of_an_agent_s_episode_stay_together() -> None:
+    others = (rollout("g", 0, id="g/0.0"), rollout("g", 0, id="g/0.1", turns=1, dialogue=(), text="other"))
+    group = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=(Score(total=1.0),) * 2)
+    lines = lines_of([group])
+    assert [json.loads(line)["num_tokens"] for line in lines.split("\n")[:-1]] == [6, 2]
+    assert groups_of(lines.split("\n")[:-1]) == [group]
+
+
 def test_a_score_that_failed_stays_one_and_a_rollout_may_have_no_sampled_token() -> None:
     silent = rollout("g", 0, mask=(False,) * 5, logprobs=(0.0,) * 5, turns=0, dialogue=())
     group = Group(id="g", rollouts=(silent,), scores=(Score(total=math.nan, error="math: hung"),))

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import pydantic
@@ -16,6 +16,7 @@ import pydantic
 from hocket.errors import ServerError
 from hocket.manifest import ADAPTER_FILE, COMPLETE_FILE, MANIFEST_FILE
 from hocket.protocol import (
+    CompletionMessage,
     ErrorBody,
     ErrorResponse,
     GenerateRequest,
@@ -26,6 +27,9 @@ from hocket.protocol import (
     ReloadRequest,
     ReloadResponse,
     Sampling,
+    SessionRecord,
+    SessionRequest,
+    SessionResponse,
     SleepRequest,
     SleepResponse,
     StreamEnd,
@@ -35,7 +39,7 @@ from hocket.protocol import (
     WakeRequest,
 )
 from hocket.system import aside
-from hocket.types import Completion, SamplingParams, Toolbox, ToolCall
+from hocket.types import AgentCall, Completion, SamplingParams, Toolbox, ToolCall
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -147,19 +151,7 @@ class ServerClient:
                         )
                     return
                 received += 1
-                done = item.completion
-                yield (
-                    item.prompt,
-                    item.index,
-                    Completion(
-                        token_ids=tuple(done.token_ids),
-                        logprobs=tuple(done.logprobs),
-                        finish_reason=done.finish_reason,
-                        versions=tuple(done.versions),
-                        text=done.text,
-                        tool_calls=tuple(ToolCall(**call.model_dump()) for call in done.tool_calls),
-                    ),
-                )
+                yield item.prompt, item.index, _completion(item.completion)
         raise ServerError(
             f"{self.url}/generate was cut after {received} of {len(prompts) * n} completions; see the server's log",
             code="cut",
@@ -168,6 +160,34 @@ class ServerClient:
     async def ask(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
         """Returns the whole answer to one request at once."""
         return await self._post("/generate", request, GenerateResponse, timeout_s)
+
+    async def open_session(
+        self, sampling: SamplingParams, *, session: str | None, timeout_s: float, **bounds: Any
+    ) -> SessionResponse:
+        """Opens a session, whose calls are sampled like this and recorded.
+
+        Args:
+            session: the server must not have been started again since it had this one.
+            bounds: the other fields of a SessionRequest.
+        """
+        request = SessionRequest(sampling=_message(sampling), session=session, **bounds)
+        return await self._post("/sessions", request, SessionResponse, timeout_s)
+
+    def session_url(self, name: str) -> str:
+        """Returns the base URL of a session for OpenAI clients."""
+        return f"{self.url}/sessions/{name}/v1"
+
+    async def close_session(self, name: str, *, timeout_s: float) -> list[AgentCall]:
+        """Ends a session and returns its calls in the order in which they began."""
+        async with self._deadline(timeout_s, "/sessions"):
+            record = self._parse(SessionRecord, await self._http.delete(f"/sessions/{name}"))
+        return [
+            AgentCall(
+                prompt_token_ids=tuple(call.prompt_token_ids),
+                completion=None if call.completion is None else _completion(call.completion),
+            )
+            for call in record.calls
+        ]
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         """Has the server take over a weight version and returns what it then holds."""
@@ -255,6 +275,17 @@ def _message(sampling: SamplingParams) -> Sampling:
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         seed=sampling.seed,
+    )
+
+
+def _completion(message: CompletionMessage) -> Completion:
+    return Completion(
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(message.logprobs),
+        finish_reason=message.finish_reason,
+        versions=tuple(message.versions),
+        text=message.text,
+        tool_calls=tuple(ToolCall(**call.model_dump()) for call in message.tool_calls),
     )
 
 

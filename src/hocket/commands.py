@@ -24,9 +24,10 @@ from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import refuse_failing
-from hocket.rollout.episodes import Episodes, episodes_of
+from hocket.rollout.episodes import episodes_of
 from hocket.rollout.evaluate import MAIN, evaluate, rewards_of_eval
 from hocket.rollout.pipeline import Pipeline
+from hocket.rollout.played import Player
 from hocket.rollout.replay import Replay
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
@@ -313,7 +314,7 @@ def _sync(
 
 
 def _held_out(
-    config: Config, tokenizer: Any, console: Console, episodes: Episodes | None
+    config: Config, tokenizer: Any, console: Console, episodes: Player | None
 ) -> dict[str, tuple[Prompt, ...]]:
     """Returns the prompts of the evaluation by the name of their dataset; nothing where there is none."""
     if config.eval.num_prompts == 0:
@@ -326,11 +327,11 @@ def _held_out(
 
 
 def _load(
-    what: str, data: DataConfig, config: Config, tokenizer: Any, console: Console, episodes: Episodes | None
+    what: str, data: DataConfig, config: Config, tokenizer: Any, console: Console, episodes: Player | None
 ) -> tuple[Prompt, ...]:
     """Returns the prompts of a source that are short enough, and says how many were not."""
     longest = tokenizers.longest_sequence(config.model, config.trainer) - config.rollout.max_tokens
-    loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=episodes.renderer.tools if episodes else ())
+    loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=episodes.tools if episodes else ())
     if loaded.num_dropped:
         limit = min(longest, data.max_prompt_tokens or longest)
         console.say(f"{what}: dropped {loaded.num_dropped} prompts of {data.source} with more than {limit} tokens")

@@ -22,9 +22,9 @@ from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import refuse_failing
-from hocket.rollout.episodes import Episodes
 from hocket.rollout.evaluate import evaluate
 from hocket.rollout.pipeline import Pipeline
+from hocket.rollout.played import Player
 from hocket.rollout.replay import Replay
 from hocket.sync.base import WeightSync
 from hocket.sync.turns import Turns
@@ -59,7 +59,7 @@ class Run:
     kl: KlController
     recorder: Recorder
     console: Console
-    episodes: Episodes | None = None
+    episodes: Player | None = None
     turns: Turns | None = None
     checkpoints: Checkpoints
 
@@ -128,8 +128,8 @@ class Run:
         if self.turns is not None:
             metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
         with timed(metrics, "time/measure"):
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            measured = await aside(self.trainer.measure, rollouts)
+            sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
+            measured = await aside(self.trainer.measure, sequences)
         samples, shaping = train_samples(groups, measured, self.config, self.kl.coef)  # 4 advantages   algorithm/
         self.kl.update(shaping.get("rollout/kl"), len(samples))
         keep = self.recorder.skipped(step)

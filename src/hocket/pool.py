@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from hocket.client import HEALTH_TIMEOUT_S, ServerClient
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import Health
-from hocket.types import Completion, SamplingParams, Toolbox
+from hocket.protocol import Health, SessionResponse
+from hocket.types import AgentCall, Completion, SamplingParams, Toolbox
 
 POLL_S = 0.25
 LOOK_S = 3.0
@@ -91,6 +92,7 @@ class ServerPool:
         say: told when a server is lost or comes back.
 
     Attributes:
+        silence_s: as given.
         bring_up: set by who publishes weights; None: servers work with what they hold.
     """
 
@@ -106,7 +108,7 @@ class ServerPool:
     ) -> None:
         self.members = [Member(ServerClient(url, token=token)) for url in urls]
         self.bring_up: BringUp | None = None
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._start_timeout_s = start_timeout_s
         self._on_wait = on_wait
         self._say = say
@@ -198,6 +200,41 @@ class ServerPool:
         if member.session is not None:
             self._say(f"lost server {member.url}: {reason}")
         member.take_out(reason)
+
+    @asynccontextmanager
+    async def session(self, sampling: SamplingParams, *, tokens: int, **bounds: Any) -> AsyncIterator["Session"]:
+        """Opens a session on the server with the fewest tokens in flight, which it leaves with the body's end.
+
+        Args:
+            sampling: of each call.
+            tokens: how many to count as in flight.
+            bounds: the other fields of a SessionRequest.
+
+        Raises:
+            ServerError: refused, or no server is left and none came back.
+        """
+        member, opened = await self._open(sampling, bounds)
+        session = Session(self, member, opened)
+        member.in_flight += tokens
+        try:
+            yield session
+        finally:
+            member.in_flight -= tokens
+            with contextlib.suppress(ServerError):  # nobody asks for its calls any more
+                await session.close()
+
+    async def _open(self, sampling: SamplingParams, bounds: Mapping[str, Any]) -> tuple[Member, SessionResponse]:
+        await self._look_at_all()
+        while True:
+            member = min(self.up or await self.wait_up(), key=lambda member: member.in_flight)
+            try:
+                return member, await member.server.open_session(
+                    sampling, session=member.session, timeout_s=self.silence_s, **bounds
+                )
+            except ServerError as error:
+                if error.code not in _GONE:
+                    raise
+                self.lose(member, str(error))
 
     async def generate(
         self,
@@ -293,12 +330,41 @@ class ServerPool:
         """Returns never; raises ServerError once the server has been silent for too long."""
         heard = time.monotonic()
         while True:
-            await asyncio.sleep(min(5.0, self._silence_s / 4))
+            await asyncio.sleep(min(5.0, self.silence_s / 4))
             with contextlib.suppress(ServerError):
-                await member.server.health(timeout_s=min(HEALTH_TIMEOUT_S, self._silence_s))
+                await member.server.health(timeout_s=min(HEALTH_TIMEOUT_S, self.silence_s))
                 heard = time.monotonic()
-            if time.monotonic() - heard > self._silence_s:
-                raise ServerError(f"it has not answered for {self._silence_s:g} s", code="timeout")
+            if time.monotonic() - heard > self.silence_s:
+                raise ServerError(f"it has not answered for {self.silence_s:g} s", code="timeout")
+
+
+class Session:
+    """A session on one server of a pool.
+
+    Attributes:
+        base_url: for OpenAI clients, whose calls are recorded there.
+        model: what the server calls its model.
+    """
+
+    def __init__(self, pool: ServerPool, member: Member, opened: SessionResponse) -> None:
+        self.base_url = member.server.session_url(opened.id)
+        self.model = opened.model
+        self._pool = pool
+        self._member = member
+        self._id = opened.id
+        self._open = True
+
+    async def close(self) -> list[AgentCall]:
+        """Ends it and returns its calls, at the first time. Raises ServerError where they are lost with the server."""
+        if not self._open:
+            return []
+        self._open = False
+        try:
+            return await self._member.server.close_session(self._id, timeout_s=self._pool.silence_s)
+        except ServerError as error:
+            if error.code in _GONE:
+                self._pool.lose(self._member, str(error))
+            raise
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

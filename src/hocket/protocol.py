@@ -115,6 +115,42 @@ class StreamEnd(Strict):
     error: "ErrorBody | None" = None
 
 
+class SessionRequest(Strict):
+    """POST /sessions: what an agent asks of /sessions/ID/v1 is recorded, and sampled in this way whatever it asks for.
+
+    Call number i, from 0, gets its seed from sampling.seed and i. Refused are a call more than `max_calls`, and one
+    whose prompt leaves no room in `max_length` tokens. A session without a call for `idle_timeout_s` is forgotten.
+    `session` is that of the server, as in a GenerateRequest.
+    """
+
+    sampling: Sampling
+    max_length: int = Field(ge=2)
+    max_calls: int = Field(ge=1)
+    idle_timeout_s: float = Field(gt=0)
+    session: str | None = None
+
+
+class SessionResponse(Strict):
+    """Answer to POST /sessions. An agent may call the model as it likes: `model` is its name."""
+
+    id: str
+    model: str
+
+
+class RecordedCall(Strict):
+    """One call of an agent. There is no completion where it was broken off, failed, or has not ended."""
+
+    prompt_token_ids: list[int]
+    seed: Seed | None
+    completion: CompletionMessage | None
+
+
+class SessionRecord(Strict):
+    """Answer to GET and DELETE /sessions/ID: the calls in the order in which they began."""
+
+    calls: list[RecordedCall]
+
+
 class DiskSource(Strict):
     """A published version: a folder name under the server's root, never a path."""
 

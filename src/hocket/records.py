@@ -12,26 +12,35 @@ from hocket.types import Group, Prompt, Rollout, Score
 def rows_of(group: Group) -> Iterable[dict[str, Any]]:
     """Yields one row per rollout."""
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        dialogue = {"dialogue": rollout.dialogue} if rollout.dialogue else {}
-        yield dialogue | {
+        others = {"others": [_sequence(other) for other in rollout.others]} if rollout.others else {}
+        yield {
             "id": rollout.id,
             "group_id": rollout.group_id,
             "prompt_id": rollout.prompt.id,
             "prompt": rollout.prompt.text,
-            "completion": rollout.text,
             "answer": rollout.prompt.answer,
             "reward": None if score.error is not None else score.total,
             "parts": dict(score.parts),
             "error": score.error,
-            "finish_reason": rollout.finish_reason,
-            "turns": rollout.turns,
             "num_tokens": rollout.num_sampled,
-            "version_min": rollout.version_min,
-            "version_max": rollout.version_max,
-            "token_ids": rollout.token_ids,
-            "logprobs": rollout.logprobs,
-            "mask": [int(sampled) for sampled in rollout.mask],
+            **_sequence(rollout),
+            **others,
         }
+
+
+def _sequence(rollout: Rollout) -> dict[str, Any]:
+    dialogue = {"dialogue": rollout.dialogue} if rollout.dialogue else {}
+    return dialogue | {
+        "id": rollout.id,
+        "completion": rollout.text,
+        "finish_reason": rollout.finish_reason,
+        "turns": rollout.turns,
+        "version_min": rollout.version_min,
+        "version_max": rollout.version_max,
+        "token_ids": rollout.token_ids,
+        "logprobs": rollout.logprobs,
+        "mask": [int(sampled) for sampled in rollout.mask],
+    }
 
 
 def lines_of(groups: Iterable[Group]) -> str:
@@ -59,6 +68,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
     mask = tuple(bool(sampled) for sampled in row["mask"])
     token_ids = tuple(row["token_ids"])
     before = mask.index(True) if True in mask else len(mask)
+    shared = {key: row[key] for key in ("group_id", "prompt_id", "prompt", "answer")}
     return Rollout(
         id=row["id"],
         group_id=row["group_id"],
@@ -72,6 +82,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         text=row["completion"],
         turns=row.get("turns", 1),
         dialogue=tuple(row.get("dialogue", ())),
+        others=tuple(_rollout(shared | other) for other in row.get("others", ())),
     )
 
 

@@ -6,12 +6,19 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 _PR_SET_PDEATHSIG = 1
+_TIE = """import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 _THREADS = ThreadPoolExecutor(32, "hocket")
 
 P = ParamSpec("P")
@@ -46,6 +53,11 @@ def end_with(parent: int, signum: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it went before the kernel was told
         sys.exit(f"the process that started this one (pid {parent}) is gone")
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """Returns the command line of a program that is killed when this process ends, whatever ends it (Linux)."""
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
 
 
 def flush(path: Path) -> None:

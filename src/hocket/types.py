@@ -104,8 +104,16 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCall:
+    """What an agent asked the model, token by token. There is no completion where the call was broken off."""
+
+    prompt_token_ids: tuple[int, ...]
+    completion: Completion | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One episode as ONE flat sequence, prompt first.
+    """One episode as ONE flat sequence, prompt first; where an agent did not go on from what was said, as several.
 
     Attributes:
         token_ids: every token of the episode.
@@ -117,6 +125,8 @@ class Rollout:
         turns: how many times the policy was asked.
         reward: sum of what the environment gave; None where it plays no part in the reward.
         dialogue: what policy and environment said after the prompt, for people; () for a single turn.
+        others: further sequences of the same episode, without a reward or others of their own: this one's score is
+            theirs, too.
     """
 
     id: str
@@ -132,14 +142,20 @@ class Rollout:
     turns: int = 1
     reward: float | None = None
     dialogue: tuple[Message, ...] = ()
+    others: "tuple[Rollout, ...]" = ()
 
     def __post_init__(self) -> None:
         _same_length(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)
 
     @property
+    def sequences(self) -> "tuple[Rollout, ...]":
+        """Every sequence of the episode, each alone."""
+        return (*self.others, dataclasses.replace(self, others=())) if self.others else (self,)
+
+    @property
     def num_sampled(self) -> int:
-        """Tokens the policy sampled: the completion's length."""
-        return sum(self.mask)
+        """Tokens the policy sampled in the whole episode: the completion's length."""
+        return sum(sum(sequence.mask) for sequence in self.sequences)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -325,3 +325,37 @@ def test_advantages_do_not_depend_on_the_order_of_groups() -> None:
     config = settings("preset=reinforce_pp_baseline")
     one, other = (train_samples(order, [], config, 0.0)[0] for order in (groups, groups[::-1]))
     assert last_advantages(one) == pytest.approx(last_advantages(other)[3:] + last_advantages(other)[:3])
+
+
+def test_an_episode_of_several_sequences_counts_once_and_all_of_them_are_trained() -> None:
+    # Rewards 1, 0, 0: mean 1/3, unbiased deviation sqrt(((2/3)² + 2 · (1/3)²) / 2) = 0.57735; 2/3 / 0.57735 = 1.154701.
+    # Were each sequence an episode of its own, the mean would be 3/5.
+    other, third = make_rollout(-0.1, -0.2, name="x"), make_rollout(-0.3, None, -0.4, name="y", finish_reason="length")
+    several = dataclasses.replace(make_rollout(-0.5, name="z"), others=(other, third))
+    groups = [of_rollouts(several, make_rollout(-0.5), make_rollout(-0.5), rewards=[1.0, 0.0, 0.0])]
+    assert informative(groups, Config())[0] == groups
+    samples, _ = train_samples(groups, [], Config(), 0.0)
+    assert [sample.id for sample in samples] == ["x", "y", "z", "a", "a"]
+    assert last_advantages(samples) == pytest.approx([1.154701] * 3 + [-0.577350] * 2, abs=1e-5)
+    assert samples[1].mask == (False, False, True, False, True)
+    assert samples[1].advantages == pytest.approx((0.0, 0.0, 1.154701, 0.0, 1.154701), abs=1e-5)
+    cut, _ = train_samples(groups, [], settings("mask_truncated=true"), 0.0)
+    assert [sample.id for sample in cut] == ["x", "z", "a", "a"]
+
+
+def test_a_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None:
+    config = settings("kl=k1", "kl_in=reward", "kl_coef=0.5", "scale=none")
+    several = dataclasses.replace(make_rollout(-0.5), others=(make_rollout(-0.5, name="x"),))
+    groups = [of_rollouts(several, make_rollout(-0.5, name="b"), rewards=[1.0, 1.0])]
+    # x = −0.5 − ref = 1 and 3 in the first episode, 1 in the second: rewards 1 − 0.5 · 4 = −1 and 0.5; mean −0.25
+    measured = [Measured(ref_logprobs=(0.0, 0.0, ref)) for ref in (-1.5, -3.5, -1.5)]
+    samples, shaping = train_samples(groups, measured, config, 0.5)
+    assert last_advantages(samples) == pytest.approx([-0.75, -0.75, 0.75])
+    assert shaping["rollout/kl"] == pytest.approx(5 / 3)
+    assert [sample.ref_logprobs[-1] for sample in samples] == [-1.5, -3.5, -1.5]
+
+
+def test_the_longest_turn_of_an_episode_may_be_in_any_of_its_sequences() -> None:
+    several = dataclasses.replace(make_rollout(-0.5), others=(make_rollout(*[-0.5] * 90, None, *[-0.5] * 30),))
+    config = config_module.load(None, ["algorithm.overlong_share=0.5", "rollout.max_tokens=100"])
+    assert overlong_penalty(several, config) == pytest.approx(0.8)  # (90 − 50) / 50

@@ -1,4 +1,4 @@
-"""Episodes of several turns on a real server: their log-probs, calls and answers, and two policies that learn."""
+"""Episodes of several turns on a real server: their log-probs, calls and answers, and three policies that learn."""
 
 import contextlib
 import json
@@ -62,14 +62,16 @@ def port(runs: Path) -> Iterator[int]:
         server.kill()
 
 
-async def groups_of(name: str, port: int, runs: Path) -> list[Group]:
+async def groups_of(
+    name: str, port: int, runs: Path, *overrides: str, num_prompts: int = 16, group_size: int = 8
+) -> list[Group]:
     """Plays one step of config/NAME.yaml, as the loop does."""
-    settings = config.load(ROOT / "config" / f"{name}.yaml", [f"server.port={port}", f"run.dir={runs}/{name}-played"])
+    overrides = (f"server.port={port}", f"run.dir={runs}/{name}-played", *overrides)
+    settings = config.load(ROOT / "config" / f"{name}.yaml", overrides)
     tokens = tokenizer.load(settings.model.path)
     episodes = episodes_of(settings, tokens)
     assert episodes is not None
-    tools = episodes.renderer.tools
-    prompts = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=tools).prompts
+    prompts = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=episodes.tools).prompts
     async with ServerPool(settings.server_urls) as servers:
         for member in servers.members:
             member.holds((await member.server.health()).session)
@@ -77,11 +79,11 @@ async def groups_of(name: str, port: int, runs: Path) -> list[Group]:
             groups = [
                 group
                 async for group in play(
-                    prompts[:16],
+                    prompts[:num_prompts],
                     server=servers,
                     scorer=scorer,
                     sampling=sampling_params(settings.rollout, seed=0, step=1),
-                    group_size=8,
+                    group_size=group_size,
                     label="s",
                     timeout_s=120,
                     episodes=episodes,
@@ -147,7 +149,48 @@ async def test_calls_are_parsed_by_the_server_and_answered_in_the_models_own_for
     assert largest_gap(called[:40]) < 1e-4
 
 
-@pytest.mark.parametrize(("name", "steps", "rise"), [("guess", 30, 0.08), ("calculator", 18, 0.1)])
+PROGRAM = """
+import json, sys
+import openai
+
+task = json.load(sys.stdin)
+client = openai.OpenAI()  # its URL, key and model come from the environment, as for every program
+chat = task["messages"]
+first = client.chat.completions.create(model="gpt-4o", messages=chat, temperature=0).choices[0].message.content
+chat += [{"role": "assistant", "content": first}, {"role": "user", "content": "higher"}]
+stream = client.chat.completions.create(model="gpt-4o", messages=chat, stream=True)
+second = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+chat[:] = [{"role": "user", "content": f"You said {second}"}]  # the rest is forgotten
+client.chat.completions.create(model="gpt-4o", messages=chat, max_tokens=2)
+print(f"{first} and {second}")
+print("reward:", len(second) / 10)
+"""
+
+
+async def test_any_program_with_an_openai_client_is_recorded_token_by_token(
+    port: int, runs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = f"{sys.executable} {tmp_path}/program.py"
+    overrides = [f"env={{name: agent, command: '{command}', concurrency: 2}}", "plugins=[]"]
+    groups = await groups_of("agent", port, runs, *overrides, num_prompts=2, group_size=2)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert [score.error for group in groups for score in group.scores] == [None] * 4
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    assert largest_gap(sequences) < 1e-4
+    tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))
+    for rollout in rollouts:
+        chat, last = rollout.sequences
+        first, second = (said["content"] for said in chat.dialogue if said["role"] == "assistant")
+        text = f"<|user|>Guess: 1 to 20<|end|><|assistant|>{first}<|end|><|user|>higher<|end|><|assistant|>{second}"
+        assert tokens.decode(chat.token_ids).removesuffix("<|end|>") == text
+        assert tokens.decode(last.token_ids).startswith(f"<|user|>You said {second}<|end|><|assistant|>")
+        assert (chat.turns, last.turns, last.num_sampled) == (2, 1, 2)
+        assert rollout.reward == len(second) / 10
+    assert len({rollout.others[0].token_ids for rollout in rollouts}) > 1  # temperature 0 was not granted
+
+
+@pytest.mark.parametrize(("name", "steps", "rise"), [("guess", 30, 0.08), ("calculator", 18, 0.1), ("agent", 14, 0.04)])
 def test_the_policy_learns(port: int, runs: Path, name: str, steps: int, rise: float) -> None:
     settings = [f"server.port={port}", f"run.dir={runs}/{name}", f"trainer.steps={steps}", "eval.num_prompts=0"]
     done = subprocess.run(

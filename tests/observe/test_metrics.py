@@ -86,6 +86,16 @@ def test_turns_are_counted_where_there_are_several_and_an_episode_without_any_ha
     assert staleness_metrics([group], version=5, bound=0)["staleness/max"] == 0
 
 
+def test_an_episode_of_several_sequences_is_one_with_all_their_tokens_and_turns() -> None:
+    others = (dataclasses.replace(rollout(5, "stop", 3), turns=2), rollout(1, "length", 4))
+    rollouts = (dataclasses.replace(rollout(2, "stop", 5), others=others), rollout(4, "stop", 5))
+    group = Group(id="g", rollouts=rollouts, scores=(Score(total=1.0),) * 2)
+    metrics = rollout_metrics([group]) | staleness_metrics([group], version=5, bound=2)
+    wanted = {"tokens": 12.0, "length_mean": 6.0, "length_stopped": 6.0, "turns_mean": 2.5, "sequences_mean": 2.0}
+    assert {name: metrics[f"rollout/{name}"] for name in wanted} == wanted
+    assert (metrics["staleness/max"], metrics["staleness/share_0"]) == (2, 0.5)
+
+
 def test_a_step_without_any_score_has_no_reward_metrics() -> None:
     group = Group(id="g", rollouts=(rollout(2, "length", 1),), scores=(Score(total=0.0, error="x"),))
     metrics = rollout_metrics([group])

@@ -20,6 +20,8 @@ from hocket.protocol import (
     Health,
     ReloadRequest,
     ReloadResponse,
+    SessionRecord,
+    SessionRequest,
 )
 from hocket.server import vllm_api
 from hocket.server.app import assemble
@@ -39,6 +41,7 @@ class FakeEngine:
         self.break_after: int | None = None
         self.running = 0
         self.joined: GroupRequest | None = None
+        self.aborted: list[str] = []
 
     def failure(self) -> ErrorBody | None:
         return self.reason
@@ -48,6 +51,12 @@ class FakeEngine:
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         return self.reader.read(body)
+
+    def check(self, request: SessionRequest) -> None:
+        self.reader.check_sampling(request.sampling)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
         self.running = len(jobs)
@@ -170,6 +179,20 @@ async def test_a_request_to_join_a_weight_group_reaches_the_engine_or_is_refused
     assert engine.joined == GroupRequest.model_validate(good)
     for wrong in ({**good, "port": 0}, {**good, "backend": "mpi"}, {**good, "timeout_s": 0.0}, {"session": "g"}):
         assert (await http.post("/init_weight_group", json=wrong)).status_code == 422, wrong
+
+
+async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    good = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
+    session_id = (await http.post("/sessions", json=good)).json()["id"]
+    assert (await http.get(f"/sessions/{session_id}")).json() == SessionRecord(calls=[]).model_dump()
+    assert (await http.delete(f"/sessions/{session_id}")).json() == {"calls": []}
+    for method in ("GET", "DELETE"):
+        gone = await http.request(method, f"/sessions/{session_id}")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "no_session")
+    for wrong in ({**good, "max_calls": 0}, {**good, "sampling": {"temperature": 0.001}}, {**good, "n": 2}):
+        assert (await http.post("/sessions", json=wrong)).status_code == 422, wrong
+    engine.reason = ErrorBody(code="engine_dead", message="gone", hint="restart")
+    assert (await http.post("/sessions", json=good)).json()["error"]["code"] == "engine_dead"
 
 
 async def test_docs_describe_the_bodies_that_routes_read_themselves(http: httpx.AsyncClient) -> None:

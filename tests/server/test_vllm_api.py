@@ -1,6 +1,7 @@
 """The contract with vLLM: every name that server/vllm_api.py uses, and the token in front of every route."""
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -16,10 +17,12 @@ from safetensors.torch import load_file
 
 from hocket import tokenizer
 from hocket.config import load
-from hocket.protocol import AdapterConfig, Sampling, ToolParsing
+from hocket.protocol import AdapterConfig, Sampling, SessionRequest, ToolParsing
 from hocket.server import main, vllm_api
 from hocket.server.app import assemble
+from hocket.server.errors import ApiError
 from hocket.server.requests import Job
+from hocket.server.sessions import Call, Session
 from hocket.server.worker import WorkerExtension
 from hocket.types import InFlight
 
@@ -50,10 +53,12 @@ NAMES = {
     "vllm.model_executor.model_loader.reload.layerwise": ["finalize_layerwise_reload", "get_layerwise_info"],
     "vllm.platforms": ["current_platform.is_cpu"],
     "vllm.sampling_params": ["RequestOutputKind.FINAL_ONLY", "SamplingParams"],
+    "vllm.outputs": ["CompletionOutput", "RequestOutput"],
     "vllm.tool_parsers": ["ToolParserManager.get_tool_parser", "ToolParserManager.list_registered"],
     "vllm.tool_parsers.abstract_tool_parser": ["ToolParser.adjust_request", "ToolParser.extract_tool_calls"],
     "vllm.utils.argparse_utils": ["FlexibleArgumentParser"],
     "vllm.v1.engine.async_llm": [
+        "AsyncLLM.abort",
         "AsyncLLM.from_vllm_config",
         "AsyncLLM.collective_rpc",
         "AsyncLLM.errored",
@@ -133,6 +138,71 @@ def test_calls_take_the_arguments_we_give() -> None:
     assert {"prompt", "sampling_params", "request_id"} <= inspect.signature(AsyncLLM.generate).parameters.keys()
     assert "lora_request" in inspect.signature(AsyncLLM.generate).parameters
     assert "new_version" in inspect.signature(AsyncLLM.update_weight_version).parameters
+
+
+def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does() -> None:
+    from vllm.outputs import CompletionOutput
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    wanted = SamplingParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1, seed=1, stop="x", logprobs=3, max_tokens=99)
+    wanted.output_kind = RequestOutputKind.DELTA
+    session = Sampling(temperature=0.7, max_tokens=6, seed=11, stop=["y"], stop_token_ids=[4])
+    params = vllm_api.call_params(wanted, Call(request_id="r", prompt_token_ids=[1], sampling=session))
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.7, 1.0, -1, 0.0, 11)
+    assert (params.max_tokens, params.logprobs, params.stop, params.stop_token_ids) == (6, 3, ["x", "y"], [4])
+    assert params.output_kind is RequestOutputKind.DELTA
+    vllm_api.refuse_constraints(wanted)  # none of these is one
+    fields = set(SamplingParams.__struct_fields__)
+    assert set(vllm_api.CONSTRAINTS) | set(vllm_api.KEPT) <= fields
+    assert {"token_ids", "logprobs", "text", "finish_reason", "weight_versions"} <= set(
+        CompletionOutput.__dataclass_fields__
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "value", "completion"),
+    [
+        ("stop", -1.0, ([7, 8, 9], [-0.5, -0.25, -1.0], "abc", "stop", [(3, 0, 2), (4, 2, 3)])),
+        ("abort", -1.0, None),  # weights came, and sync.in_flight=abort
+        (None, -1.0, None),  # the agent left
+        ("stop", float("nan"), "log-probs are not finite"),
+    ],
+)
+async def test_pieces_of_a_stream_are_recorded_as_one_call(last: str | None, value: float, completion: Any) -> None:
+    def piece(token_ids: list[int], logprobs: list[float], text: str, reason: str | None) -> Any:
+        entries = [{i: SimpleNamespace(logprob=x), 1: None} for i, x in zip(token_ids, logprobs, strict=True)]
+        spans = [SimpleNamespace(version="3", start=0, end=2), SimpleNamespace(version="4", start=2, end=3)]
+        done = SimpleNamespace(token_ids=token_ids, logprobs=entries, text=text, finish_reason=reason)
+        return SimpleNamespace(outputs=[SimpleNamespace(**vars(done), weight_versions=spans if reason else None)])
+
+    async def outputs() -> Any:
+        yield piece([7, 8], [-0.5, -0.25], "ab", None)
+        yield piece([9], [value], "c", last)
+
+    session = Session(SessionRequest(sampling=Sampling(), max_length=9, max_calls=1, idle_timeout_s=9))
+    call = session.begin("r", [1], 4)
+    told: list[Any] = []
+    with contextlib.suppress(ApiError) if isinstance(completion, str) else contextlib.nullcontext():
+        async for output in vllm_api.recorded(outputs(), session, call):
+            assert session.running == ["r"]
+            told.append(output)
+        assert not isinstance(completion, str), "it should have been refused"
+    assert session.running == []
+    assert len(told) == (1 if isinstance(completion, str) else 2)
+    done = call.recorded().completion
+    if not isinstance(completion, tuple):
+        assert done is None
+    else:
+        assert done is not None
+        assert (done.token_ids, done.logprobs, done.text, done.finish_reason, done.versions) == completion
+
+
+def test_the_parser_of_tool_calls_must_be_one_of_vllm_s(model: str) -> None:
+    settings = [f"model.path={model}", "server.kv_cache_mib=64"]
+    args = vllm_api.engine_arguments(load(None, [*settings, "server.tool_parser=hermes"]))
+    assert (args.enable_auto_tool_choice, args.tool_call_parser) == (True, "hermes")
+    with pytest.raises(ValueError, match=r"server.tool_parser=hermesse: vLLM has no such parser; it has .*hermes"):
+        vllm_api.engine_arguments(load(None, [*settings, "server.tool_parser=hermesse"]))
 
 
 def test_the_worker_has_no_method_of_our_extension_s_names() -> None:

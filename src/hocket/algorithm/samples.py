@@ -30,15 +30,17 @@ NO_SCORE = "no score"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Episode:
-    """One rollout with what its advantages are made of.
+class _Part:
+    """One sequence of an episode with what its advantages are made of.
 
     Attributes:
-        reward: shaped; nan without a score.
+        number: of its episode.
+        reward: of the whole episode, shaped; nan without a score.
         kl_n: what is taken from the reward of each sampled token, times its coefficient.
     """
 
     rollout: Rollout
+    number: int
     group: int
     reward: float
     trained: bool
@@ -75,7 +77,11 @@ def silence(group: Group, config: Config) -> str | None:
     relative = algorithm.baseline in ("mean", "leave_one_out") and algorithm.kl_in == "loss"
     if not scored:
         return NO_SCORE
-    if not any(_is_trained(r, reward, algorithm) for r, reward in zip(group.rollouts, rewards, strict=True)):
+    if not any(
+        _is_trained(sequence, reward, algorithm)
+        for rollout, reward in zip(group.rollouts, rewards, strict=True)
+        for sequence in rollout.sequences
+    ):
         return "no rollout to train: cut off, or nothing sampled"
     if relative and _alike(rewards):
         return "one score alone" if len(scored) == 1 else f"every reward is {scored[0]:g}"
@@ -107,21 +113,23 @@ def outcome(group: Group, config: Config, *, skipped: bool = False) -> Outcome:
 def train_samples(
     groups: Sequence[Group], measured: Sequence[Measured], config: Config, kl_coef: float
 ) -> tuple[list[TrainSample], dict[str, float]]:
-    """Returns one sample per rollout that is trained, and what its rewards and advantages were shaped by.
+    """Returns one sample per sequence that is trained, and what its rewards and advantages were shaped by.
 
-    Rollouts without a score are left out of baselines, deviations and samples.
+    Rollouts without a score are left out of baselines, deviations and samples. An episode of several sequences counts
+    once in its group, whatever their number.
 
     Args:
         groups: what `informative` kept.
-        measured: of each of their rollouts, in order, as far as `is_measured`; empty where the algorithm needs none.
+        measured: of each sequence of their rollouts, in order, as far as `is_measured`; empty where the algorithm needs
+            none.
         kl_coef: weight of a KL in the rewards.
     """
     algorithm = config.algorithm
-    episodes = _episodes(groups, measured, config)
-    learners = [episode for episode in episodes if episode.trained]
+    parts = _parts(groups, measured, config)
+    learners = [part for part in parts if part.trained]
     returns: list[Tensor] = []
     if algorithm.baseline in ("mean", "leave_one_out"):
-        advantages = _by_group(episodes, algorithm, kl_coef)
+        advantages = _by_group(parts, algorithm, kl_coef)
     else:
         advantages, returns = _by_token(learners, algorithm, kl_coef)
     if algorithm.advantage_clip is not None:
@@ -130,21 +138,22 @@ def train_samples(
         advantages = _of_top_entropy(learners, advantages, algorithm.top_entropy)
     samples = [
         TrainSample(
-            token_ids=episode.rollout.token_ids,
-            mask=episode.rollout.mask,
-            rollout_logprobs=episode.rollout.logprobs,
-            advantages=episode.whole(advantages[index]),
-            ref_logprobs=episode.measured.ref_logprobs,
-            values=episode.measured.values,
-            returns=episode.whole(returns[index]) if returns else (),
-            version_min=episode.rollout.version_min,
-            id=episode.rollout.id,
+            token_ids=part.rollout.token_ids,
+            mask=part.rollout.mask,
+            rollout_logprobs=part.rollout.logprobs,
+            advantages=part.whole(advantages[index]),
+            ref_logprobs=part.measured.ref_logprobs,
+            values=part.measured.values,
+            returns=part.whole(returns[index]) if returns else (),
+            version_min=part.rollout.version_min,
+            id=part.rollout.id,
         )
-        for index, episode in enumerate(learners)
+        for index, part in enumerate(learners)
     ]
     metrics = {}
     if algorithm.overlong_share:
-        metrics["rollout/overlong_penalty"] = statistics.fmean(overlong_penalty(e.rollout, config) for e in episodes)
+        penalties = [overlong_penalty(rollout, config) for group in groups for rollout in group.rollouts]
+        metrics["rollout/overlong_penalty"] = statistics.fmean(penalties)
     if algorithm.kl_in == "reward":
         metrics |= {"rollout/kl": float(torch.cat([e.kl_n for e in learners]).mean()), "rollout/kl_coef": kl_coef}
     return samples, metrics
@@ -167,7 +176,8 @@ def overlong_penalty(rollout: Rollout, config: Config) -> float:
     last = config.algorithm.overlong_share * longest
     if not last:
         return 0.0
-    turn = max((len(list(tokens)) for sampled, tokens in groupby(rollout.mask) if sampled), default=0)
+    masks = [sequence.mask for sequence in rollout.sequences]
+    turn = max((len(list(tokens)) for mask in masks for sampled, tokens in groupby(mask) if sampled), default=0)
     return min(max(turn - (longest - last), 0.0) / last, 1.0)
 
 
@@ -199,22 +209,30 @@ def _scored(group: Group, config: Config) -> Group:
     return dataclasses.replace(group, rollouts=tuple(rollouts), scores=tuple(scores))
 
 
-def _episodes(groups: Sequence[Group], measured: Sequence[Measured], config: Config) -> list[_Episode]:
+def _parts(groups: Sequence[Group], measured: Sequence[Measured], config: Config) -> list[_Part]:
     rollouts = [
         (index, rollout, shaped_reward(rollout, score, config))
         for index, group in enumerate(groups)
         for rollout, score in zip(group.rollouts, group.scores, strict=True)
     ]
+    sequences = [
+        (sequence, number, index, reward)
+        for number, (index, rollout, reward) in enumerate(rollouts)
+        for sequence in rollout.sequences
+    ]
     return [
-        _Episode(
-            rollout=rollout,
+        _Part(
+            rollout=sequence,
+            number=number,
             group=index,
             reward=reward,
-            trained=_is_trained(rollout, reward, config.algorithm),
+            trained=_is_trained(sequence, reward, config.algorithm),
             measured=known,
-            kl_n=_kl_in_reward(rollout, known, config.algorithm),
+            kl_n=_kl_in_reward(sequence, known, config.algorithm),
         )
-        for (index, rollout, reward), known in zip(rollouts, measured or [Measured()] * len(rollouts), strict=True)
+        for (sequence, number, index, reward), known in zip(
+            sequences, measured or [Measured()] * len(sequences), strict=True
+        )
     ]
 
 
@@ -229,27 +247,30 @@ def _kl_in_reward(rollout: Rollout, measured: Measured, algorithm: AlgorithmConf
     return kl_penalty(masked_log_ratio(sampled_t, reference_t, mask_t)[mask_t], algorithm.kl)
 
 
-def _by_group(episodes: Sequence[_Episode], algorithm: AlgorithmConfig, kl_coef: float) -> list[Tensor]:
-    """Returns one advantage per trained rollout, the same for each of its tokens; baselines count the others, too."""
-    rewards = [episode.reward - kl_coef * float(episode.kl_n.sum()) for episode in episodes]
-    groups = [episode.group for episode in episodes]
-    advantages = group_advantages(rewards, groups, baseline=algorithm.baseline, scale=algorithm.scale).tolist()
-    return [torch.full_like(e.kl_n, a) for e, a in zip(episodes, advantages, strict=True) if e.trained]
+def _by_group(parts: Sequence[_Part], algorithm: AlgorithmConfig, kl_coef: float) -> list[Tensor]:
+    """Returns one advantage per trained sequence, the same for each of its tokens; baselines count the others, too."""
+    rewards = {part.number: part.reward for part in parts}
+    for part in parts:
+        rewards[part.number] -= kl_coef * float(part.kl_n.sum())
+    groups = {part.number: part.group for part in parts}
+    advantages_n = group_advantages(
+        list(rewards.values()), list(groups.values()), baseline=algorithm.baseline, scale=algorithm.scale
+    )
+    advantages = dict(zip(rewards, advantages_n.tolist(), strict=True))
+    return [torch.full_like(part.kl_n, advantages[part.number]) for part in parts if part.trained]
 
 
-def _by_token(
-    episodes: Sequence[_Episode], algorithm: AlgorithmConfig, kl_coef: float
-) -> tuple[list[Tensor], list[Tensor]]:
+def _by_token(parts: Sequence[_Part], algorithm: AlgorithmConfig, kl_coef: float) -> tuple[list[Tensor], list[Tensor]]:
     """Returns an advantage for each token, and with a critic its target."""
     advantages, returns = [], []
-    for episode in episodes:
-        rewards_n = token_rewards(episode.reward, kl_coef * episode.kl_n)
+    for part in parts:
+        rewards_n = token_rewards(part.reward, kl_coef * part.kl_n)
         if algorithm.baseline == "none":
             advantages.append(discounted_returns(rewards_n, discount=algorithm.discount))
             continue
-        if not episode.measured.values:
+        if not part.measured.values:
             raise ValueError("algorithm.baseline=critic needs the critic's values")
-        values_n = episode.sampled(episode.measured.values)
+        values_n = part.sampled(part.measured.values)
         a_n, returns_n = gae(rewards_n, values_n, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda)
         advantages.append(a_n)
         returns.append(returns_n)
@@ -259,9 +280,9 @@ def _by_token(
     return advantages, returns
 
 
-def _of_top_entropy(episodes: Sequence[_Episode], advantages: Sequence[Tensor], share: float) -> list[Tensor]:
+def _of_top_entropy(parts: Sequence[_Part], advantages: Sequence[Tensor], share: float) -> list[Tensor]:
     """Returns the advantages, but 0 for tokens whose entropy is not among the highest `share` (arXiv 2506.01939)."""
-    entropies = [episode.sampled(episode.measured.entropies) for episode in episodes]
+    entropies = [part.sampled(part.measured.entropies) for part in parts]
     every_n = torch.cat(entropies)
     threshold = every_n.topk(math.ceil(share * len(every_n))).values[-1]
     return [a_n.where(h_n >= threshold, 0.0) for a_n, h_n in zip(advantages, entropies, strict=True)]

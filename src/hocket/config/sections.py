@@ -161,12 +161,19 @@ class EnvConfig(Section):
 
     name: str = Field(
         "single_turn",
-        description="Environment that answers the model's turns: single_turn, guess, tools, or one of your own; every "
-        "other key is an option of it.",
+        description="Environment that answers the model's turns: single_turn, guess, tools, agent (your own code "
+        "asks the model), or one of your own; every other key is an option of it.",
     )
-    max_turns: int = Field(16, ge=1, description="An episode that is not done after so many turns is cut off.")
+    max_turns: int = Field(
+        16,
+        ge=1,
+        description="An episode that is not done after so many turns is cut off; an agent is refused more calls.",
+    )
     timeout_s: float = Field(
-        60.0, gt=0, description="Deadline of the environment's own work in one episode; past it, the episode failed."
+        60.0,
+        gt=0,
+        description="Deadline of the environment's own work in one episode, or of an agent for all of it; past it, the "
+        "episode failed.",
     )
 
 
@@ -318,6 +325,11 @@ class ServerConfig(Section):
     max_concurrent: int = Field(256, ge=1, description="Sequences the engine decodes at the same time.")
     max_lora_rank: int = Field(
         0, ge=0, le=MAX_LORA_RANK, description="Highest rank of adapters to serve, if it is above model.lora.rank."
+    )
+    tool_parser: str | None = Field(
+        None,
+        description="How the model writes tool calls, in vLLM's words (hermes, llama3_json, ...), for clients of /v1 "
+        "that send tools; the environment tools names its own.",
     )
     max_prompts: int = Field(1024, ge=1, description="Most prompts in one request.")
     max_n: int = Field(128, ge=1, description="Most completions per prompt.")

@@ -1,7 +1,22 @@
 """Environments: what answers the model between its turns and says when an episode is over, found by name."""
 
-from hocket.envs import guess, single_turn, tools  # registers the environments that ship with hocket
+from hocket.envs import agents, guess, single_turn, tools  # registers the environments that ship with hocket
+from hocket.envs.agents import Agent, Task, agent
 from hocket.envs.base import Action, Environment, Observation, Step, environment
 from hocket.envs.tools import tool
 
-__all__ = ["Action", "Environment", "Observation", "Step", "environment", "guess", "single_turn", "tool", "tools"]
+__all__ = [
+    "Action",
+    "Agent",
+    "Environment",
+    "Observation",
+    "Step",
+    "Task",
+    "agent",
+    "agents",
+    "environment",
+    "guess",
+    "single_turn",
+    "tool",
+    "tools",
+]

@@ -20,9 +20,13 @@ all other episodes: what takes long is awaited (`asyncio.to_thread` for plain fu
 rendering, servers and losses.
 """
 
+import asyncio
+import contextlib
 import dataclasses
+import inspect
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hocket.config import EnvConfig
@@ -136,3 +140,26 @@ def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
         ConfigError: there is no such environment, or its options are wrong.
     """
     return ENVIRONMENTS.bind(name, options, section="env", keys=EnvConfig.model_fields)
+
+
+def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
+    """Calls an async function here, a plain one in a thread of its own, which can't hold up others when it hangs."""
+    if inspect.iscoroutinefunction(function):
+        return function(**arguments)  # type: ignore[no-any-return]  # a coroutine
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():  # the caller may have given up
+            set_outcome(outcome)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(**arguments))
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            outcome = (future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the tool
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, name=function.__name__, daemon=True).start()
+    return future

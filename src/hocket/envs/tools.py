@@ -16,16 +16,14 @@ plain ones run in a thread each. Whatever goes wrong in a call is told to the mo
 
 import ast
 import asyncio
-import contextlib
 import functools
 import inspect
 import json
 import operator
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hocket.envs.base import Action, Environment, Step, environment
+from hocket.envs.base import Action, Environment, Step, environment, invoke
 from hocket.errors import ConfigError
 from hocket.registry import Registry
 from hocket.types import Message, Toolbox, ToolCall
@@ -83,7 +81,7 @@ class Tools(Environment):
                 return "error: the arguments must be a JSON object"
             inspect.signature(function).bind(**arguments)
             async with asyncio.timeout(self._timeout_s):
-                result = await _run(function, arguments)
+                result = await invoke(function, arguments)
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except TimeoutError:
             return f"error: no result within {self._timeout_s:g} s"
@@ -139,26 +137,3 @@ def _schema(function: Callable[..., Any]) -> Mapping[str, Any]:
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ConfigError(f"tool {function.__name__!r} can't be shown to a model: {error}") from error
     return schema
-
-
-def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
-    """Calls an async function here, a plain one in a thread of its own, which can't hold up others when it hangs."""
-    if inspect.iscoroutinefunction(function):
-        return function(**arguments)  # type: ignore[no-any-return]  # a coroutine
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not future.done():  # the caller may have given up
-            set_outcome(outcome)
-
-    def call() -> None:
-        try:
-            outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(**arguments))
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            outcome = (future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended before the tool
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=call, name=f"tool {function.__name__}", daemon=True).start()
-    return future

@@ -59,6 +59,11 @@ METRICS = (
     Metric(name="rollout/tokens_per_s", meaning="sampled tokens per second of time/batch"),
     Metric(name="rollout/turns_mean", meaning="mean number of turns of the model, where an episode has several"),
     Metric(
+        name="rollout/sequences_mean",
+        meaning="mean number of sequences that an agent's episode is trained as: one more for every call that does not "
+        "go on from what was said before",
+    ),
+    Metric(
         name="staleness/mean",
         meaning="staleness of a rollout is the newest published version minus the oldest that sampled a token of it",
     ),
@@ -248,8 +253,11 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "rollout/tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
     }
-    if any(rollout.turns > 1 for rollout in rollouts):
-        metrics["rollout/turns_mean"] = statistics.fmean(rollout.turns for rollout in rollouts)
+    turns = [sum(sequence.turns for sequence in rollout.sequences) for rollout in rollouts]
+    if max(turns) > 1:
+        metrics["rollout/turns_mean"] = statistics.fmean(turns)
+    if any(rollout.others for rollout in rollouts):
+        metrics["rollout/sequences_mean"] = statistics.fmean(len(rollout.sequences) for rollout in rollouts)
     if stopped:
         metrics["rollout/length_stopped"] = statistics.fmean(stopped)
     if scores:
@@ -268,7 +276,8 @@ def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> d
         version: the newest published weight version.
         bound: pipeline.max_staleness.
     """
-    ages = [version - rollout.version_min for group in groups for rollout in group.rollouts if rollout.turns]
+    rollouts = [[s for s in rollout.sequences if s.turns] for group in groups for rollout in group.rollouts]
+    ages = [version - min(s.version_min for s in sequences) for sequences in rollouts if sequences]
     if not ages:
         return {}
     shares = {f"staleness/share_{age}": count / len(ages) for age, count in sorted(Counter(ages).items())}

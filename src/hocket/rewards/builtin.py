@@ -46,7 +46,9 @@ def think_format(completion: str) -> float:
 def env(rollout: Rollout) -> float:
     """What the environment gave: the sum over the episode's turns, and its last word where a limit ended it."""
     if rollout.reward is None:
-        raise ValueError("a single turn has no reward of its own; set env.name, or name another reward")
+        raise ValueError(
+            "the episode was given no reward: set env.name, have an agent return a number, or name another reward"
+        )
     return rollout.reward
 
 

@@ -7,7 +7,6 @@ soon as its last score is there. Knows nothing of losses, trainers or files.
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
@@ -16,7 +15,8 @@ from hocket.config import RolloutConfig
 from hocket.errors import RewardError
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import Transcript
-from hocket.rollout.episodes import Episodes, Played
+from hocket.rollout.played import Played, Player
+from hocket.seeds import seed_of
 from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
 
 
@@ -29,13 +29,12 @@ class Scorer(Protocol):
 
 def sampling_params(config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None) -> SamplingParams:
     """Returns the sampling parameters of one step; (seed, step) alone decide the engine's random numbers."""
-    digest = hashlib.sha256(f"{seed}:{step}".encode()).digest()
     return SamplingParams(
         temperature=config.temperature if temperature is None else temperature,
         max_tokens=config.max_tokens,
         stop=config.stop,
         stop_token_ids=config.stop_token_ids,
-        seed=int.from_bytes(digest[:6], "big"),
+        seed=seed_of(seed, step),
     )
 
 
@@ -57,7 +56,7 @@ async def play(
     timeout_s: float,
     first: int = 0,
     on_generated: Callable[[], None] = lambda: None,
-    episodes: Episodes | None = None,
+    episodes: Player | None = None,
 ) -> AsyncIterator[Group]:
     """Yields one Group per prompt, each as soon as it is complete.
 

@@ -7,7 +7,6 @@ which follow. Nothing is ever encoded again. Knows nothing of other episodes, gr
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from hocket.data import Renderer
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
+from hocket.seeds import seed_of
 from hocket.types import Completion, FinishReason, Message, Prompt, Rollout, SamplingParams
 
 
@@ -187,8 +187,7 @@ class Episode:
         return dataclasses.replace(self._sampling, max_tokens=min(wanted, room), stop=tuple(stop))
 
     def _seed(self, turn: int) -> int:
-        digest = hashlib.sha256(f"{self._sampling.seed}:{self._number}:{turn}".encode()).digest()
-        return int.from_bytes(digest[:6], "big")
+        return seed_of(self._sampling.seed, self._number, turn)
 
     def _before(self, observation: Observation) -> list[int]:
         """Returns what the environment says before the first turn; messages make the prompt another one."""

@@ -4,30 +4,23 @@ Knows nothing of rewards: it gives each rollout as soon as its episode is over, 
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.data import Renderer
-from hocket.envs import Environment
+from hocket.envs import Agent, Environment
 from hocket.envs.base import bind
 from hocket.errors import ServerError
+from hocket.rollout.agents import Agents
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
-from hocket.types import Prompt, Rollout, SamplingParams, Toolbox
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """An episode that is over: number `sample` of prompt `prompt`. `error` says what it failed of."""
-
-    prompt: int
-    sample: int
-    rollout: Rollout
-    error: str | None
+from hocket.rollout.played import Played, Player, as_they_end
+from hocket.types import Prompt, SamplingParams, Toolbox
 
 
 class Budget:
@@ -91,6 +84,11 @@ class Episodes:
     max_in_flight_tokens: int | None = None
     budget: Budget = dataclasses.field(default_factory=Budget)
 
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The functions that prompts show to the model."""
+        return self.renderer.tools
+
     async def play(
         self,
         prompts: Sequence[Prompt],
@@ -111,7 +109,6 @@ class Episodes:
         """
         budget = self.budget
         budget.limit = lambda: self.max_in_flight_tokens or server.kv_tokens
-        ended: asyncio.Queue[asyncio.Task[Played]] = asyncio.Queue()
         async with Coalescer(server, timeout_s=timeout_s, tools=self.toolbox) as coalescer:
 
             async def one(i: int, j: int) -> Played:
@@ -146,19 +143,13 @@ class Episodes:
                 rollout = episode.transcript.rollout(group_id=f"{label}/{first + i}", index=j)
                 return Played(prompt=i, sample=j, rollout=rollout, error=error)
 
-            tasks = [asyncio.create_task(one(i, j)) for i in range(len(prompts)) for j in range(group_size)]
-            for task in tasks:
-                task.add_done_callback(ended.put_nowait)
-            try:
-                for _ in tasks:
-                    yield (await ended.get()).result()
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            episodes = as_they_end([one(i, j) for i in range(len(prompts)) for j in range(group_size)])
+            async with contextlib.aclosing(episodes) as ended:
+                async for played in ended:
+                    yield played
 
 
-def episodes_of(config: Config, tokenizer: Any) -> Episodes | None:
+def episodes_of(config: Config, tokenizer: Any) -> Player | None:
     """Returns how a run's episodes are played; None where the model answers once.
 
     Raises:
@@ -172,7 +163,10 @@ def episodes_of(config: Config, tokenizer: Any) -> Episodes | None:
         max_length=tokenizers.longest_sequence(config.model, config.trainer),
         timeout_s=config.env.timeout_s,
     )
-    toolbox = make().toolbox
+    made = make()
+    if isinstance(made, Agent):
+        return Agents(made, limits=limits, api_key=config.token or "none", decode=tokenizer.decode)
+    toolbox = made.toolbox
     return Episodes(
         make=make,
         renderer=Renderer(config.data, tokenizer, () if toolbox is None else toolbox.schemas),

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from hocket.config import Config, RewardsConfig, RewardSpec
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.collect import Scorer, in_order, play, refuse_failing, sampling_params
-from hocket.rollout.episodes import Episodes
 from hocket.rollout.pipeline import deadline_s
+from hocket.rollout.played import Player
 from hocket.types import Group, Prompt
 
 MAIN = ""
@@ -33,7 +33,7 @@ async def evaluate(
     scorer: Scorer,
     config: Config,
     label: str,
-    episodes: Episodes | None = None,
+    episodes: Player | None = None,
 ) -> tuple[dict[str, float], list[Group]]:
     """Returns the eval/* metrics and the groups, in the prompts' order.
 

@@ -16,7 +16,7 @@ from hocket.config import Config
 from hocket.data import Draw, PromptStream
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.collect import Scorer, in_order, play, sampling_params
-from hocket.rollout.episodes import Episodes
+from hocket.rollout.played import Player
 from hocket.types import Group
 
 MAX_WAVES = 8
@@ -62,7 +62,7 @@ class Pipeline:
         server: Generator,
         scorer: Scorer,
         informative: Callable[[Group], bool],
-        episodes: Episodes | None = None,
+        episodes: Player | None = None,
         progress: Callable[[int, str], None] = lambda step, what: None,
     ) -> None:
         self._config = config

@@ -25,6 +25,9 @@ from hocket.protocol import (
     Health,
     ReloadRequest,
     ReloadResponse,
+    SessionRecord,
+    SessionRequest,
+    SessionResponse,
     SleepRequest,
     SleepResponse,
     StreamEnd,
@@ -34,6 +37,7 @@ from hocket.protocol import (
 from hocket.server.errors import ApiError, from_validation
 from hocket.server.middleware import LimitBody, RefuseWebPages, RefuseWhenFailed, RequireToken
 from hocket.server.requests import Job
+from hocket.server.sessions import SessionDoor, Sessions
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -51,6 +55,8 @@ class Generator(Protocol):
     def failure(self) -> ErrorBody | None: ...
     def health(self) -> Health: ...
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]: ...
+    def check(self, request: SessionRequest) -> None: ...
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
     def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]: ...
     async def join_group(self, request: GroupRequest) -> GroupResponse: ...
     async def reload(self, request: ReloadRequest) -> ReloadResponse: ...
@@ -62,23 +68,24 @@ class Generator(Protocol):
 def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
     """Adds our routes to an app, in front of its own, and puts the middleware before all of them."""
     known = len(app.router.routes)
+    sessions = Sessions()
     app.include_router(_router(engine))
+    app.include_router(_session_router(engine, sessions))
     ours = app.router.routes[known:]
     app.router.routes[:] = ours + app.router.routes[:known]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
     _document_bodies(app)
-    door: ASGIApp = RefuseWhenFailed(app, engine.failure)
+    door: ASGIApp = SessionDoor(app, sessions, config.model.path)
+    door = RefuseWhenFailed(door, engine.failure)
     door = LimitBody(door, config.server.max_body_mib << 20)
     return RequireToken(door, config.token) if config.token is not None else RefuseWebPages(door, config.server.host)
 
 
 def _router(engine: Generator) -> APIRouter:
     router = APIRouter(tags=["hocket"])
-    refusals: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)
-    }
+    refusals = _refusals()
 
     @router.get("/health", responses=refusals)
     async def health() -> Health:
@@ -130,6 +137,37 @@ def _router(engine: Generator) -> APIRouter:
             raise HTTPException(CLIENT_CLOSED_REQUEST) from error
 
     return router
+
+
+def _session_router(engine: Generator, sessions: Sessions) -> APIRouter:
+    router = APIRouter(tags=["hocket"])
+    refusals = _refusals()
+
+    @router.post("/sessions", response_model=SessionResponse, responses=refusals, openapi_extra=_body("SessionRequest"))
+    async def open_session(request: Request) -> SessionResponse:
+        """Opens a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are recorded."""
+        message = _parse(SessionRequest, await request.body())
+        engine.check(message)
+        return SessionResponse(id=sessions.open(message).id, model=engine.model)
+
+    @router.get("/sessions/{session_id}", responses=refusals)
+    async def read_session(session_id: str) -> SessionRecord:
+        """Tells what has been sampled in a session."""
+        return SessionRecord(calls=[call.recorded() for call in sessions.get(session_id).calls])
+
+    @router.delete("/sessions/{session_id}", responses=refusals)
+    async def close_session(session_id: str) -> SessionRecord:
+        """Forgets a session, ends what still runs in it, and tells what had been sampled by then."""
+        session = sessions.close(session_id)
+        record = SessionRecord(calls=[call.recorded() for call in session.calls])
+        await engine.abort(session.running)
+        return record
+
+    return router
+
+
+def _refusals() -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)}
 
 
 def _parse(model: type[M], body: bytes) -> M:
@@ -208,7 +246,7 @@ def _document_bodies(app: FastAPI) -> None:
     _, described = models_json_schema(
         [
             (message, "validation")
-            for message in (GenerateRequest, ReloadRequest, GroupRequest, SleepRequest, WakeRequest)
+            for message in (GenerateRequest, SessionRequest, ReloadRequest, GroupRequest, SleepRequest, WakeRequest)
         ],
         ref_template="#/components/schemas/{model}",
     )

@@ -25,6 +25,7 @@ from hocket.protocol import (
     ReloadRequest,
     ReloadResponse,
     Sampling,
+    SessionRequest,
     SleepRequest,
     SleepResponse,
     Status,
@@ -142,9 +143,22 @@ class Engine:
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Validates and tokenizes the body of /generate. Raises ApiError with a status of 4xx."""
         request, jobs = await asyncio.get_running_loop().run_in_executor(self._reading, self._reader.read, body)
-        if request.session not in (None, self._session):
-            raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
+        self._check_session(request.session)
         return request, jobs
+
+    def check(self, request: SessionRequest) -> None:
+        """Raises ApiError where the engine could not sample in this way, or the caller counts on another one."""
+        self._check_session(request.session)
+        self._reader.check_sampling(request.sampling)
+
+    def _check_session(self, session: str | None) -> None:
+        if session not in (None, self._session):
+            raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests of vLLM's own routes."""
+        if request_ids:
+            await self.llm.abort(request_ids)
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
         """Yields each job with its CompletionMessage as a plain dict, in the order in which they finish.

@@ -101,15 +101,17 @@ class RequestReader:
             ) from error
 
     def _check_limits(self, request: GenerateRequest) -> None:
-        sampling = request.sampling
         for what, value, limit, key in (
             ("prompts", len(request.prompts), self._limits.max_prompts, "server.max_prompts"),
             ("n", request.n, self._limits.max_n, "server.max_n"),
-            ("sampling.stop", len(sampling.stop), self._limits.max_stop, "server.max_stop"),
-            ("sampling.stop_token_ids", len(sampling.stop_token_ids), self._limits.max_stop, "server.max_stop"),
         ):
-            if value > limit:
-                raise invalid(f"{what}: {_short(value)} is more than {limit}", f"send less, or raise {key}")
+            _check_most(what, value, limit, key)
+        self.check_sampling(request.sampling)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises ApiError where the engine could not sample in this way."""
+        for what, stop in (("sampling.stop", sampling.stop), ("sampling.stop_token_ids", sampling.stop_token_ids)):
+            _check_most(what, len(stop), self._limits.max_stop, "server.max_stop")
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise invalid(
                 f"sampling.temperature: {sampling.temperature} is below {MIN_TEMPERATURE}, the engine's lowest",
@@ -188,6 +190,11 @@ def _check_message(message: dict[str, Any], where: str) -> None:
         raise invalid(f"{where}.role: must be one of {', '.join(ROLES)}", "a message has role and content")
     if not isinstance(message.get("content"), str):
         raise invalid(f"{where}.content: must be text", "a message has role and content")
+
+
+def _check_most(what: str, value: int, limit: int, key: str) -> None:
+    if value > limit:
+        raise invalid(f"{what}: {_short(value)} is more than {limit}", f"send less, or raise {key}")
 
 
 def _short(value: int) -> str:

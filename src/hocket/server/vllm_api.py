@@ -3,15 +3,17 @@
 tests/server/test_vllm_api.py names each of them, so that a release that moves one fails there first.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +22,9 @@ from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.protocol import AdapterConfig, ToolParsing
 from hocket.server import versions
+from hocket.server.errors import ApiError
 from hocket.server.requests import FindCalls, Job
+from hocket.server.sessions import CURRENT, Call, Session
 from hocket.server.worker import allow_amx, die_with_server
 from hocket.types import InFlight
 
@@ -66,6 +70,7 @@ def engine_arguments(config: Config) -> Namespace:
     """
     from vllm.config.lora import MaxLoRARanks
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
@@ -95,6 +100,11 @@ def engine_arguments(config: Config) -> Namespace:
         settings["hf_overrides"] = {"head_dtype": "float32"}
     if lora_rank > 0:
         settings["max_lora_rank"] = min(allowed for allowed in get_args(MaxLoRARanks) if allowed >= lora_rank)
+    if server.tool_parser is not None:
+        if server.tool_parser not in ToolParserManager.list_registered():
+            known = ", ".join(ToolParserManager.list_registered())
+            raise ValueError(f"server.tool_parser={server.tool_parser}: vLLM has no such parser; it has {known}")
+        settings |= {"enable_auto_tool_choice": True, "tool_call_parser": server.tool_parser}
     kv_cache_mib = server.kv_cache_mib or (CPU_KV_CACHE_MIB if cpu else None)
     if kv_cache_mib is not None:
         settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
@@ -115,8 +125,8 @@ def engine_arguments(config: Config) -> Namespace:
 def start_engine(args: Namespace) -> Any:
     """Starts the engine's processes, waits until they have loaded the model and returns the AsyncLLM.
 
-    Every request, those of vLLM's own routes too, first calls its `refuse`, which may raise; and where the engine can
-    hold an adapter, it uses that: `drop_adapter` must follow.
+    Every request, those of vLLM's own routes too, first calls its `refuse`, which may raise; where the engine can hold
+    an adapter, it uses that: `drop_adapter` must follow; and what is sampled in a session is recorded there.
     To be called outside an event loop, where a signal can interrupt it.
     """
     import vllm.v1.engine.utils
@@ -127,11 +137,16 @@ def start_engine(args: Namespace) -> Any:
     class AdaptedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
         refuse: Callable[[], None] = staticmethod(lambda: None)
 
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
+        def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
             self.refuse()
             if max_lora_rank(self) > 0:
                 kwargs["lora_request"] = _adapter_request("in memory")
-            return super().generate(*args, **kwargs)
+            if (session := CURRENT.get()) is None:
+                return super().generate(prompt, sampling_params, request_id, **kwargs)
+            refuse_constraints(sampling_params)
+            call = session.begin(request_id, list(prompt["prompt_token_ids"]), sampling_params.max_tokens)
+            outputs = super().generate(prompt, call_params(sampling_params, call), request_id, **kwargs)
+            return recorded(outputs, session, call)
 
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     if is_cpu_build():
@@ -247,6 +262,80 @@ def sampling_params(job: Job) -> Any:
         detokenize=bool(sampling.stop),  # otherwise the text is decoded once, at the end
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+CONSTRAINTS = (
+    "allowed_token_ids",
+    "bad_words",
+    "logit_bias",
+    "logprob_token_ids",
+    "min_tokens",
+    "repetition_detection",
+    "structured_outputs",
+    "thinking_token_budget",
+)
+"""What makes the engine sample from something else than the policy, or end it at will."""
+KEPT = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "output_kind",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stream_interval",
+)
+"""What an agent's own wishes are granted in."""
+
+
+def refuse_constraints(params: Any) -> None:
+    """Raises ApiError where an agent asks for what no trainer could reproduce."""
+    wanted = [name for name in CONSTRAINTS if getattr(params, name)]
+    if wanted:
+        message = f"{', '.join(wanted)}: what is sampled under constraints is not the policy, and can't be trained"
+        hint = "leave them out; response_format, and a tool_choice other than auto and none, are constraints, too"
+        raise ApiError(400, "not_recorded", message, hint)
+
+
+def call_params(params: Any, call: Call) -> Any:
+    """Returns how a call is sampled: as its session wants, with a log-prob per token, and answered as its agent does.
+
+    Args:
+        params: vLLM's parameters, as they came from its own route.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    sampling = call.sampling
+    return SamplingParams(
+        **{name: getattr(params, name) for name in KEPT},
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop=[*(params.stop or ()), *sampling.stop],
+        stop_token_ids=[*(params.stop_token_ids or ()), *sampling.stop_token_ids],
+        seed=sampling.seed,
+        logprobs=max(params.logprobs or 0, 0),
+    )
+
+
+async def recorded(outputs: AsyncGenerator[Any, None], session: Session, call: Call) -> AsyncIterator[Any]:
+    """Yields the engine's outputs, and records them; what is left early is not recorded as having ended.
+
+    Raises:
+        ApiError: log-probs are not finite.
+    """
+    with session.serving(call):
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                (done,) = output.outputs
+                logprobs = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
+                if not math.isfinite(sum(logprobs)):
+                    raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
+                call.sampled(done.token_ids, logprobs, done.text)
+                if done.finish_reason in ("stop", "length"):
+                    call.finish_reason = done.finish_reason
+                    call.versions = [(int(span.version), span.start, span.end) for span in done.weight_versions or ()]
+                yield output
 
 
 async def complete(llm: Any, job: Job, request_id: str) -> Any:

@@ -1,0 +1,150 @@
+"""Agents: the user's own code plays the episode, and asks the model through an OpenAI-compatible URL.
+
+    from hocket.envs import Task, agent
+
+    @agent("twice")
+    async def twice(task: Task) -> float:
+        client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+        ...
+
+with `env: {name: agent, function: twice}`; or any program, with `env: {name: agent, command: "python my_agent.py"}`.
+Knows nothing of servers and tokens.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import numbers
+import os
+import re
+import shlex
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, TypeVar
+from urllib.parse import urlsplit
+
+from hocket.envs.base import Environment, environment, invoke
+from hocket.registry import Registry
+from hocket.system import tied
+from hocket.types import Message
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+AGENTS: Registry[Callable[..., Any]] = Registry("agent")
+TAIL_BYTES = 1 << 16
+"""Of what a program writes, so much of the end is read."""
+_REWARD = re.compile(r"reward:\s*(\S+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What an agent is given.
+
+    Attributes:
+        messages: the prompt as a chat; () where the source gave plain text.
+        text: what was asked: the last user message, or the plain text.
+        answer: the reference, None where there is none.
+        meta: the row's other columns.
+        seed: for the agent's own random numbers, the same in every run with these settings.
+        base_url, api_key, model: of the policy, for any OpenAI client.
+    """
+
+    messages: Sequence[Message]
+    text: str
+    answer: str | None
+    meta: Mapping[str, Any]
+    seed: int
+    base_url: str
+    api_key: str
+    model: str
+
+
+def agent(name: str) -> Callable[[F], F]:
+    """Decorator that registers a function as the agent `name`; async functions are awaited, plain ones get a thread."""
+
+    def add(function: F) -> F:
+        AGENTS.register(name)(function)
+        return function
+
+    return add
+
+
+@environment("agent")
+class Agent(Environment):
+    """The user's own code; it returns the reward as a number, or what the rewards score as text.
+
+    Without either, the rewards score what the model said last.
+
+    Options:
+        function: name of a registered function.
+        command: instead of it, a program with its arguments.
+        concurrency: how many run at the same time.
+    """
+
+    def __init__(self, function: str | None = None, command: str | None = None, concurrency: int = 64) -> None:
+        if (function is None) == (command is None):
+            raise ValueError("set either function or command")
+        if concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        self.concurrency = concurrency
+        self._function = AGENTS.get(function) if function is not None else None
+        self._command = shlex.split(command or "")
+        if command is not None and (not self._command or shutil.which(self._command[0]) is None):
+            raise ValueError(f"there is no program {command!r}; is it installed, and on the PATH?")
+
+    async def run(self, task: Task) -> float | str | None:
+        """Plays one episode. Raises whatever the agent raises; being cancelled ends a program."""
+        if self._function is None:
+            return await _run(self._command, task)
+        returned = await invoke(self._function, {"task": task})
+        if isinstance(returned, numbers.Real):
+            return float(returned)
+        if returned is not None and not isinstance(returned, str):
+            raise TypeError(f"an agent returns a number, text or None, not {type(returned).__name__}")
+        return returned
+
+
+async def _run(command: Sequence[str], task: Task) -> float | str | None:
+    """Runs a program: the task as JSON on its stdin, the model in its environment, the result as its last line."""
+    given = {key: getattr(task, key) for key in ("messages", "text", "answer", "meta", "seed")}
+    host = urlsplit(task.base_url).hostname or ""
+    environment = {
+        **os.environ,
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "OPENAI_MODEL": task.model,
+        # A proxy knows nothing of servers on this machine or network.
+        **{key: ",".join(filter(None, (os.environ.get(key), host))) for key in ("NO_PROXY", "no_proxy")},
+    }
+    # Files, not pipes: nothing that a program leaves running can keep us waiting for their end.
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        stdin.write(json.dumps(given, default=str).encode())
+        stdin.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *tied(command), stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+        )
+        try:
+            status = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nobody of the group is left
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if status != 0:
+            raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {_last_line(stderr)}")
+        return _result(_last_line(stdout))
+
+
+def _last_line(file: IO[bytes]) -> str:
+    """Returns the last line that says something."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+    lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def _result(line: str) -> float | str | None:
+    """Returns the number of "reward: 0.5"; any other line is an answer, which may be a number, too."""
+    match = _REWARD.fullmatch(line)
+    return float(match[1]) if match else line or None

@@ -1,0 +1,172 @@
+"""Episodes that the user's own code plays: it asks the model through an OpenAI-compatible URL, which records it.
+
+Each episode has a session of its own on one of the servers. One that fails ends alone, also where its server was lost.
+Knows nothing of rewards, of HTTP and of how agents are run.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, runtime_checkable
+
+from hocket.envs import Agent, Task
+from hocket.errors import ServerError
+from hocket.rollout.coalescer import Generator
+from hocket.rollout.episode import EpisodeError, Limits, Transcript
+from hocket.rollout.joining import join
+from hocket.rollout.played import Played, as_they_end
+from hocket.seeds import seed_of
+from hocket.types import AgentCall, Prompt, Rollout, SamplingParams
+
+GRACE_S = 60.0
+"""How long a server remembers a session after its agent's deadline: it is forgotten by us long before."""
+
+
+class Session(Protocol):
+    """A base URL whose calls are recorded: hocket.pool.Session is one."""
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    async def close(self) -> list[AgentCall]: ...
+
+
+@runtime_checkable
+class Sessions(Protocol):
+    """What agents need of a server: hocket.pool.ServerPool is one."""
+
+    def session(
+        self, sampling: SamplingParams, *, tokens: int, max_length: int, max_calls: int, idle_timeout_s: float
+    ) -> AbstractAsyncContextManager[Session]: ...
+
+
+class Agents:
+    """Plays the episodes of a run.
+
+    Args:
+        agent: the user's code.
+        limits: calls of an episode, tokens of each prompt with its completion, seconds until the agent must have ended.
+        api_key: what the servers want.
+        decode: writes tokens, for people.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(self, agent: Agent, *, limits: Limits, api_key: str, decode: Callable[[Sequence[int]], str]) -> None:
+        self._agent = agent
+        self._limits = limits
+        self._api_key = api_key
+        self._decode = decode
+        self._gate = asyncio.Semaphore(agent.concurrency)  # of all batches that are played at the same time
+
+    def play(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        server: Generator,
+        sampling: SamplingParams,
+        group_size: int,
+        label: str,
+        timeout_s: float,
+        first: int,
+    ) -> AsyncGenerator[Played, None]:
+        """Yields every episode as it ends; the arguments are those of `collect.play`.
+
+        One that is not over when its time is, has failed.
+
+        Raises:
+            ServerError: there is no server, or it refuses sessions.
+        """
+        assert isinstance(server, Sessions), "agents are played on servers with sessions"
+        end = time.monotonic() + timeout_s
+
+        async def one(i: int, j: int) -> Played:
+            number = (first + i) * group_size + j
+            rollout, error = _rollout(prompts[i], (), None), None
+            try:
+                async with asyncio.timeout(end - time.monotonic()):
+                    await self._gate.acquire()
+            except TimeoutError:
+                late = f"it could not begin within rollout.timeout_s={timeout_s:g}"
+                error = f"agent: {late}: raise that, or env.concurrency"
+            else:
+                try:
+                    left_s = end - time.monotonic()
+                    rollout, error = await self._episode(prompts[i], server, sampling, number, left_s)
+                finally:
+                    self._gate.release()
+            return Played(prompt=i, sample=j, rollout=_named(rollout, f"{label}/{first + i}", j), error=error)
+
+        return as_they_end([one(i, j) for i in range(len(prompts)) for j in range(group_size)])
+
+    async def _episode(
+        self, prompt: Prompt, server: Sessions, sampling: SamplingParams, number: int, left_s: float
+    ) -> tuple[Rollout, str | None]:
+        """Returns what was sampled, also where the agent failed, and what it failed of."""
+        calls: list[AgentCall] = []
+        returned: float | str | None = None
+        error = None
+        async with server.session(
+            dataclasses.replace(sampling, seed=seed_of(sampling.seed, number)),
+            tokens=len(prompt.token_ids) + sampling.max_tokens,
+            max_length=self._limits.max_length,
+            max_calls=self._limits.max_turns,
+            idle_timeout_s=self._limits.timeout_s + GRACE_S,
+        ) as session:
+            try:
+                returned = await self._run(prompt, session, seed_of(sampling.seed, number, 0), left_s)
+            except EpisodeError as failed:
+                error = f"agent: {failed}"
+            try:
+                calls = await session.close()
+            except ServerError as lost:
+                error = f"{error}; " if error else "agent: "
+                error += f"what the model said is lost: {lost}"
+        return _rollout(prompt, join(prompt, calls, self._decode), returned), error
+
+    async def _run(self, prompt: Prompt, session: Session, seed: int, left_s: float) -> float | str | None:
+        task = Task(
+            messages=prompt.messages or (),
+            text=prompt.text,
+            answer=prompt.answer,
+            meta=prompt.meta,
+            seed=seed,
+            base_url=session.base_url,
+            api_key=self._api_key,
+            model=session.model,
+        )
+        try:
+            async with asyncio.timeout(min(self._limits.timeout_s, left_s)) as deadline:
+                return await self._agent.run(task)
+        except asyncio.CancelledError as error:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise EpisodeError("it was cancelled") from error
+        # An agent is anybody's code: whatever it raises ends this episode alone.
+        except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                over = left_s < self._limits.timeout_s
+                which = "rollout.timeout_s" if over else f"env.timeout_s={self._limits.timeout_s:g}"
+                raise EpisodeError(f"it was not done when {which} had passed") from error
+            raise EpisodeError(f"it raised {type(error).__name__}: {error}") from error
+
+
+def _rollout(prompt: Prompt, sequences: Sequence[Transcript], returned: float | str | None) -> Rollout:
+    """Returns the sequence of the last call, with the others; without any call there is the prompt alone."""
+    *others, last = [transcript.rollout(group_id="", index=0) for transcript in sequences or [Transcript(prompt)]]
+    return dataclasses.replace(
+        last,
+        others=tuple(others),
+        text=returned if isinstance(returned, str) else last.text,
+        reward=returned if isinstance(returned, float) else None,
+    )
+
+
+def _named(rollout: Rollout, group_id: str, index: int) -> Rollout:
+    name = f"{group_id}/{index}"
+    others = (dataclasses.replace(one, id=f"{name}.{k}", group_id=group_id) for k, one in enumerate(rollout.others))
+    return dataclasses.replace(rollout, id=name, group_id=group_id, others=tuple(others))

@@ -1,0 +1,184 @@
+"""Agents as functions and as programs: what they are given, what they return, and how they end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hocket.envs import Agent, Task, agent
+from hocket.envs.base import bind
+from hocket.errors import ConfigError
+from hocket.system import tied
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+TASK = Task(
+    messages=({"role": "user", "content": "Sort: ba"},),
+    text="Sort: ba",
+    answer="ab",
+    meta={"level": 3},
+    seed=9,
+    base_url="http://10.0.0.7:8000/sessions/x/v1",
+    api_key="secret",
+    model="m",
+)
+
+
+@agent("number_of_tests")
+async def number(task: Task) -> float:
+    return task.meta["level"] == 3
+
+
+@agent("text_of_tests")
+def text(task: Task) -> str:
+    assert threading.current_thread() is not threading.main_thread()
+    return f"{task.answer} {task.seed}"
+
+
+@agent("nothing_of_tests")
+async def nothing(task: Task) -> None:
+    return None
+
+
+@agent("list_of_tests")
+def a_list(task: Task) -> Any:
+    return [1.0]
+
+
+async def test_a_function_returns_a_number_text_or_nothing() -> None:
+    assert await Agent(function="number_of_tests").run(TASK) == 1.0
+    assert type(await Agent(function="number_of_tests").run(TASK)) is float
+    assert await Agent(function="text_of_tests").run(TASK) == "ab 9"
+    assert await Agent(function="nothing_of_tests").run(TASK) is None
+    with pytest.raises(TypeError, match="a number, text or None, not list"):
+        await Agent(function="list_of_tests").run(TASK)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "set either function or command"),
+        ({"function": "text_of_tests", "command": "true"}, "set either function or command"),
+        ({"function": "text_of_test"}, "no agent 'text_of_test' .did you mean 'text_of_tests'"),
+        ({"command": "no-such-program --fast"}, "there is no program 'no-such-program --fast'"),
+        ({"command": " "}, "there is no program ' '"),
+        ({"function": "text_of_tests", "concurrency": 0}, "concurrency must be at least 1"),
+        ({"function": "text_of_tests", "comand": "x"}, "no option 'comand' .did you mean 'command'"),
+    ],
+)
+def test_options_that_can_not_be_are_refused_with_the_fix(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        bind("agent", options)
+
+
+def program(tmp_path: Path, code: str) -> Agent:
+    file = tmp_path / "my agent.py"
+    file.write_text(code)
+    return Agent(command=f"{sys.executable} -S '{file}' --fast")
+
+
+async def test_a_program_has_the_task_on_its_stdin_and_the_model_in_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    code = """
+import json, os, sys
+names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "NO_PROXY")
+print("thinking", file=sys.stderr)
+print("thinking")
+print(json.dumps([json.load(sys.stdin), [os.environ[name] for name in names], sys.argv[1:]]))
+print()
+"""
+    answer = await program(tmp_path, code).run(TASK)
+    assert isinstance(answer, str)
+    task, environment, arguments = json.loads(answer)
+    assert task == {
+        "messages": [{"role": "user", "content": "Sort: ba"}],
+        "text": "Sort: ba",
+        "answer": "ab",
+        "meta": {"level": 3},
+        "seed": 9,
+    }
+    assert environment == [TASK.base_url, "secret", "m", "example.org,10.0.0.7"]
+    assert arguments == ["--fast"]
+
+
+@pytest.mark.parametrize(
+    ("prints", "result"),
+    [
+        ("reward: 0.25", 0.25),
+        ("so be it\\nreward: -1e2", -100.0),
+        ("0.25", "0.25"),  # an answer, which rewards score
+        ("the reward: 1", "the reward: 1"),
+        ("", None),
+    ],
+)
+async def test_the_last_line_of_a_program_is_its_reward_or_its_answer(
+    tmp_path: Path, prints: str, result: float | str | None
+) -> None:
+    assert await program(tmp_path, f'print("{prints}")').run(TASK) == result
+
+
+async def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"my agent.py' --fast ended with status 1: KeyError: 'gone'"):
+        await program(tmp_path, "{}['gone']").run(TASK)
+
+
+async def test_a_program_that_is_given_up_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
+    code = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+open({str(tmp_path / "partial")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+os.rename({str(tmp_path / "partial")!r}, {str(tmp_path / "pids")!r})
+time.sleep(600)
+"""
+    running = asyncio.create_task(program(tmp_path, code).run(TASK))
+    pids = await written(tmp_path / "pids")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    gone(pids)
+
+
+async def test_what_a_program_leaves_running_does_not_outlive_it_nor_is_waited_for(tmp_path: Path) -> None:
+    code = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]).pid)
+"""
+    answer = await asyncio.wait_for(program(tmp_path, code).run(TASK), 20)
+    gone([int(str(answer))])
+
+
+async def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    inner = f"import os, time; open({str(tmp_path / 'pids')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    command = [sys.executable, "-c", inner]
+    outer = f"import subprocess; from hocket.system import tied; subprocess.run(tied({command!r}))"
+    parent = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    pids = await written(tmp_path / "pids")
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    gone(pids)
+    assert subprocess.run(tied(["true"]), check=False).returncode == 0
+
+
+async def written(file: Path) -> list[int]:
+    end = time.monotonic() + 20
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < end
+        await asyncio.sleep(0.02)
+    return [int(pid) for pid in file.read_text().split()]
+
+
+def gone(pids: list[int]) -> None:
+    end = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,321 @@
+"""Agents against fake sessions, whose calls are what the agents ask there; no HTTP."""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from hocket.envs import Task
+from hocket.errors import ServerError
+from hocket.rollout.agents import Agents
+from hocket.rollout.collect import play
+from hocket.rollout.episode import Limits
+from hocket.types import AgentCall, Completion, Group, Prompt, Rollout, SamplingParams, Score
+
+SAMPLING = SamplingParams(max_tokens=8, seed=77)
+
+
+class FakeSession:
+    """Answers every call with the tokens that its seed and its number decide."""
+
+    model = "the model"
+
+    def __init__(self, servers: "FakeServers", sampling: SamplingParams, number: int) -> None:
+        self.base_url = f"http://fake/{number}"
+        self.sampling = sampling
+        self.calls: list[AgentCall] = []
+        self.closed = 0
+        self._servers = servers
+
+    def ask(self, *asked: int) -> list[int]:
+        rng = random.Random(f"{self.sampling.seed}:{len(self.calls)}")
+        token_ids = tuple(rng.randrange(100, 999) for _ in range(3))
+        completion = Completion(
+            token_ids=token_ids,
+            logprobs=(-0.5, -0.25, -1.0),
+            finish_reason="stop",
+            versions=((2, 0, 3),),
+            text=f"said {len(self.calls)}",
+        )
+        self.calls.append(AgentCall(prompt_token_ids=asked, completion=completion))
+        return [*asked, *token_ids]
+
+    async def close(self) -> list[AgentCall]:
+        self.closed += 1
+        await asyncio.sleep(0)
+        if self._servers.lost:
+            raise ServerError("can't reach http://fake", code="unreachable")
+        return self.calls
+
+
+class FakeServers:
+    """Sessions by their URL."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, FakeSession] = {}
+        self.bounds: list[dict[str, Any]] = []
+        self.open = self.most_open = 0
+        self.lost = False
+
+    kv_tokens = 0
+
+    async def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **rest: Any) -> AsyncIterator[Any]:
+        raise AssertionError("agents ask for themselves")
+        yield
+
+    @contextlib.asynccontextmanager
+    async def session(self, sampling: SamplingParams, **bounds: Any) -> AsyncIterator[FakeSession]:
+        session = FakeSession(self, sampling, len(self.sessions))
+        self.sessions[session.base_url] = session
+        self.bounds.append(bounds)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            yield session
+        finally:
+            self.open -= 1
+
+
+@dataclasses.dataclass
+class FakeAgent:
+    """What the agents of a test do with their session."""
+
+    servers: FakeServers
+    plays: Callable[[Task, FakeSession], Awaitable[float | str | None]]
+    concurrency: int = 64
+
+    async def run(self, task: Task) -> float | str | None:
+        return await self.plays(task, self.servers.sessions[task.base_url])
+
+
+class ByText:
+    """0.5 for whatever was said; the environment's reward where there is one."""
+
+    async def score(self, rollout: Rollout) -> Score:
+        return Score(total=0.5 if rollout.reward is None else rollout.reward, parts={"of": len(rollout.text)})
+
+
+async def played(
+    plays: Callable[[Task, FakeSession], Awaitable[float | str | None]],
+    servers: FakeServers,
+    *,
+    num_prompts: int = 1,
+    group_size: int = 1,
+    timeout_s: float = 30.0,
+    first: int = 0,
+    limits: Limits | None = None,
+    concurrency: int = 64,
+) -> list[Group]:
+    agents = Agents(
+        FakeAgent(servers, plays, concurrency),  # type: ignore[arg-type]
+        limits=limits or Limits(max_turns=6, max_length=64, timeout_s=5.0),
+        api_key="key",
+        decode=lambda token_ids: " ".join(map(str, token_ids)),
+    )
+    prompts = [
+        Prompt(id=f"p{i}", token_ids=(i, i + 1), messages=({"role": "user", "content": str(i)},), answer=str(i))
+        for i in range(first, first + num_prompts)
+    ]
+    groups = [
+        group
+        async for group in play(
+            prompts,
+            server=servers,
+            scorer=ByText(),
+            sampling=SAMPLING,
+            group_size=group_size,
+            label="s",
+            timeout_s=timeout_s,
+            first=first,
+            episodes=agents,
+        )
+    ]
+    return sorted(groups, key=lambda group: int(group.id.split("/")[1]))
+
+
+async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None:
+    servers, given = FakeServers(), []
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        given.append(task)
+        so_far = session.ask(5, 6)
+        session.ask(*so_far, 7)
+        session.ask(5, 9)  # forgets all of it
+        return 0.75
+
+    (group,) = await played(plays, servers, first=3)
+    (task,) = given
+    assert (task.text, task.answer, task.messages[0]["content"]) == ("", "3", "3")
+    assert (task.base_url, task.api_key, task.model) == ("http://fake/0", "key", "the model")
+    assert servers.bounds == [{"tokens": 10, "max_length": 64, "max_calls": 6, "idle_timeout_s": 65.0}]
+    session = servers.sessions["http://fake/0"]
+    assert dataclasses.replace(session.sampling, seed=77) == SAMPLING
+    done = [call.completion.token_ids for call in session.calls if call.completion]
+    (rollout,), (score,) = group.rollouts, group.scores
+    assert (rollout.id, rollout.group_id, score.total, rollout.reward) == ("s/3/0", "s/3", 0.75, 0.75)
+    assert (rollout.token_ids, rollout.mask) == ((5, 9, *done[2]), (False, False, True, True, True))
+    assert (rollout.text, rollout.version_min, rollout.turns, rollout.num_sampled) == ("said 2", 2, 1, 9)
+    (other,) = rollout.others
+    assert (other.id, other.group_id, other.reward, other.turns) == ("s/3/0.0", "s/3", None, 2)
+    assert other.token_ids == (5, 6, *done[0], 7, *done[1])
+    assert other.mask == (False, False, True, True, True, False, True, True, True)
+    assert [said["content"] for said in other.dialogue] == ["said 0", "7", "said 1"]
+    assert [one.token_ids for one in rollout.sequences] == [other.token_ids, rollout.token_ids]
+
+
+@pytest.mark.parametrize(
+    ("returns", "text", "reward"), [(0.0, "said 0", 0.0), ("my answer", "my answer", None), (None, "said 0", None)]
+)
+async def test_a_number_is_the_reward_and_text_is_what_the_rewards_score(
+    returns: float | str | None, text: str, reward: float | None
+) -> None:
+    async def plays(task: Task, session: FakeSession) -> float | str | None:
+        session.ask(5)
+        return returns
+
+    (group,) = await played(plays, FakeServers())
+    assert (group.rollouts[0].text, group.rollouts[0].reward) == (text, reward)
+    assert group.scores[0].total == (0.5 if reward is None else reward)
+
+
+async def test_an_agent_that_asks_nothing_has_a_rollout_without_sampled_tokens() -> None:
+    async def plays(task: Task, session: FakeSession) -> float:
+        return 1.0
+
+    (group,) = await played(plays, FakeServers())
+    (rollout,) = group.rollouts
+    assert (rollout.token_ids, rollout.mask, rollout.turns) == ((0, 1), (False, False), 0)
+    assert group.scores[0].total == 1.0
+
+
+async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_all_accounted_for() -> None:
+    servers = FakeServers()
+
+    async def plays(task: Task, session: FakeSession) -> float | str | None:
+        rng = random.Random(task.seed)
+        session.ask(5)
+        await asyncio.sleep(rng.random() / 100)
+        trouble = rng.choice(["raise", "hang", "cancel", "timeout", None, None, None, None])
+        if trouble == "raise":
+            raise KeyError("a bug")
+        if trouble == "hang":
+            await asyncio.sleep(3600)
+        if trouble == "cancel":
+            raise asyncio.CancelledError
+        if trouble == "timeout":
+            raise TimeoutError("of its own")
+        return 1.0
+
+    limits = Limits(max_turns=6, max_length=64, timeout_s=0.5)
+    groups = await played(plays, servers, num_prompts=75, group_size=4, limits=limits)
+    ids = [rollout.id for group in groups for rollout in group.rollouts]
+    assert ids == [f"s/{i}/{j}" for i in range(75) for j in range(4)]
+    errors = Counter(score.error for group in groups for score in group.scores)
+    assert set(errors) == {
+        None,
+        "agent: it raised KeyError: 'a bug'",
+        "agent: it raised TimeoutError: of its own",
+        "agent: it was not done when env.timeout_s=0.5 had passed",
+        "agent: it was cancelled",
+    }
+    assert sum(errors.values()) == 300
+    for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
+        assert rollout.num_sampled == 3  # what was said before the trouble is there to be looked at
+        assert (score.error is None) == math.isfinite(score.total)
+    assert servers.open == 0
+    assert all(session.closed for session in servers.sessions.values())
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_lost_server_fails_its_episodes_and_says_so() -> None:
+    servers = FakeServers()
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        session.ask(5)
+        servers.lost = task.answer != "1"
+        if task.answer == "0":
+            raise ConnectionError("refused")
+        return 1.0
+
+    (lost,) = await played(plays, servers)
+    assert lost.scores[0].error == (
+        "agent: it raised ConnectionError: refused; what the model said is lost: can't reach http://fake"
+    )
+    (later,) = await played(plays, servers, first=2)
+    assert later.scores[0].error == "agent: what the model said is lost: can't reach http://fake"
+    (fine,) = await played(plays, servers, first=1)
+    assert fine.scores[0].total == 1.0
+
+
+async def test_the_same_settings_give_the_same_random_numbers_whatever_the_order() -> None:
+    def plays(delay_s: float) -> Callable[[Task, FakeSession], Awaitable[float]]:
+        async def agent(task: Task, session: FakeSession) -> float:
+            await asyncio.sleep(delay_s * random.random())  # others come first
+            session.ask(*session.ask(5))
+            return float(task.seed)
+
+        return agent
+
+    runs = [await played(plays(delay_s), FakeServers(), num_prompts=20, group_size=3) for delay_s in (0.0, 0.02)]
+    assert [group.rollouts for group in runs[0]] == [group.rollouts for group in runs[1]]
+    rollouts = [rollout for group in runs[0] for rollout in group.rollouts]
+    assert len({rollout.token_ids for rollout in rollouts}) == len({rollout.reward for rollout in rollouts}) == 60
+    (later,) = await played(plays(0.0), FakeServers(), first=7, group_size=3)  # in a batch of its own
+    assert later.rollouts == runs[0][7].rollouts
+
+
+async def test_no_more_agents_run_at_the_same_time_than_are_wanted() -> None:
+    servers = FakeServers()
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        await asyncio.sleep(0.001)
+        return 1.0
+
+    await played(plays, servers, num_prompts=40, concurrency=5)
+    assert (len(servers.sessions), servers.most_open) == (40, 5)
+
+
+async def test_what_is_not_over_when_the_batch_must_be_has_failed_and_names_the_setting() -> None:
+    servers = FakeServers()
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        session.ask(5)
+        await asyncio.sleep(0 if task.answer == "0" else 3600)
+        return 1.0
+
+    limits = Limits(max_turns=6, max_length=64, timeout_s=100.0)
+    groups = await played(plays, servers, num_prompts=9, concurrency=2, timeout_s=0.3, limits=limits)
+    assert Counter(group.scores[0].error for group in groups) == {
+        None: 1,
+        "agent: it was not done when rollout.timeout_s had passed": 2,
+        "agent: it could not begin within rollout.timeout_s=0.3: raise that, or env.concurrency": 6,
+    }
+    assert servers.open == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_leaving_early_ends_agents_and_sessions() -> None:
+    servers, ended = FakeServers(), 0
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        nonlocal ended
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended += 1
+        return 1.0
+
+    task = asyncio.create_task(played(plays, servers, num_prompts=10))
+    while servers.open < 10:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (servers.open, ended) == (0, 10)
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -1,0 +1,105 @@
+"""Calls are joined into sequences: by hand, then a thousand agents that go on, rewrite, branch and break off."""
+
+import random
+
+from hocket.rollout.joining import join
+from hocket.types import AgentCall, Completion, Prompt
+
+PROMPT = Prompt(id="p", token_ids=(1, 2), text="hi")
+
+
+def completion(*token_ids: int, version: int = 1) -> Completion:
+    return Completion(
+        token_ids=token_ids,
+        logprobs=tuple(-i / 1000 for i in token_ids),
+        finish_reason="stop",
+        versions=((version, 0, len(token_ids)),),
+        text=f"<{token_ids[0]}>",
+    )
+
+
+def call(asked: list[int], *sampled: int, version: int = 1) -> AgentCall:
+    return AgentCall(prompt_token_ids=tuple(asked), completion=completion(*sampled, version=version))
+
+
+def test_calls_that_go_on_are_one_sequence_and_what_came_between_is_not_trained() -> None:
+    (one,) = join(PROMPT, [call([5, 6], 10, 11), call([5, 6, 10, 11, 7], 12, version=3)], decode=str)
+    assert one.token_ids == [5, 6, 10, 11, 7, 12]
+    assert one.mask == [False, False, True, True, False, True]
+    assert one.logprobs == [0.0, 0.0, -0.010, -0.011, 0.0, -0.012]
+    rollout = one.rollout(group_id="g", index=0)
+    assert (rollout.turns, rollout.text, rollout.version_min, rollout.version_max) == (2, "<12>", 1, 3)
+    assert rollout.dialogue == (
+        {"role": "assistant", "content": "<10>"},
+        {"role": "environment", "content": "[7]"},
+        {"role": "assistant", "content": "<12>"},
+    )
+
+
+def test_a_rewritten_history_begins_a_sequence_and_an_earlier_one_may_go_on() -> None:
+    calls = [call([5], 10, 11), call([5, 10], 12), call([5, 10, 11, 6], 13)]  # the second has lost the 11
+    first, second = join(PROMPT, calls)
+    assert (first.token_ids, first.mask) == ([5, 10, 12], [False, False, True])
+    assert (second.token_ids, second.mask) == (
+        [5, 10, 11, 6, 13],
+        [False, True, True, False, True],
+    )  # its call came last
+
+
+def test_the_same_question_asked_twice_is_two_sequences_and_the_longest_one_goes_on() -> None:
+    one, two = join(PROMPT, [call([5], 10), call([5], 11), call([5, 11, 6], 12)])
+    assert (one.token_ids, two.token_ids) == ([5, 10], [5, 11, 6, 12])
+    calls = [call([5], 10), call([5, 10, 11], 12), call([5], 10), call([5, 10, 11, 12, 7], 13)]
+    assert [one.token_ids for one in join(PROMPT, calls)] == [[5, 10], [5, 10, 11, 12, 7, 13]]
+
+
+def test_a_call_that_was_broken_off_has_no_part_in_it() -> None:
+    broken = AgentCall(prompt_token_ids=(5,), completion=None)
+    assert join(PROMPT, [broken]) == []
+    (one,) = join(PROMPT, [broken, call([5], 10), broken])
+    assert one.token_ids == [5, 10]
+
+
+def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice() -> None:
+    seen = set()
+    for seed in range(1000):
+        rng = random.Random(seed)
+        fresh = iter(range(1000, 100_000))  # every sampled token is another one
+        told = lambda: [rng.randrange(4) for _ in range(rng.randint(0, 3))]  # noqa: B023, E731
+        histories = [[rng.randrange(4)]]
+        calls: list[AgentCall] = []
+        ends: list[list[int]] = []  # of sequences, with the tokens of the agent's own
+        for _ in range(rng.randint(1, 8)):
+            asked = list(rng.choice(histories)) + told()
+            if rng.random() < 0.2:
+                del asked[rng.randrange(len(asked))]  # the agent rewrites what was said
+                asked = asked or [0]
+            if rng.random() < 0.1:
+                calls.append(AgentCall(prompt_token_ids=tuple(asked), completion=None))
+                continue
+            sampled = [next(fresh) for _ in range(rng.randint(1, 4))]
+            calls.append(call(asked, *sampled))
+            histories.append(asked + sampled)
+            before = [end for end in ends if asked[: len(end)] == end]
+            if before:
+                ends.remove(max(before, key=len))
+            ends.append(asked + sampled)
+        sequences = join(PROMPT, calls)
+        assert [one.token_ids for one in sequences] == ends
+        trained = [i for one in sequences for i, own in zip(one.token_ids, one.mask, strict=True) if own]
+        completions = [done.completion for done in calls if done.completion is not None]
+        assert sorted(trained) == sorted(i for done in completions for i in done.token_ids)
+        for one in sequences:
+            assert len(one.token_ids) == len(one.mask) == len(one.logprobs)
+            expected = [-i / 1000 if own else 0.0 for i, own in zip(one.token_ids, one.mask, strict=True)]
+            assert one.logprobs == expected
+            assert not one.mask[0]
+            assert one.mask[-1]
+        assert sum(one.turns for one in sequences) == len(completions)
+        for done in calls:  # the model saw, before what it sampled, just what stands before it in a sequence
+            if done.completion is not None:
+                first = done.completion.token_ids[0]
+                (mine,) = [one for one in sequences if (first, True) in zip(one.token_ids, one.mask, strict=True)]
+                assert mine.token_ids[: mine.token_ids.index(first)] == list(done.prompt_token_ids)
+        seen.add(len(sequences))
+    assert seen >= {0, 1, 2, 3, 4}

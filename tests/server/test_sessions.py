@@ -1,0 +1,259 @@
+"""Sessions: the store and the door alone, then an unmodified `openai` client against a real engine."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI, Request
+
+from hocket.config import ServerConfig
+from hocket.protocol import Sampling, SessionRecord, SessionRequest
+from hocket.server import sessions as module
+from hocket.server import vllm_api
+from hocket.server.errors import ApiError
+from hocket.server.requests import RequestReader
+from hocket.server.sessions import CURRENT, SessionDoor, Sessions
+
+REQUEST = SessionRequest(sampling=Sampling(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
+
+
+def test_a_call_is_sampled_as_the_session_says_within_the_room_there_is() -> None:
+    session = Sessions().open(REQUEST)
+    calls = [session.begin("r", [1] * length, wanted) for length, wanted in ((4, 3), (15, 99), (5, None))]
+    assert [call.sampling.max_tokens for call in calls] == [3, 5, 8]  # the agent's own, 20 - 15, the session's
+    assert len({call.sampling.seed for call in calls}) == 3
+    again = Sessions().open(REQUEST)
+    assert [again.begin("r", [2], 9).sampling.seed for _ in calls] == [call.sampling.seed for call in calls]
+    with pytest.raises(ApiError, match="made its 3 calls") as refused:
+        session.begin("r", [1], 1)
+    assert refused.value.status == 400  # clients would send it again after any other
+    with pytest.raises(ApiError, match="20 prompt tokens leave no room in 20"):
+        Sessions().open(REQUEST).begin("r", [1] * 20, 1)
+
+
+def test_only_a_call_that_ended_well_has_a_completion() -> None:
+    session = Sessions().open(REQUEST)
+    good, broken = session.begin("a", [1], 4), session.begin("b", [2], 4)
+    with session.serving(good), session.serving(broken):
+        assert sorted(session.running) == ["a", "b"]
+        for call in (good, broken):
+            call.sampled([7], [-0.5], "x")
+            call.sampled([8, 9], [-0.25, -1.0], "yz")
+        good.finish_reason, good.versions = "stop", [(4, 0, 3)]
+    assert session.running == []
+    completion = good.recorded().completion
+    assert completion is not None
+    assert (completion.token_ids, completion.logprobs, completion.text) == ([7, 8, 9], [-0.5, -0.25, -1.0], "xyz")
+    assert (completion.finish_reason, completion.versions) == ("stop", [(4, 0, 3)])
+    assert broken.recorded().completion is None
+
+
+def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SESSIONS", 2)
+    store = Sessions()
+    brief = REQUEST.model_copy(update={"idle_timeout_s": 0.02})
+    first, busy = store.open(brief), store.open(brief)
+    with pytest.raises(ApiError, match="there are 2 sessions"):
+        store.open(REQUEST)
+    with busy.serving(busy.begin("r", [1], 1)):
+        time.sleep(0.03)
+        store.open(REQUEST)  # takes the place of the first
+        assert store.get(busy.id) is busy  # its call runs
+    with pytest.raises(ApiError, match="there is no session"):
+        store.get(first.id)
+    assert store.close(busy.id) is busy
+    with pytest.raises(ApiError, match="there is no session"):
+        store.close(busy.id)
+
+
+@pytest.fixture
+async def door() -> Any:
+    """An app in the place of vLLM's, which answers with what reached it."""
+    app, store = FastAPI(), Sessions()
+
+    @app.api_route("/v1/{route:path}", methods=["GET", "POST"])
+    async def echo(route: str, request: Request) -> dict[str, Any]:
+        session = CURRENT.get()
+        body = await request.json() if request.method == "POST" else None
+        return {"route": route, "body": body, "session": None if session is None else session.id}
+
+    transport = httpx.ASGITransport(SessionDoor(app, store, "the model"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client, store
+
+
+async def test_requests_reach_vllm_s_routes_with_their_session_and_its_model(door: Any) -> None:
+    client, store = door
+    session = store.open(REQUEST)
+    url = f"/sessions/{session.id}/v1"
+    answer = (await client.post(f"{url}/chat/completions", json={"model": "gpt", "messages": [], "n": 1})).json()
+    assert answer == {
+        "route": "chat/completions",
+        "body": {"model": "the model", "messages": [], "n": 1},
+        "session": session.id,
+    }
+    assert (await client.get(f"{url}/models")).json()["session"] == session.id
+    assert (await client.post("/v1/completions", json={"n": 2})).json() == {
+        "route": "completions",
+        "body": {"n": 2},
+        "session": None,
+    }
+    assert CURRENT.get() is None
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "says"),
+    [
+        ("chat/completions", {"n": 2}, 400, "n must be 1"),
+        ("completions", {"best_of": 3}, 400, "best_of must be 1"),
+        ("completions", {"use_beam_search": True}, 400, "beam search does not sample"),
+        ("responses", {}, 404, "has no POST /v1/responses"),
+        ("../generate", {}, 404, "not found"),
+    ],
+)
+async def test_what_can_not_be_recorded_is_refused(
+    door: Any, route: str, body: dict[str, Any], status: int, says: str
+) -> None:
+    client, store = door
+    response = await client.post(f"/sessions/{store.open(REQUEST).id}/v1/{route}", json=body)
+    assert response.status_code == status
+    assert says.lower() in response.text.lower()
+    gone = await client.post("/sessions/none/v1/completions", json={})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "no_session")
+
+
+def test_sessions_are_checked_like_requests(kit: Any) -> None:
+    reader = RequestReader(
+        kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig(), find_calls=vllm_api.find_calls
+    )
+    reader.check_sampling(Sampling(temperature=0.0, top_k=96))
+    for wrong in (Sampling(temperature=0.001), Sampling(top_k=97), Sampling(stop=["x"] * 17)):
+        with pytest.raises(ApiError):
+            reader.check_sampling(wrong)
+
+
+@pytest.fixture
+def opened(server: Any) -> Iterator[tuple[str, openai.OpenAI]]:
+    """A session of a real server, and a client of it."""
+    request = {
+        "sampling": {"max_tokens": 24, "seed": 7, "temperature": 0.8},
+        "max_length": 200,
+        "max_calls": 6,
+        "idle_timeout_s": 60,
+    }
+    session_id = server.client.post("/sessions", json=request).json()["id"]
+    url = f"{server.client.base_url}/sessions/{session_id}/v1"
+    with openai.OpenAI(base_url=url, api_key="anything", max_retries=0) as client:
+        yield session_id, client
+
+
+def calls_of(server: Any, session_id: str, method: str = "GET") -> list[Any]:
+    response = server.client.request(method, f"/sessions/{session_id}")
+    return SessionRecord.model_validate_json(response.content).calls
+
+
+@pytest.mark.engine
+def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logprobs(
+    server: Any, kit: Any, opened: tuple[str, openai.OpenAI]
+) -> None:
+    session_id, client = opened
+    chat: list[Any] = [{"role": "user", "content": "hello"}]
+    # All of this would change the distribution, were it granted.
+    wishes: dict[str, Any] = {"temperature": 0.1, "top_p": 0.2, "seed": 1, "presence_penalty": 1.5}
+    whole = client.chat.completions.create(model="gpt-4o", messages=chat, **wishes, extra_body={"top_k": 3})
+    stream = client.chat.completions.create(model="x", messages=chat, stream=True, max_tokens=12)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    plain = client.completions.create(model="x", prompt=[5, 6, 7], logprobs=2, max_tokens=200, stop="~")
+    assert client.models.list().data[0].id == whole.model
+
+    calls = calls_of(server, session_id)
+    assert [call.completion.text for call in calls] == [
+        whole.choices[0].message.content,
+        streamed,
+        plain.choices[0].text,
+    ]
+    rendered = kit.make_tokenizer()("user:hello;assistant:")["input_ids"]
+    assert [call.prompt_token_ids for call in calls] == [rendered, rendered, [5, 6, 7]]
+    assert len({call.seed for call in calls}) == 3
+    for call, most in zip(calls, (24, 12, 24), strict=True):
+        done = call.completion
+        assert done.versions == [(server.health()["version"], 0, len(done.token_ids))]
+        assert len(done.token_ids) == most or done.finish_reason == "stop"
+        expected = kit.reference_logprobs(server.model, call.prompt_token_ids, done.token_ids, 0.8)
+        assert max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)) < 1e-4
+        sampling = {"max_tokens": most, "seed": call.seed, "temperature": 0.8}
+        if call is calls[2]:
+            sampling["stop"] = ["~"]
+        (same,) = server.generate(prompts=[call.prompt_token_ids], sampling=sampling)["completions"][0]
+        assert (same["token_ids"], same["text"]) == (done.token_ids, done.text)
+        assert max(abs(a - b) for a, b in zip(done.logprobs, same["logprobs"], strict=True)) < 1e-5
+    assert plain.choices[0].logprobs is not None  # an agent's own wish to see some is still granted
+    shown = plain.choices[0].logprobs.token_logprobs
+    assert shown == pytest.approx(calls[2].completion.logprobs[: len(shown or ())], abs=1e-6)
+
+
+@pytest.mark.engine
+def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tuple[str, openai.OpenAI]) -> None:
+    session_id, client = opened
+    chat: list[Any] = [{"role": "user", "content": "hello"}]
+    refused: list[dict[str, Any]] = [
+        {"n": 2},
+        {"logit_bias": {"5": 3}},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object"}, "stream": True},
+        {"extra_body": {"min_tokens": 3}},
+        {"extra_body": {"bad_words": ["a"]}},
+        {"extra_body": {"use_beam_search": True}},
+    ]
+    for wish in refused:
+        with pytest.raises(openai.BadRequestError, match=r"can't be trained|must be 1|could be trained"):
+            client.chat.completions.create(model="x", messages=chat, **wish)
+    assert calls_of(server, session_id) == []
+    for _ in range(6):
+        client.chat.completions.create(model="x", messages=chat, max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match=r"has made its 6 calls \(env.max_turns\)"):
+        client.chat.completions.create(model="x", messages=chat, stream=True)
+    assert len(calls_of(server, session_id, "DELETE")) == 6
+    with pytest.raises(openai.NotFoundError, match="there is no session"):
+        client.chat.completions.create(model="x", messages=chat)
+
+
+@pytest.mark.engine
+def test_a_call_that_is_broken_off_is_told_apart_and_a_deleted_session_ends_what_runs(server: Any) -> None:
+    request = {
+        "sampling": {"max_tokens": 480, "stop_token_ids": []},
+        "max_length": 500,
+        "max_calls": 9,
+        "idle_timeout_s": 60,
+    }
+    session_id = server.client.post("/sessions", json=request).json()["id"]
+    url = f"{server.client.base_url}/sessions/{session_id}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        body: dict[str, Any] = {"model": "x", "prompt": [5, 6], "max_tokens": 480, "extra_body": {"ignore_eos": True}}
+        with client.completions.create(**body, stream=True) as stream:
+            next(iter(stream))  # and the agent leaves
+        deadline = time.monotonic() + 30
+        running = client.completions.create(**body, stream=True)
+        chunks = iter(running)
+        next(chunks)
+        calls = calls_of(server, session_id, "DELETE")
+        assert [call.completion for call in calls] == [None, None]
+        rest = list(chunks)
+        assert rest[-1].choices[0].finish_reason not in ("stop", "length")  # it was ended, not finished
+        assert time.monotonic() < deadline
+    assert server.generate(prompts=[[5]], sampling={"max_tokens": 2})["completions"]
+
+
+@pytest.mark.engine
+def test_sessions_need_the_server_s_token_like_every_other_route(servers: Any, kit: Any) -> None:
+    server = servers("untied float32")
+    request = {"sampling": {}, "max_length": 99, "max_calls": 9, "idle_timeout_s": 60}
+    session_id = server.client.post("/sessions", json=request).json()["id"]
+    url = f"{server.client.base_url}/sessions/{session_id}"
+    for method, path in (("GET", url), ("DELETE", url), ("GET", f"{url}/v1/models")):
+        assert httpx.request(method, path).status_code == 401
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=kit.TOKEN, max_retries=0) as client:
+        assert client.completions.create(model="x", prompt=[5], max_tokens=2).choices
