@@ -9,8 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from hocket import config, tokenizer
 from hocket.data import load_prompts
@@ -18,7 +21,7 @@ from hocket.pool import ServerPool
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import in_order, play, sampling_params
 from hocket.rollout.episodes import episodes_of
-from hocket.types import Group, Rollout
+from hocket.types import Group, Rollout, SamplingParams
 
 pytestmark = pytest.mark.e2e
 
@@ -40,6 +43,7 @@ def port(runs: Path) -> Iterator[int]:
     runs.mkdir()
     log = runs.parent / "server.log"
     command = ["run.py", "serve", "config/guess.yaml", f"server.port={free}", f"run.dir={runs}/server"]
+    command += ["server.tool_parser=hermes"]  # for agents that send tools
     with log.open("wb") as output:
         server = subprocess.Popen(
             [sys.executable, *command],
@@ -188,6 +192,34 @@ async def test_any_program_with_an_openai_client_is_recorded_token_by_token(
         assert (chat.turns, last.turns, last.num_sampled) == (2, 1, 2)
         assert rollout.reward == len(second) / 10
     assert len({rollout.others[0].token_ids for rollout in rollouts}) > 1  # temperature 0 was not granted
+
+
+async def test_an_agent_s_tools_are_shown_to_the_model_and_its_calls_parsed(port: int) -> None:
+    function = {
+        "name": "calculate",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    }
+    tools: list[Any] = [{"type": "function", "function": function}]
+    chat: list[Any] = [{"role": "user", "content": "Compute: 12*34"}]
+    bounds = {"max_length": 512, "max_calls": 40, "idle_timeout_s": 60}
+    async with ServerPool([f"http://127.0.0.1:{port}"]) as servers:
+        await servers.wait_up()
+        async with servers.session(SamplingParams(max_tokens=80, seed=5), tokens=100, **bounds) as session:
+            async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client:
+                for _ in range(40):
+                    answer = await client.chat.completions.create(model="any", messages=chat, tools=tools)
+                    if answer.choices[0].message.tool_calls:
+                        break
+            calls = await session.close()
+    (made,) = answer.choices[0].message.tool_calls or ()
+    assert isinstance(made, ChatCompletionMessageFunctionToolCall)
+    tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))
+    asked = tokens.decode(calls[-1].prompt_token_ids)
+    assert asked == "<|system|>Tools: calculate(expression)<|end|><|user|>Compute: 12*34<|end|><|assistant|>"
+    assert calls[-1].completion is not None
+    said = tokens.decode(calls[-1].completion.token_ids).removesuffix("<|end|>")
+    wrote = json.loads(said.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    assert (made.function.name, json.loads(made.function.arguments)) == (wrote["name"], wrote["arguments"])
 
 
 @pytest.mark.parametrize(("name", "steps", "rise"), [("guess", 30, 0.08), ("calculator", 18, 0.1), ("agent", 14, 0.04)])
