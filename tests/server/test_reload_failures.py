@@ -29,7 +29,9 @@ class FakeLLM:
         self.loading.set()
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 261, max_model_len=64, dtype="torch.float32")
         self.vllm_config = SimpleNamespace(
-            device_config=SimpleNamespace(device_type="cpu"), parallel_config=SimpleNamespace(world_size=2)
+            device_config=SimpleNamespace(device_type="cpu"),
+            parallel_config=SimpleNamespace(world_size=2),
+            cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=16),
         )
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:

@@ -21,7 +21,9 @@ class FakeLLM:
         self.calls: list[Any] = []
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 96, max_model_len=64, dtype="torch.float32")
         self.vllm_config = SimpleNamespace(
-            device_config=SimpleNamespace(device_type="cuda"), parallel_config=SimpleNamespace(world_size=1)
+            device_config=SimpleNamespace(device_type="cuda"),
+            parallel_config=SimpleNamespace(world_size=1),
+            cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=16),
         )
 
     async def _do(self, call: str, *arguments: Any) -> None:
