@@ -131,9 +131,13 @@ class SessionRequest(Strict):
 
 
 class SessionResponse(Strict):
-    """Answer to POST /sessions. An agent may call the model as it likes: `model` is its name."""
+    """Answer to POST /sessions. An agent may call the model as it likes: `model` is its name.
+
+    `key` is what the agent sends in place of the server's token: it opens this session's /v1/... and nothing else.
+    """
 
     id: str
+    key: str
     model: str
 
 
@@ -146,9 +150,13 @@ class RecordedCall(Strict):
 
 
 class SessionRecord(Strict):
-    """Answer to GET and DELETE /sessions/ID: the calls in the order in which they began."""
+    """Answer to GET and DELETE /sessions/ID: the calls in the order in which they began.
+
+    `cut_off`: another one was refused, as it was one more than max_calls or its prompt longer than max_length.
+    """
 
     calls: list[RecordedCall]
+    cut_off: bool
 
 
 class DiskSource(Strict):

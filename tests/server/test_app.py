@@ -47,7 +47,8 @@ class FakeEngine:
         return self.reason
 
     def health(self) -> Health:
-        return fakes.health(version=self.version, model=self.model, in_flight=self.running, error=self.reason)
+        failed = self.reason if self.reason is None or self.reason.code != "asleep" else None
+        return fakes.health(version=self.version, model=self.model, in_flight=self.running, error=failed)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         return self.reader.read(body)
@@ -184,15 +185,52 @@ async def test_a_request_to_join_a_weight_group_reaches_the_engine_or_is_refused
 async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     good = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
     session_id = (await http.post("/sessions", json=good)).json()["id"]
-    assert (await http.get(f"/sessions/{session_id}")).json() == SessionRecord(calls=[]).model_dump()
-    assert (await http.delete(f"/sessions/{session_id}")).json() == {"calls": []}
+    assert (await http.get(f"/sessions/{session_id}")).json() == SessionRecord(calls=[], cut_off=False).model_dump()
+    assert (await http.delete(f"/sessions/{session_id}")).json() == {"calls": [], "cut_off": False}
     for method in ("GET", "DELETE"):
         gone = await http.request(method, f"/sessions/{session_id}")
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "no_session")
     for wrong in ({**good, "max_calls": 0}, {**good, "sampling": {"temperature": 0.001}}, {**good, "n": 2}):
         assert (await http.post("/sessions", json=wrong)).status_code == 422, wrong
+    asleep, failed = [(await http.post("/sessions", json=good)).json()["id"] for _ in range(2)]
+    engine.reason = ErrorBody(code="asleep", message="asleep", hint="wait")
+    assert (await http.delete(f"/sessions/{asleep}")).json() == {"calls": [], "cut_off": False}
     engine.reason = ErrorBody(code="engine_dead", message="gone", hint="restart")
     assert (await http.post("/sessions", json=good)).json()["error"]["code"] == "engine_dead"
+    assert (await http.get(f"/sessions/{failed}")).status_code == 200
+    # Its agent may have taken the failure for an answer.
+    assert (await http.delete(f"/sessions/{failed}")).json()["error"]["code"] == "engine_dead"
+    assert (await http.get(f"/sessions/{failed}")).json()["error"]["code"] == "no_session"
+
+
+async def test_only_its_own_key_opens_a_session(engine: FakeEngine) -> None:
+    app = FastAPI()
+
+    @app.api_route("/v1/models")
+    async def models() -> str:
+        return "reached"
+
+    door = assemble(app, engine, Config.model_validate({"server": {"token": "the token"}}))
+    request = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as http:
+
+        async def ask(method: str, path: str, key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return (await http.request(method, path, json=request, headers=headers)).status_code
+
+        opened, other = [
+            (await http.post("/sessions", json=request, headers={"Authorization": "Bearer the token"})).json()
+            for _ in range(2)
+        ]
+        key, its = opened["key"], f"/sessions/{opened['id']}"
+        assert await ask("GET", f"{its}/v1/models", key) == 200
+        assert await ask("GET", f"{its}/v1/models", "the token") == 200
+        assert await ask("GET", f"/sessions/{other['id']}/v1/models", key) == 401
+        assert await ask("GET", f"{its}/v1/%2e%2e/generate", key) == 404
+        for method, path in (("GET", its), ("DELETE", its), ("POST", "/sessions"), ("POST", "/reload_weights")):
+            assert await ask(method, path, key) == 401
+        assert await ask("DELETE", its, "the token") == 200
+        assert await ask("GET", f"{its}/v1/models", key) == 401
 
 
 async def test_docs_describe_the_bodies_that_routes_read_themselves(http: httpx.AsyncClient) -> None:

@@ -20,6 +20,10 @@ async def echo(request: Request) -> PlainTextResponse:
     return PlainTextResponse(str(len(await request.body())))
 
 
+def no_keys(path: str, key: bytes) -> bool:
+    return False
+
+
 def client(app: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
@@ -35,12 +39,12 @@ def app() -> Starlette:
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "HEAD", "DELETE"])
 async def test_without_the_token_every_path_and_method_is_refused(app: Starlette, path: str, method: str) -> None:
-    async with client(RequireToken(app, TOKEN)) as http:
+    async with client(RequireToken(app, TOKEN, no_keys)) as http:
         assert (await http.request(method, path)).status_code == 401
 
 
 async def test_only_get_health_needs_no_token(app: Starlette) -> None:
-    async with client(RequireToken(app, TOKEN)) as http:
+    async with client(RequireToken(app, TOKEN, no_keys)) as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.post("/health")).status_code == 401
 
@@ -50,7 +54,7 @@ async def test_only_get_health_needs_no_token(app: Starlette) -> None:
     ["Bearer wrong", "Bearer", "", f"Basic {TOKEN}", f"Bearer {TOKEN} ", f"Bearer  {TOKEN}", f"Bearer {TOKEN}x", TOKEN],
 )
 async def test_anything_but_the_exact_token_is_refused(app: Starlette, header: str) -> None:
-    async with client(RequireToken(app, TOKEN)) as http:
+    async with client(RequireToken(app, TOKEN, no_keys)) as http:
         response = await http.get("/v1/models", headers={"Authorization": header})
     assert response.status_code == 401
     assert ErrorResponse.model_validate(response.json()).error.code == "unauthorized"
@@ -59,13 +63,26 @@ async def test_anything_but_the_exact_token_is_refused(app: Starlette, header: s
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 async def test_the_right_token_passes(app: Starlette, scheme: str) -> None:
-    async with client(RequireToken(app, TOKEN)) as http:
+    async with client(RequireToken(app, TOKEN, no_keys)) as http:
         assert (await http.get("/v1/models", headers={"Authorization": f"{scheme} {TOKEN}"})).status_code == 200
+
+
+async def test_a_key_opens_only_what_it_is_for(app: Starlette) -> None:
+    def admits(path: str, key: bytes) -> bool:
+        return (path, key) == ("/sessions/x/v1/models", b"its key")
+
+    async with client(RequireToken(app, TOKEN, admits)) as http:
+        for scheme, path, status in (
+            ("Bearer", "/sessions/x/v1/models", 200),
+            ("Basic", "/sessions/x/v1/models", 401),
+            ("Bearer", "/sessions/x", 401),
+        ):
+            assert (await http.get(path, headers={"Authorization": f"{scheme} its key"})).status_code == status
 
 
 async def test_two_authorization_headers_are_refused(app: Starlette) -> None:
     headers = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer wrong-token")]
-    async with client(RequireToken(app, TOKEN)) as http:
+    async with client(RequireToken(app, TOKEN, no_keys)) as http:
         assert (await http.get("/v1/models", headers=headers)).status_code == 401
 
 
@@ -81,7 +98,9 @@ async def test_a_websocket_without_the_token_is_closed() -> None:
     async def receive() -> Any:
         return {"type": "websocket.connect"}
 
-    await RequireToken(inner, TOKEN)({"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send)
+    await RequireToken(inner, TOKEN, no_keys)(
+        {"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send
+    )
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
@@ -131,9 +150,9 @@ async def test_after_a_failure_only_the_routes_that_help_answer(app: Starlette) 
     async with client(RefuseWhenFailed(app, lambda: reason)) as http:
         assert (await http.post("/generate")).status_code == 200
         reason = ErrorBody(code="reload_failed", message="half loaded", hint="reload")
-        for path in ("/generate", "/v1/chat/completions", "/tokenize"):
+        for path in ("/generate", "/v1/chat/completions", "/tokenize", "/sessions", "/sessions/x/v1/completions"):
             refused = await http.post(path)
             assert refused.status_code == 503
             assert refused.json()["error"] == {"code": "reload_failed", "message": "half loaded", "hint": "reload"}
-        for path in ("/health", "/reload_weights", "/metrics"):
+        for path in ("/health", "/reload_weights", "/metrics", "/sessions/x"):
             assert (await http.post(path)).status_code == 200

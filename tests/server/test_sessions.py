@@ -1,13 +1,16 @@
 """Sessions: the store and the door alone, then an unmodified `openai` client against a real engine."""
 
+import contextlib
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from hocket.config import ServerConfig
 from hocket.protocol import Sampling, SessionRecord, SessionRequest
@@ -22,23 +25,50 @@ REQUEST = SessionRequest(sampling=Sampling(max_tokens=8, seed=5), max_length=20,
 
 def test_a_call_is_sampled_as_the_session_says_within_the_room_there_is() -> None:
     session = Sessions().open(REQUEST)
-    calls = [session.begin("r", [1] * length, wanted) for length, wanted in ((4, 3), (15, 99), (5, None))]
+    calls = [session.begin([1] * length, wanted) for length, wanted in ((4, 3), (15, 99), (5, None))]
     assert [call.sampling.max_tokens for call in calls] == [3, 5, 8]  # the agent's own, 20 - 15, the session's
     assert len({call.sampling.seed for call in calls}) == 3
     again = Sessions().open(REQUEST)
-    assert [again.begin("r", [2], 9).sampling.seed for _ in calls] == [call.sampling.seed for call in calls]
+    assert [again.begin([2], 9).sampling.seed for _ in calls] == [call.sampling.seed for call in calls]
     with pytest.raises(ApiError, match="made its 3 calls") as refused:
-        session.begin("r", [1], 1)
+        session.begin([1], 1)
     assert refused.value.status == 400  # clients would send it again after any other
     with pytest.raises(ApiError, match="20 prompt tokens leave no room in 20"):
-        Sessions().open(REQUEST).begin("r", [1] * 20, 1)
+        Sessions().open(REQUEST).begin([1] * 20, 1)
+
+
+def test_a_call_that_is_taken_back_leaves_its_number_and_its_seed_to_the_next_one() -> None:
+    session = Sessions().open(REQUEST)
+    first, second, third = (session.begin([i], 4) for i in range(3))
+    session.take_back(second)
+    again = session.begin([1], 4)
+    assert (again.number, again.sampling.seed) == (1, second.sampling.seed)
+    assert session.calls == [first, third, again]
+    ids = {call.request_id for call in (first, second, third, again)}
+    assert len(ids) == 4  # the engine may still be ending the one that was taken back
+    assert ids.isdisjoint(Sessions().open(REQUEST).begin([i], 4).request_id for i in range(3))
+
+
+@pytest.mark.parametrize("length", [19, 20])
+def test_a_session_says_whether_a_limit_has_cut_it_off(length: int) -> None:
+    session = Sessions().open(REQUEST)
+    assert not session.record().cut_off
+    with contextlib.suppress(ApiError):
+        session.begin([1] * length, 1)
+    assert session.record().cut_off is (length == 20)  # of 20 tokens in all
+    session = Sessions().open(REQUEST)
+    for number in range(4):
+        assert not session.cut_off
+        with contextlib.suppress(ApiError):
+            session.begin([number], 1)
+    assert session.record().cut_off
 
 
 def test_only_a_call_that_ended_well_has_a_completion() -> None:
     session = Sessions().open(REQUEST)
-    good, broken = session.begin("a", [1], 4), session.begin("b", [2], 4)
+    good, broken = session.begin([1], 4), session.begin([2], 4)
     with session.serving(good), session.serving(broken):
-        assert sorted(session.running) == ["a", "b"]
+        assert set(session.running) == {good.request_id, broken.request_id}
         for call in (good, broken):
             call.sampled([7], [-0.5], "x")
             call.sampled([8, 9], [-0.25, -1.0], "yz")
@@ -58,7 +88,7 @@ def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch: pytest.Monkey
     first, busy = store.open(brief), store.open(brief)
     with pytest.raises(ApiError, match="there are 2 sessions"):
         store.open(REQUEST)
-    with busy.serving(busy.begin("r", [1], 1)):
+    with busy.serving(busy.begin([1], 1)):
         time.sleep(0.03)
         store.open(REQUEST)  # takes the place of the first
         assert store.get(busy.id) is busy  # its call runs
@@ -75,9 +105,11 @@ async def door() -> Any:
     app, store = FastAPI(), Sessions()
 
     @app.api_route("/v1/{route:path}", methods=["GET", "POST"])
-    async def echo(route: str, request: Request) -> dict[str, Any]:
+    async def echo(route: str, request: Request) -> Any:
         session = CURRENT.get()
         body = await request.json() if request.method == "POST" else None
+        if body and (param := body.get("refuse")):
+            return JSONResponse({"error": {"message": "as vLLM says it", "param": param}}, status_code=400)
         return {"route": route, "body": body, "session": None if session is None else session.id}
 
     transport = httpx.ASGITransport(SessionDoor(app, store, "the model"))
@@ -104,12 +136,31 @@ async def test_requests_reach_vllm_s_routes_with_their_session_and_its_model(doo
     assert CURRENT.get() is None
 
 
+async def test_a_request_that_was_sent_before_the_last_one_was_answered_is_not_in_its_session(door: Any) -> None:
+    client, store = door
+    token = CURRENT.set(store.open(REQUEST))  # as in a task that the last one's has started
+    try:
+        assert (await client.get("/v1/models")).json()["session"] is None
+    finally:
+        CURRENT.reset(token)
+
+
+@pytest.mark.parametrize("param", ["input_tokens", "input_text", "temperature", None])
+async def test_a_prompt_that_vllm_refuses_as_too_long_cuts_its_session_off(door: Any, param: str | None) -> None:
+    client, store = door
+    session = store.open(REQUEST)
+    await client.post(f"/sessions/{session.id}/v1/completions", json={"refuse": param})
+    assert session.cut_off is (param in ("input_tokens", "input_text"))
+
+
 @pytest.mark.parametrize(
     ("route", "body", "status", "says"),
     [
         ("chat/completions", {"n": 2}, 400, "n must be 1"),
         ("completions", {"best_of": 3}, 400, "best_of must be 1"),
         ("completions", {"use_beam_search": True}, 400, "beam search does not sample"),
+        ("completions", {"echo": True, "max_tokens": 0}, 400, "echo, and max_tokens of 0"),
+        ("chat/completions", {"max_completion_tokens": 0}, 400, "echo, and max_tokens of 0"),
         ("responses", {}, 404, "has no POST /v1/responses"),
         ("../generate", {}, 404, "not found"),
     ],
@@ -150,9 +201,13 @@ def opened(server: Any) -> Iterator[tuple[str, openai.OpenAI]]:
         yield session_id, client
 
 
-def calls_of(server: Any, session_id: str, method: str = "GET") -> list[Any]:
+def record_of(server: Any, session_id: str, method: str = "GET") -> SessionRecord:
     response = server.client.request(method, f"/sessions/{session_id}")
-    return SessionRecord.model_validate_json(response.content).calls
+    return SessionRecord.model_validate_json(response.content)
+
+
+def calls_of(server: Any, session_id: str, method: str = "GET") -> list[Any]:
+    return record_of(server, session_id, method).calls
 
 
 @pytest.mark.engine
@@ -214,6 +269,10 @@ def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tupl
     assert calls_of(server, session_id) == []
     for _ in range(6):
         client.chat.completions.create(model="x", messages=chat, max_tokens=2)
+    assert not record_of(server, session_id).cut_off
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.completions.create(model="x", prompt=[5] * 9999)
+    assert record_of(server, session_id).cut_off
     with pytest.raises(openai.BadRequestError, match=r"has made its 6 calls \(env.max_turns\)"):
         client.chat.completions.create(model="x", messages=chat, stream=True)
     assert len(calls_of(server, session_id, "DELETE")) == 6
@@ -241,9 +300,20 @@ def test_a_call_that_is_broken_off_is_told_apart_and_a_deleted_session_ends_what
         next(chunks)
         calls = calls_of(server, session_id, "DELETE")
         assert [call.completion for call in calls] == [None, None]
-        rest = list(chunks)
-        assert rest[-1].choices[0].finish_reason not in ("stop", "length")  # it was ended, not finished
+        with pytest.raises(openai.APIError, match="generation was aborted"):  # not as if it had finished
+            list(chunks)
         assert time.monotonic() < deadline
+    session_id = server.client.post("/sessions", json=request).json()["id"]
+    url = f"{server.client.base_url}/sessions/{session_id}/v1"
+    body["extra_headers"] = {"X-Request-Id": "everybody's"}
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client, ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(client.completions.create, **body)
+        while not calls_of(server, session_id):
+            time.sleep(0.01)
+        calls_of(server, session_id, "DELETE")
+        with pytest.raises(openai.InternalServerError, match="generation was aborted") as aborted:
+            asking.result(30)
+        assert aborted.value.status_code == 503  # clients send it again
     assert server.generate(prompts=[[5]], sampling={"max_tokens": 2})["completions"]
 
 
@@ -251,9 +321,16 @@ def test_a_call_that_is_broken_off_is_told_apart_and_a_deleted_session_ends_what
 def test_sessions_need_the_server_s_token_like_every_other_route(servers: Any, kit: Any) -> None:
     server = servers("untied float32")
     request = {"sampling": {}, "max_length": 99, "max_calls": 9, "idle_timeout_s": 60}
-    session_id = server.client.post("/sessions", json=request).json()["id"]
-    url = f"{server.client.base_url}/sessions/{session_id}"
+    opened, other = (server.client.post("/sessions", json=request).json() for _ in range(2))
+    url = f"{server.client.base_url}/sessions/{opened['id']}"
     for method, path in (("GET", url), ("DELETE", url), ("GET", f"{url}/v1/models")):
         assert httpx.request(method, path).status_code == 401
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=kit.TOKEN, max_retries=0) as client:
-        assert client.completions.create(model="x", prompt=[5], max_tokens=2).choices
+    for key in (kit.TOKEN, opened["key"]):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            assert client.completions.create(model="x", prompt=[5], max_tokens=2).choices
+    # An agent's key is for its own calls only.
+    its = {"Authorization": f"Bearer {opened['key']}"}
+    elsewhere = f"{server.client.base_url}/sessions/{other['id']}/v1/models"
+    generate = f"{server.client.base_url}/generate"
+    for method, path in (("GET", url), ("DELETE", url), ("GET", elsewhere), ("POST", generate), ("POST", f"{url}/..")):
+        assert httpx.request(method, path, headers=its).status_code == 401

@@ -147,7 +147,7 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     wanted = SamplingParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1, seed=1, stop="x", logprobs=3, max_tokens=99)
     wanted.output_kind = RequestOutputKind.DELTA
     session = Sampling(temperature=0.7, max_tokens=6, seed=11, stop=["y"], stop_token_ids=[4])
-    params = vllm_api.call_params(wanted, Call(request_id="r", prompt_token_ids=[1], sampling=session))
+    params = vllm_api.call_params(wanted, Call(request_id="r", number=0, prompt_token_ids=[1], sampling=session))
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.7, 1.0, -1, 0.0, 11)
     assert (params.max_tokens, params.logprobs, params.stop, params.stop_token_ids) == (6, 3, ["x", "y"], [4])
     assert params.output_kind is RequestOutputKind.DELTA
@@ -163,7 +163,7 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     ("last", "value", "completion"),
     [
         ("stop", -1.0, ([7, 8, 9], [-0.5, -0.25, -1.0], "abc", "stop", [(3, 0, 2), (4, 2, 3)])),
-        ("abort", -1.0, None),  # weights came, and sync.in_flight=abort
+        ("abort", -1.0, "generation was aborted"),  # weights came, and sync.in_flight=abort
         (None, -1.0, None),  # the agent left
         ("stop", float("nan"), "log-probs are not finite"),
     ],
@@ -180,15 +180,15 @@ async def test_pieces_of_a_stream_are_recorded_as_one_call(last: str | None, val
         yield piece([9], [value], "c", last)
 
     session = Session(SessionRequest(sampling=Sampling(), max_length=9, max_calls=1, idle_timeout_s=9))
-    call = session.begin("r", [1], 4)
+    call = session.begin([1], 4)
     told: list[Any] = []
-    with contextlib.suppress(ApiError) if isinstance(completion, str) else contextlib.nullcontext():
+    with pytest.raises(ApiError, match=completion) if isinstance(completion, str) else contextlib.nullcontext():
         async for output in vllm_api.recorded(outputs(), session, call):
-            assert session.running == ["r"]
+            assert session.running == [call.request_id]
             told.append(output)
-        assert not isinstance(completion, str), "it should have been refused"
     assert session.running == []
     assert len(told) == (1 if isinstance(completion, str) else 2)
+    assert session.calls == ([] if last == "abort" else [call])  # what will be sent again does not count
     done = call.recorded().completion
     if not isinstance(completion, tuple):
         assert done is None

@@ -80,7 +80,9 @@ def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
     door: ASGIApp = SessionDoor(app, sessions, config.model.path)
     door = RefuseWhenFailed(door, engine.failure)
     door = LimitBody(door, config.server.max_body_mib << 20)
-    return RequireToken(door, config.token) if config.token is not None else RefuseWebPages(door, config.server.host)
+    if config.token is None:
+        return RefuseWebPages(door, config.server.host)
+    return RequireToken(door, config.token, sessions.admits)
 
 
 def _router(engine: Generator) -> APIRouter:
@@ -148,19 +150,22 @@ def _session_router(engine: Generator, sessions: Sessions) -> APIRouter:
         """Opens a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are recorded."""
         message = _parse(SessionRequest, await request.body())
         engine.check(message)
-        return SessionResponse(id=sessions.open(message).id, model=engine.model)
+        session = sessions.open(message)
+        return SessionResponse(id=session.id, key=session.key, model=engine.model)
 
     @router.get("/sessions/{session_id}", responses=refusals)
     async def read_session(session_id: str) -> SessionRecord:
         """Tells what has been sampled in a session."""
-        return SessionRecord(calls=[call.recorded() for call in sessions.get(session_id).calls])
+        return sessions.get(session_id).record()
 
     @router.delete("/sessions/{session_id}", responses=refusals)
     async def close_session(session_id: str) -> SessionRecord:
         """Forgets a session, ends what still runs in it, and tells what had been sampled by then."""
         session = sessions.close(session_id)
-        record = SessionRecord(calls=[call.recorded() for call in session.calls])
+        record = session.record()
         await engine.abort(session.running)
+        if (failed := engine.health().error) is not None:  # what its agent has made of that is nothing to learn from
+            raise ApiError(503, failed.code, failed.message, failed.hint)
         return record
 
     return router

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import copy
 import logging
 import math
@@ -157,8 +158,9 @@ class Engine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests of vLLM's own routes."""
-        if request_ids:
-            await self.llm.abort(request_ids)
+        with contextlib.suppress(*self._engine_errors):  # they have ended with it
+            if request_ids:
+                await self.llm.abort(request_ids)
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
         """Yields each job with its CompletionMessage as a plain dict, in the order in which they finish.

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -19,14 +20,21 @@ ALWAYS_ANSWERED = frozenset(
 """Paths that an engine that failed or sleeps leaves open: to look at it, to wake it, and to load weights that work."""
 UPLOAD = "/upload/"
 """Beginning of the paths whose bodies are files: the route reads them piece by piece, and bounds them itself."""
+_SESSION = re.compile(r"/sessions/[^/]+")
+"""Paths of sessions themselves, which are told and ended also without an engine."""
 BODY_TIMEOUT_S = 60.0
 
 
 class RequireToken:
-    """Default-deny: without the bearer token only GET /health passes, whatever the route, method or protocol."""
+    """Default-deny: without the bearer token only GET /health passes, whatever the route, method or protocol.
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    Args:
+        admits: tells whether a key that is not the token opens a path.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, admits: Callable[[str, bytes], bool]) -> None:
         self.app = app
+        self._admits = admits
         self._digest = hashlib.sha256(token.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +59,8 @@ class RequireToken:
             return False
         scheme, _, token = given[0].partition(b" ")
         # Digests have one length, so that the comparison takes the same time for any guess.
-        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(token).digest(), self._digest)
+        known = hmac.compare_digest(hashlib.sha256(token).digest(), self._digest)
+        return scheme.lower() == b"bearer" and (known or self._admits(scope["path"], token))
 
 
 class RefuseWebPages:
@@ -156,7 +165,8 @@ class RefuseWhenFailed:
         self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        passes = scope["type"] != "http" or scope["path"] in ALWAYS_ANSWERED or scope["path"].startswith(UPLOAD)
+        path = scope["path"] if scope["type"] == "http" else None
+        passes = path is None or path in ALWAYS_ANSWERED or path.startswith(UPLOAD) or _SESSION.fullmatch(path)
         reason = None if passes else self._failure()
         if reason is None:
             await self.app(scope, receive, send)

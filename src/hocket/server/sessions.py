@@ -7,6 +7,8 @@ and of episodes.
 
 import contextlib
 import dataclasses
+import hmac
+import itertools
 import json
 import re
 import secrets
@@ -16,7 +18,7 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hocket.protocol import CompletionMessage, RecordedCall, Sampling, SessionRequest
+from hocket.protocol import CompletionMessage, RecordedCall, Sampling, SessionRecord, SessionRequest
 from hocket.seeds import seed_of
 from hocket.server.errors import ApiError
 from hocket.types import FinishReason, VersionSpan
@@ -26,6 +28,8 @@ CURRENT: ContextVar["Session | None"] = ContextVar("session", default=None)
 MAX_SESSIONS = 4096
 ROUTES = frozenset({("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models")})
 """What an agent may ask of vLLM."""
+TOO_LONG = frozenset({"input_tokens", "input_text"})
+"""What vLLM's own routes name as at fault where a prompt leaves no room for an answer."""
 _PATH = re.compile(r"/sessions/(?P<id>[^/]+)(?P<route>/v1/.*)")
 
 
@@ -34,6 +38,7 @@ class Call:
     """One request to the engine, as it was sampled; `versions` is None where it has not ended well."""
 
     request_id: str
+    number: int
     prompt_token_ids: list[int]
     sampling: Sampling
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -63,13 +68,22 @@ class Call:
 
 
 class Session:
-    """The calls of one episode."""
+    """The calls of one episode.
+
+    Attributes:
+        key: what its agent proves itself with, here and nowhere else.
+        calls: in the order in which they began.
+        cut_off: whether a call was refused as it was one too many, or its prompt too long.
+    """
 
     def __init__(self, request: SessionRequest) -> None:
         self.id = secrets.token_hex(16)
+        self.key = secrets.token_hex(16)
         self.calls: list[Call] = []
+        self.cut_off = False
         self._request = request
         self._running: set[Call] = set()
+        self._begun = itertools.count()
         self._used = time.monotonic()
 
     @property
@@ -86,8 +100,10 @@ class Session:
         """Says that something has been heard of its agent."""
         self._used = time.monotonic()
 
-    def begin(self, request_id: str, prompt_token_ids: list[int], max_tokens: int | None) -> Call:
+    def begin(self, prompt_token_ids: list[int], max_tokens: int | None) -> Call:
         """Returns a new call: the session's own way of sampling, within the tokens that there is room for.
+
+        It has the first number that no other has, and with it the same random numbers as one that was taken back.
 
         Args:
             max_tokens: what the agent asks for.
@@ -95,25 +111,38 @@ class Session:
         Raises:
             ApiError: 400, it would be one call, or one prompt, too many.
         """
-        number, sampling = len(self.calls), self._request.sampling
-        if number >= self._request.max_calls:
+        sampling = self._request.sampling
+        if len(self.calls) >= self._request.max_calls:
+            self.cut_off = True
             message = f"this session has made its {self._request.max_calls} calls (env.max_turns)"
             raise ApiError(400, "too_many_calls", message, "have the agent come to an end, or raise env.max_turns")
         room = self._request.max_length - len(prompt_token_ids)
         if room < 1:
+            self.cut_off = True
             message = (
                 f"{len(prompt_token_ids)} prompt tokens leave no room in {self._request.max_length} (model.max_length)"
             )
             raise ApiError(400, "context_too_long", message, "have the agent say less, or raise model.max_length")
         most = min(sampling.max_tokens, room, max_tokens or room)
+        taken = {call.number for call in self.calls}
+        number = next(number for number in itertools.count() if number not in taken)
         seed = None if sampling.seed is None else seed_of(sampling.seed, number)
         call = Call(
-            request_id=request_id,
+            request_id=f"{self.id}-{next(self._begun)}",  # the client's own could be that of another session's call
+            number=number,
             prompt_token_ids=prompt_token_ids,
             sampling=sampling.model_copy(update={"max_tokens": most, "seed": seed}),
         )
         self.calls.append(call)
         return call
+
+    def take_back(self, call: Call) -> None:
+        """Forgets a call that was ended for no fault of its agent's, which will send it again."""
+        self.calls.remove(call)
+
+    def record(self) -> SessionRecord:
+        """Returns what the trainer is told."""
+        return SessionRecord(calls=[call.recorded() for call in self.calls], cut_off=self.cut_off)
 
     @contextlib.contextmanager
     def serving(self, call: Call) -> Iterator[None]:
@@ -153,6 +182,12 @@ class Sessions:
         session.touch()
         return session
 
+    def admits(self, path: str, key: bytes) -> bool:
+        """Tells whether this key opens what is below a session's own base URL."""
+        match = _PATH.fullmatch(path)
+        session = self._sessions.get(match["id"]) if match is not None else None
+        return session is not None and hmac.compare_digest(session.key.encode(), key)
+
     def close(self, session_id: str) -> Session:
         """Forgets a session and returns it. Raises ApiError where there is none."""
         session = self.get(session_id)
@@ -175,7 +210,9 @@ class SessionDoor:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
         if match is None:
-            await self.app(scope, receive, send)
+            # A request that a client sends before it has the answer to the last one is born in that one's context.
+            with _current(None):
+                await self.app(scope, receive, send)
             return
         try:
             session = self._sessions.get(match["id"])
@@ -188,11 +225,9 @@ class SessionDoor:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        token = CURRENT.set(session)
-        try:
-            await self.app({**scope, "path": match["route"], "raw_path": match["route"].encode()}, receive, send)
-        finally:
-            CURRENT.reset(token)
+        scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
+        with _current(session):
+            await self.app(scope, receive, _watched(send, session))
 
     def _checked(self, message: Message, receive: Receive) -> Receive:
         """Returns a receive that gives this message, which has the whole body. Raises ApiError where it is refused."""
@@ -205,6 +240,9 @@ class SessionDoor:
                     raise ApiError(400, "not_recorded", f"{field} must be 1 in a session", hint)
             if body.get("use_beam_search"):
                 raise ApiError(400, "not_recorded", "beam search does not sample: nothing could be trained", "sample")
+            if body.get("echo") or 0 in (body.get("max_tokens"), body.get("max_completion_tokens")):
+                message = "a call in a session samples: echo, and max_tokens of 0, are not for it"
+                raise ApiError(400, "not_recorded", message, "leave them out")
             body["model"] = self._model
             message = {**message, "body": json.dumps(body).encode()}
         waiting = [message]
@@ -213,3 +251,28 @@ class SessionDoor:
             return waiting.pop() if waiting else await receive()
 
         return replayed
+
+
+@contextlib.contextmanager
+def _current(session: Session | None) -> Iterator[None]:
+    token = CURRENT.set(session)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
+
+
+def _watched(send: Send, session: Session) -> Send:
+    """Returns a send that tells the session where vLLM itself refuses a prompt as too long."""
+    refused = False
+
+    async def watched(message: Message) -> None:
+        nonlocal refused
+        if message["type"] == "http.response.start":
+            refused = message["status"] == 400
+        elif refused:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # it says something else
+                session.cut_off |= json.loads(message["body"])["error"]["param"] in TOO_LONG
+        await send(message)
+
+    return watched

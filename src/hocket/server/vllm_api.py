@@ -144,8 +144,8 @@ def start_engine(args: Namespace) -> Any:
             if (session := CURRENT.get()) is None:
                 return super().generate(prompt, sampling_params, request_id, **kwargs)
             refuse_constraints(sampling_params)
-            call = session.begin(request_id, list(prompt["prompt_token_ids"]), sampling_params.max_tokens)
-            outputs = super().generate(prompt, call_params(sampling_params, call), request_id, **kwargs)
+            call = session.begin(list(prompt["prompt_token_ids"]), sampling_params.max_tokens)
+            outputs = super().generate(prompt, call_params(sampling_params, call), call.request_id, **kwargs)
             return recorded(outputs, session, call)
 
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
@@ -322,12 +322,15 @@ async def recorded(outputs: AsyncGenerator[Any, None], session: Session, call: C
     """Yields the engine's outputs, and records them; what is left early is not recorded as having ended.
 
     Raises:
-        ApiError: log-probs are not finite.
+        ApiError: log-probs are not finite; the engine ended the call, which its client sends again after a 503.
     """
     with session.serving(call):
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 (done,) = output.outputs
+                if done.finish_reason == "abort":
+                    session.take_back(call)
+                    raise ApiError(503, "aborted", "generation was aborted", "send it again")
                 logprobs = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
                 if not math.isfinite(sum(logprobs)):
                     raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
