@@ -271,15 +271,17 @@ async def test_a_session_is_opened_named_for_agents_and_closed_with_its_calls() 
         {"prompt_token_ids": [7], "seed": 5, "completion": None},
     ]
 
+    opening = {"id": "ab", "key": "its own", "model": "m"}
+
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
-        return httpx.Response(200, json={"id": "ab", "model": "m"} if request.method == "POST" else {"calls": calls})
+        return httpx.Response(200, json=opening if request.method == "POST" else {"calls": calls, "cut_off": True})
 
     async with client(handler) as server:
         sampling = SamplingParams(max_tokens=4, seed=7, stop=("x",))
         bounds = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}
         opened = await server.open_session(sampling, session="s1", timeout_s=5.0, **bounds)
-        assert (opened.id, opened.model) == ("ab", "m")
+        assert (opened.id, opened.key, opened.model) == ("ab", "its own", "m")
         assert server.session_url("ab") == "http://server/sessions/ab/v1"
         recorded = await server.close_session("ab", timeout_s=5.0)
     body = json.loads(seen[0].content)
@@ -287,8 +289,9 @@ async def test_a_session_is_opened_named_for_agents_and_closed_with_its_calls() 
     assert (body["sampling"]["max_tokens"], body["sampling"]["seed"], body["sampling"]["stop"]) == (4, 7, ["x"])
     assert (seen[1].method, seen[1].url.path) == ("DELETE", "/sessions/ab")
     assert seen[1].headers["authorization"] == "Bearer secret-token"
-    assert [call.prompt_token_ids for call in recorded] == [(7, 8), (7,)]
-    assert recorded[1].completion is None
-    done = recorded[0].completion
+    assert [call.prompt_token_ids for call in recorded.calls] == [(7, 8), (7,)]
+    assert recorded.cut_off
+    assert recorded.calls[1].completion is None
+    done = recorded.calls[0].completion
     assert done is not None
     assert (done.token_ids, done.logprobs, done.versions) == ((4, 2), (-0.5, -0.25), ((3, 0, 2),))

@@ -91,13 +91,16 @@ class FakeServer:
 
     async def _session(self, writer: asyncio.StreamWriter, opening: bool, body: bytes) -> None:
         if not opening:
+            await self.hold.wait()
+            if writer.transport.is_closing():
+                return
             self.opened.pop()
-            await self._send(writer, 200, json.dumps({"calls": []}))
+            await self._send(writer, 200, json.dumps({"calls": [], "cut_off": False}))
         elif self.refuse is not None:
             await self._send(writer, self.refuse[0], json.dumps({"error": error(self.refuse[1])}))
         else:
             self.opened.append(SessionRequest.model_validate_json(body))
-            await self._send(writer, 200, json.dumps({"id": "x", "model": "m"}))
+            await self._send(writer, 200, json.dumps({"id": "x", "key": "k", "model": "m"}))
 
     async def _generate(self, writer: asyncio.StreamWriter, request: GenerateRequest) -> None:
         self.requests.append(request)
@@ -524,12 +527,36 @@ async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_end_with_the
         assert servers[0].opened[0].sampling.seed == SEED
         async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
             assert session.base_url.startswith(servers[0].url)
-            assert session.model == "m"
-            assert await session.close() == []
+            assert (session.model, session.api_key) == ("m", "k")
+            assert (await session.close()).calls == ()
             assert [len(server.opened) for server in servers] == [3, 3]  # and not twice
         await stack.aclose()
         assert [len(server.opened) for server in servers] == [0, 0]
         assert [member.in_flight for member in pool.members] == [0, 0]
+
+
+async def test_sessions_that_are_opened_at_the_same_time_are_spread_over_the_servers(
+    servers: list[FakeServer],
+) -> None:
+    async with make_pool(servers) as pool:
+        await pool.wait_up()
+        sessions = [pool.session(SAMPLING, tokens=10, **BOUNDS) for _ in range(6)]
+        await asyncio.gather(*(session.__aenter__() for session in sessions))
+        assert [len(server.opened) for server in servers] == [3, 3]
+        await asyncio.gather(*(session.__aexit__(None, None, None) for session in sessions))
+        assert [member.in_flight for member in pool.members] == [0, 0]
+
+
+async def test_a_session_whose_closing_is_cancelled_is_closed_with_its_body(servers: list[FakeServer]) -> None:
+    async with make_pool(servers[:1]) as pool:
+        async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
+            servers[0].hold.clear()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.close(), 0.3)
+            await asyncio.sleep(0.1)  # the server sees that nobody listens any more
+            servers[0].hold.set()
+            assert len(servers[0].opened) == 1
+        assert servers[0].opened == []
 
 
 async def test_a_session_is_opened_elsewhere_where_a_server_is_gone_and_one_that_is_lost_says_so(

@@ -39,7 +39,7 @@ from hocket.protocol import (
     WakeRequest,
 )
 from hocket.system import aside
-from hocket.types import AgentCall, Completion, SamplingParams, Toolbox, ToolCall
+from hocket.types import AgentCall, AgentRecord, Completion, SamplingParams, Toolbox, ToolCall
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -177,17 +177,18 @@ class ServerClient:
         """Returns the base URL of a session for OpenAI clients."""
         return f"{self.url}/sessions/{name}/v1"
 
-    async def close_session(self, name: str, *, timeout_s: float) -> list[AgentCall]:
-        """Ends a session and returns its calls in the order in which they began."""
+    async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
+        """Ends a session and returns what it has recorded."""
         async with self._deadline(timeout_s, "/sessions"):
             record = self._parse(SessionRecord, await self._http.delete(f"/sessions/{name}"))
-        return [
+        calls = (
             AgentCall(
                 prompt_token_ids=tuple(call.prompt_token_ids),
                 completion=None if call.completion is None else _completion(call.completion),
             )
             for call in record.calls
-        ]
+        )
+        return AgentRecord(calls=tuple(calls), cut_off=record.cut_off)
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         """Has the server take over a weight version and returns what it then holds."""

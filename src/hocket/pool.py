@@ -17,14 +17,14 @@ from typing import Any
 from hocket.client import HEALTH_TIMEOUT_S, ServerClient
 from hocket.errors import ServerError, SyncError
 from hocket.protocol import Health, SessionResponse
-from hocket.types import AgentCall, Completion, SamplingParams, Toolbox
+from hocket.types import AgentRecord, Completion, SamplingParams, Toolbox
 
 POLL_S = 0.25
 LOOK_S = 3.0
 LOOKING_SHARE = 0.1
 """Share of the time that looking at servers that are out may cost those that work."""
 MAX_LOSSES = 3
-"""A completion on which so many servers were lost is not played again: it may be what they die of."""
+"""A completion or an episode on which so many servers were lost is not played again: it may be what they die of."""
 
 Pair = tuple[int, int]
 """(prompt index, sample index) of one completion."""
@@ -213,28 +213,35 @@ class ServerPool:
         Raises:
             ServerError: refused, or no server is left and none came back.
         """
-        member, opened = await self._open(sampling, bounds)
-        session = Session(self, member, opened)
-        member.in_flight += tokens
-        try:
-            yield session
-        finally:
-            member.in_flight -= tokens
-            with contextlib.suppress(ServerError):  # nobody asks for its calls any more
-                await session.close()
-
-    async def _open(self, sampling: SamplingParams, bounds: Mapping[str, Any]) -> tuple[Member, SessionResponse]:
         await self._look_at_all()
         while True:
             member = min(self.up or await self.wait_up(), key=lambda member: member.in_flight)
+            member.in_flight += tokens  # already here: others that open one at the same time go elsewhere
             try:
-                return member, await member.server.open_session(
-                    sampling, session=member.session, timeout_s=self.silence_s, **bounds
-                )
-            except ServerError as error:
-                if error.code not in _GONE:
-                    raise
-                self.lose(member, str(error))
+                if (session := await self._open(member, sampling, bounds)) is None:
+                    continue
+                try:
+                    yield session
+                finally:
+                    if session.open:
+                        with contextlib.suppress(ServerError):  # nobody asks for its calls any more
+                            await session.close()
+                return
+            finally:
+                member.in_flight -= tokens
+
+    async def _open(self, member: Member, sampling: SamplingParams, bounds: Mapping[str, Any]) -> "Session | None":
+        """Opens a session on one server; None where that is lost."""
+        try:
+            opened = await member.server.open_session(
+                sampling, session=member.session, timeout_s=self.silence_s, **bounds
+            )
+        except ServerError as error:
+            if error.code not in _GONE:
+                raise
+            self.lose(member, str(error))
+            return None
+        return Session(self, member, opened)
 
     async def generate(
         self,
@@ -343,28 +350,31 @@ class Session:
 
     Attributes:
         base_url: for OpenAI clients, whose calls are recorded there.
+        api_key: what they send; it opens nothing else.
         model: what the server calls its model.
+        open: whether it has not been closed.
     """
 
     def __init__(self, pool: ServerPool, member: Member, opened: SessionResponse) -> None:
         self.base_url = member.server.session_url(opened.id)
+        self.api_key = opened.key
         self.model = opened.model
+        self.open = True
         self._pool = pool
         self._member = member
         self._id = opened.id
-        self._open = True
 
-    async def close(self) -> list[AgentCall]:
-        """Ends it and returns its calls, at the first time. Raises ServerError where they are lost with the server."""
-        if not self._open:
-            return []
-        self._open = False
+    async def close(self) -> AgentRecord:
+        """Ends it and returns what was recorded. Raises ServerError where that is lost."""
         try:
-            return await self._member.server.close_session(self._id, timeout_s=self._pool.silence_s)
+            record = await self._member.server.close_session(self._id, timeout_s=self._pool.silence_s)
         except ServerError as error:
+            self.open = False
             if error.code in _GONE:
                 self._pool.lose(self._member, str(error))
             raise
+        self.open = False
+        return record
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

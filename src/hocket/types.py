@@ -112,6 +112,14 @@ class AgentCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRecord:
+    """An agent's calls in the order in which they began; `cut_off`: a limit has refused it another one."""
+
+    calls: tuple[AgentCall, ...]
+    cut_off: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One episode as ONE flat sequence, prompt first; where an agent did not go on from what was said, as several.
 

@@ -205,12 +205,12 @@ async def test_an_agent_s_tools_are_shown_to_the_model_and_its_calls_parsed(port
     async with ServerPool([f"http://127.0.0.1:{port}"]) as servers:
         await servers.wait_up()
         async with servers.session(SamplingParams(max_tokens=80, seed=5), tokens=100, **bounds) as session:
-            async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client:
+            async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
                 for _ in range(40):
                     answer = await client.chat.completions.create(model="any", messages=chat, tools=tools)
                     if answer.choices[0].message.tool_calls:
                         break
-            calls = await session.close()
+            calls = (await session.close()).calls
     (made,) = answer.choices[0].message.tool_calls or ()
     assert isinstance(made, ChatCompletionMessageFunctionToolCall)
     tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))

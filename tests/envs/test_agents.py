@@ -53,6 +53,22 @@ def a_list(task: Task) -> Any:
     return [1.0]
 
 
+@agent("exit_of_tests")
+def exits(task: Task) -> None:
+    sys.exit(2)
+
+
+@agent("stop_of_tests")
+def stops(task: Task) -> None:
+    next(iter(()))
+
+
+@pytest.mark.parametrize(("name", "says"), [("exit_of_tests", "SystemExit: 2"), ("stop_of_tests", "StopIteration: ")])
+async def test_a_plain_function_that_exits_or_stops_has_raised(name: str, says: str) -> None:
+    with pytest.raises(RuntimeError, match=says):
+        await asyncio.wait_for(Agent(function=name).run(TASK), 10)
+
+
 async def test_a_function_returns_a_number_text_or_nothing() -> None:
     assert await Agent(function="number_of_tests").run(TASK) == 1.0
     assert type(await Agent(function="number_of_tests").run(TASK)) is float
@@ -89,8 +105,10 @@ async def test_a_program_has_the_task_on_its_stdin_and_the_model_in_its_environm
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("HOCKET_TOKEN", "the servers' own")
     code = """
 import json, os, sys
+assert "HOCKET_TOKEN" not in os.environ
 names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "NO_PROXY")
 print("thinking", file=sys.stderr)
 print("thinking")

@@ -16,7 +16,7 @@ from hocket.errors import ServerError
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import play
 from hocket.rollout.episode import Limits
-from hocket.types import AgentCall, Completion, Group, Prompt, Rollout, SamplingParams, Score
+from hocket.types import AgentCall, AgentRecord, Completion, Group, Prompt, Rollout, SamplingParams, Score
 
 SAMPLING = SamplingParams(max_tokens=8, seed=77)
 
@@ -27,10 +27,11 @@ class FakeSession:
     model = "the model"
 
     def __init__(self, servers: "FakeServers", sampling: SamplingParams, number: int) -> None:
-        self.base_url = f"http://fake/{number}"
+        self.base_url, self.api_key = f"http://fake/{number}", f"key {number}"
         self.sampling = sampling
         self.calls: list[AgentCall] = []
         self.closed = 0
+        self.cut_off = False
         self._servers = servers
 
     def ask(self, *asked: int) -> list[int]:
@@ -46,12 +47,13 @@ class FakeSession:
         self.calls.append(AgentCall(prompt_token_ids=asked, completion=completion))
         return [*asked, *token_ids]
 
-    async def close(self) -> list[AgentCall]:
+    async def close(self) -> AgentRecord:
         self.closed += 1
         await asyncio.sleep(0)
         if self._servers.lost:
+            self._servers.lost -= 1
             raise ServerError("can't reach http://fake", code="unreachable")
-        return self.calls
+        return AgentRecord(calls=tuple(self.calls), cut_off=self.cut_off)
 
 
 class FakeServers:
@@ -61,7 +63,7 @@ class FakeServers:
         self.sessions: dict[str, FakeSession] = {}
         self.bounds: list[dict[str, Any]] = []
         self.open = self.most_open = 0
-        self.lost = False
+        self.lost = 0  # times that one is lost with its calls
 
     kv_tokens = 0
 
@@ -115,11 +117,16 @@ async def played(
     agents = Agents(
         FakeAgent(servers, plays, concurrency),  # type: ignore[arg-type]
         limits=limits or Limits(max_turns=6, max_length=64, timeout_s=5.0),
-        api_key="key",
         decode=lambda token_ids: " ".join(map(str, token_ids)),
     )
     prompts = [
-        Prompt(id=f"p{i}", token_ids=(i, i + 1), messages=({"role": "user", "content": str(i)},), answer=str(i))
+        Prompt(
+            id=f"p{i}",
+            token_ids=(i, i + 1),
+            messages=({"role": "user", "content": str(i)},),
+            answer=str(i),
+            meta={"hints": [i]},
+        )
         for i in range(first, first + num_prompts)
     ]
     groups = [
@@ -152,7 +159,7 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     (group,) = await played(plays, servers, first=3)
     (task,) = given
     assert (task.text, task.answer, task.messages[0]["content"]) == ("", "3", "3")
-    assert (task.base_url, task.api_key, task.model) == ("http://fake/0", "key", "the model")
+    assert (task.base_url, task.api_key, task.model) == ("http://fake/0", "key 0", "the model")
     assert servers.bounds == [{"tokens": 10, "max_length": 64, "max_calls": 6, "idle_timeout_s": 65.0}]
     session = servers.sessions["http://fake/0"]
     assert dataclasses.replace(session.sampling, seed=77) == SAMPLING
@@ -194,6 +201,44 @@ async def test_an_agent_that_asks_nothing_has_a_rollout_without_sampled_tokens()
     assert group.scores[0].total == 1.0
 
 
+async def test_what_an_agent_does_to_its_task_is_not_seen_by_others() -> None:
+    async def plays(task: Task, session: FakeSession) -> float:
+        assert (task.messages[0]["content"], task.meta) == ("0", {"hints": [0]})
+        task.messages[0]["content"] = "something else"
+        task.meta["hints"].append(5)
+        return 1.0
+
+    (group,) = await played(plays, FakeServers(), group_size=3)
+    assert [score.error for score in group.scores] == [None] * 3
+    assert group.rollouts[0].prompt.messages == ({"role": "user", "content": "0"},)
+
+
+@pytest.mark.parametrize("cut_off", [True, False])
+async def test_an_agent_that_raises_as_a_limit_refused_it_a_call_is_cut_off_and_not_failed(cut_off: bool) -> None:
+    async def plays(task: Task, session: FakeSession) -> float:
+        session.ask(5)
+        session.cut_off = cut_off
+        raise ValueError("400: this session has made its 6 calls")
+
+    (group,) = await played(plays, FakeServers())
+    (rollout,), (score,) = group.rollouts, group.scores
+    if cut_off:
+        assert (score.error, score.total, rollout.reward, rollout.finish_reason) == (None, 0.0, 0.0, "length")
+        assert rollout.num_sampled == 3
+    else:
+        assert score.error == "agent: it raised ValueError: 400: this session has made its 6 calls"
+
+
+async def test_an_agent_that_copes_with_a_limit_is_done() -> None:
+    async def plays(task: Task, session: FakeSession) -> float:
+        session.ask(5)
+        session.cut_off = True
+        return 0.75
+
+    (group,) = await played(plays, FakeServers())
+    assert (group.scores[0].total, group.rollouts[0].finish_reason) == (0.75, "stop")
+
+
 async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_all_accounted_for() -> None:
     servers = FakeServers()
 
@@ -201,7 +246,7 @@ async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_al
         rng = random.Random(task.seed)
         session.ask(5)
         await asyncio.sleep(rng.random() / 100)
-        trouble = rng.choice(["raise", "hang", "cancel", "timeout", None, None, None, None])
+        trouble = rng.choice(["raise", "hang", "cancel", "timeout", "exit", "stop", *[None] * 6])
         if trouble == "raise":
             raise KeyError("a bug")
         if trouble == "hang":
@@ -210,6 +255,10 @@ async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_al
             raise asyncio.CancelledError
         if trouble == "timeout":
             raise TimeoutError("of its own")
+        if trouble == "exit":
+            raise SystemExit(2)  # as argparse does
+        if trouble == "stop":
+            raise StopIteration
         return 1.0
 
     limits = Limits(max_turns=6, max_length=64, timeout_s=0.5)
@@ -223,6 +272,8 @@ async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_al
         "agent: it raised TimeoutError: of its own",
         "agent: it was not done when env.timeout_s=0.5 had passed",
         "agent: it was cancelled",
+        "agent: it raised SystemExit: 2",
+        "agent: it raised RuntimeError: coroutine raised StopIteration",
     }
     assert sum(errors.values()) == 300
     for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
@@ -233,24 +284,88 @@ async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_al
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_lost_server_fails_its_episodes_and_says_so() -> None:
+async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_random_numbers() -> None:
+    runs, seeds = [], []
+    for lost in (0, 2):
+        servers = FakeServers()
+
+        async def plays(task: Task, session: FakeSession, servers: FakeServers = servers) -> float:
+            seeds.append(task.seed)
+            session.ask(5)
+            if servers.lost == 2:
+                raise ConnectionError("refused")
+            return 1.0
+
+        servers.lost = lost
+        runs += await played(plays, servers)
+        assert len(servers.sessions) == 1 + lost
+        assert servers.open == 0
+    assert runs[0].rollouts == runs[1].rollouts
+    assert runs[1].scores[0].total == 1.0
+    assert len(seeds) == 4
+    assert len(set(seeds)) == 1
+
+
+async def test_an_episode_on_which_server_after_server_is_lost_has_failed_and_says_so() -> None:
     servers = FakeServers()
 
     async def plays(task: Task, session: FakeSession) -> float:
-        session.ask(5)
-        servers.lost = task.answer != "1"
         if task.answer == "0":
             raise ConnectionError("refused")
         return 1.0
 
+    servers.lost = 99
     (lost,) = await played(plays, servers)
     assert lost.scores[0].error == (
         "agent: it raised ConnectionError: refused; what the model said is lost: can't reach http://fake"
     )
+    assert len(servers.sessions) == 3
     (later,) = await played(plays, servers, first=2)
     assert later.scores[0].error == "agent: what the model said is lost: can't reach http://fake"
-    (fine,) = await played(plays, servers, first=1)
+    (fine,) = await played(plays, FakeServers(), first=1)
     assert fine.scores[0].total == 1.0
+
+
+async def test_a_lost_episode_is_not_played_again_after_the_batch_s_end() -> None:
+    servers = FakeServers()
+    servers.lost = 99
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        await asyncio.sleep(3600)
+        return 1.0
+
+    (late,) = await played(plays, servers, timeout_s=0.2)
+    assert late.scores[0].error == (
+        "agent: it was not done when rollout.timeout_s had passed; what the model said is lost: can't reach http://fake"
+    )
+    assert len(servers.sessions) == 1
+
+
+async def test_an_agent_that_will_not_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.rollout.agents.CANCEL_S", 0.05)
+    ended, left = asyncio.Event(), list[asyncio.Task[Any] | None]()
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        left.append(asyncio.current_task())
+        while not ended.is_set():
+            try:
+                await ended.wait()
+            except asyncio.CancelledError:
+                continue
+        raise ValueError("too late for anybody to be told")
+
+    limits = Limits(max_turns=6, max_length=64, timeout_s=0.1)
+    async with asyncio.timeout(10):
+        (group,) = await played(plays, FakeServers(), limits=limits)
+    assert group.scores[0].error == (
+        "agent: it was not done when env.timeout_s=0.1 had passed; nor had it 0.05 s after it was cancelled: "
+        "it was left behind"
+    )
+    assert asyncio.all_tasks() == {asyncio.current_task()}  # the end of the run would wait for all of these
+    ended.set()
+    (running,) = left
+    assert running is not None
+    await asyncio.wait([running])
 
 
 async def test_the_same_settings_give_the_same_random_numbers_whatever_the_order() -> None:

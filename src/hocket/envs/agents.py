@@ -112,7 +112,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
     given = {key: getattr(task, key) for key in ("messages", "text", "answer", "meta", "seed")}
     host = urlsplit(task.base_url).hostname or ""
     environment = {
-        **os.environ,
+        **{key: value for key, value in os.environ.items() if key != "HOCKET_TOKEN"},
         "OPENAI_BASE_URL": task.base_url,
         "OPENAI_API_KEY": task.api_key,
         "OPENAI_MODEL": task.model,

@@ -156,7 +156,10 @@ def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaita
     def work() -> None:
         try:
             outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(**arguments))
-        except Exception as error:  # noqa: BLE001 - the caller raises it
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                # The first would end the caller's event loop, no future takes the second.
+                error = RuntimeError(f"{type(error).__name__}: {error}")
             outcome = (future.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the loop has ended before the tool
             loop.call_soon_threadsafe(settle, *outcome)

@@ -86,7 +86,7 @@ class Tools(Environment):
         except TimeoutError:
             return f"error: no result within {self._timeout_s:g} s"
         # A tool is anybody's code and its arguments are the model's: whatever it raises, the model is told.
-        except Exception as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             return f"error: {type(error).__name__}: {error}"
 
 

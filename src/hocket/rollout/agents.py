@@ -1,11 +1,13 @@
 """Episodes that the user's own code plays: it asks the model through an OpenAI-compatible URL, which records it.
 
-Each episode has a session of its own on one of the servers. One that fails ends alone, also where its server was lost.
-Knows nothing of rewards, of HTTP and of how agents are run.
+Each episode has a session of its own on one of the servers. One that fails ends alone; one whose server was lost is
+played again. Knows nothing of rewards, of HTTP and of how agents are run.
 """
 
 import asyncio
+import copy
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -13,15 +15,18 @@ from typing import Any, Protocol, runtime_checkable
 
 from hocket.envs import Agent, Task
 from hocket.errors import ServerError
+from hocket.pool import MAX_LOSSES
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import EpisodeError, Limits, Transcript
 from hocket.rollout.joining import join
 from hocket.rollout.played import Played, as_they_end
 from hocket.seeds import seed_of
-from hocket.types import AgentCall, Prompt, Rollout, SamplingParams
+from hocket.types import AgentRecord, Prompt, Rollout, SamplingParams
 
 GRACE_S = 60.0
 """How long a server remembers a session after its agent's deadline: it is forgotten by us long before."""
+CANCEL_S = 5.0
+"""How long an agent that is cancelled may take to end."""
 
 
 class Session(Protocol):
@@ -30,8 +35,10 @@ class Session(Protocol):
     @property
     def base_url(self) -> str: ...
     @property
+    def api_key(self) -> str: ...
+    @property
     def model(self) -> str: ...
-    async def close(self) -> list[AgentCall]: ...
+    async def close(self) -> AgentRecord: ...
 
 
 @runtime_checkable
@@ -49,16 +56,14 @@ class Agents:
     Args:
         agent: the user's code.
         limits: calls of an episode, tokens of each prompt with its completion, seconds until the agent must have ended.
-        api_key: what the servers want.
         decode: writes tokens, for people.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def __init__(self, agent: Agent, *, limits: Limits, api_key: str, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, agent: Agent, *, limits: Limits, decode: Callable[[Sequence[int]], str]) -> None:
         self._agent = agent
         self._limits = limits
-        self._api_key = api_key
         self._decode = decode
         self._gate = asyncio.Semaphore(agent.concurrency)  # of all batches that are played at the same time
 
@@ -94,8 +99,7 @@ class Agents:
                 error = f"agent: {late}: raise that, or env.concurrency"
             else:
                 try:
-                    left_s = end - time.monotonic()
-                    rollout, error = await self._episode(prompts[i], server, sampling, number, left_s)
+                    rollout, error = await self._episode(prompts[i], server, sampling, number, end)
                 finally:
                     self._gate.release()
             return Played(prompt=i, sample=j, rollout=_named(rollout, f"{label}/{first + i}", j), error=error)
@@ -103,56 +107,80 @@ class Agents:
         return as_they_end([one(i, j) for i in range(len(prompts)) for j in range(group_size)])
 
     async def _episode(
-        self, prompt: Prompt, server: Sessions, sampling: SamplingParams, number: int, left_s: float
+        self, prompt: Prompt, server: Sessions, sampling: SamplingParams, number: int, end: float
     ) -> tuple[Rollout, str | None]:
         """Returns what was sampled, also where the agent failed, and what it failed of."""
-        calls: list[AgentCall] = []
-        returned: float | str | None = None
-        error = None
-        async with server.session(
-            dataclasses.replace(sampling, seed=seed_of(sampling.seed, number)),
-            tokens=len(prompt.token_ids) + sampling.max_tokens,
-            max_length=self._limits.max_length,
-            max_calls=self._limits.max_turns,
-            idle_timeout_s=self._limits.timeout_s + GRACE_S,
-        ) as session:
-            try:
-                returned = await self._run(prompt, session, seed_of(sampling.seed, number, 0), left_s)
-            except EpisodeError as failed:
-                error = f"agent: {failed}"
-            try:
-                calls = await session.close()
-            except ServerError as lost:
-                error = f"{error}; " if error else "agent: "
-                error += f"what the model said is lost: {lost}"
-        return _rollout(prompt, join(prompt, calls, self._decode), returned), error
+        for losses in itertools.count(1):
+            returned: float | str | None = None
+            error = None
+            async with server.session(
+                dataclasses.replace(sampling, seed=seed_of(sampling.seed, number)),
+                tokens=len(prompt.token_ids) + sampling.max_tokens,
+                max_length=self._limits.max_length,
+                max_calls=self._limits.max_turns,
+                idle_timeout_s=self._limits.timeout_s + GRACE_S,
+            ) as session:
+                try:
+                    returned = await self._run(prompt, session, seed_of(sampling.seed, number, 0), end)
+                except EpisodeError as failed:
+                    error = f"agent: {failed}"
+                try:
+                    record = await session.close()
+                    break
+                except ServerError as lost:
+                    if losses == MAX_LOSSES or time.monotonic() >= end:
+                        error = f"{error}; " if error else "agent: "
+                        return _rollout(prompt, (), returned), f"{error}what the model said is lost: {lost}"
+        sequences = join(prompt, record.calls, self._decode)
+        if error is None or not record.cut_off:
+            return _rollout(prompt, sequences, returned), error
+        # Were it no part of its group, all that is short enough to end would look better than it is.
+        return dataclasses.replace(_rollout(prompt, sequences, 0.0), finish_reason="length"), None
 
-    async def _run(self, prompt: Prompt, session: Session, seed: int, left_s: float) -> float | str | None:
+    async def _run(self, prompt: Prompt, session: Session, seed: int, end: float) -> float | str | None:
         task = Task(
-            messages=prompt.messages or (),
+            messages=copy.deepcopy(prompt.messages or ()),  # others play the same prompt
             text=prompt.text,
             answer=prompt.answer,
-            meta=prompt.meta,
+            meta=copy.deepcopy(prompt.meta),
             seed=seed,
             base_url=session.base_url,
-            api_key=self._api_key,
+            api_key=session.api_key,
             model=session.model,
         )
+        left_s = max(0.0, end - time.monotonic())
+        running = asyncio.create_task(_contained(self._agent, task))
         try:
-            async with asyncio.timeout(min(self._limits.timeout_s, left_s)) as deadline:
-                return await self._agent.run(task)
-        except asyncio.CancelledError as error:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            raise EpisodeError("it was cancelled") from error
-        # An agent is anybody's code: whatever it raises ends this episode alone.
-        except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():
-                over = left_s < self._limits.timeout_s
-                which = "rollout.timeout_s" if over else f"env.timeout_s={self._limits.timeout_s:g}"
-                raise EpisodeError(f"it was not done when {which} had passed") from error
-            raise EpisodeError(f"it raised {type(error).__name__}: {error}") from error
+            in_time, _ = await asyncio.wait([running], timeout=min(self._limits.timeout_s, left_s))
+        finally:  # also where the episode itself is cancelled
+            ended = await _end(running)
+        if not in_time:
+            over = left_s < self._limits.timeout_s
+            which = "rollout.timeout_s" if over else f"env.timeout_s={self._limits.timeout_s:g}"
+            more = "" if ended else f"; nor had it {CANCEL_S:g} s after it was cancelled: it was left behind"
+            raise EpisodeError(f"it was not done when {which} had passed{more}")
+        if running.cancelled():
+            raise EpisodeError("it was cancelled")
+        return running.result()
+
+
+async def _contained(agent: Agent, task: Task) -> float | str | None:
+    try:
+        return await agent.run(task)
+    # An agent is anybody's code: whatever it raises ends this episode alone. A SystemExit would end the event loop.
+    except (Exception, SystemExit) as error:
+        raise EpisodeError(f"it raised {type(error).__name__}: {error}") from error
+
+
+async def _end(running: "asyncio.Task[Any]") -> bool:
+    """Cancels a task and returns whether it has ended; one that does not is nobody's any more."""
+    if not running.done():
+        running.cancel()
+        await asyncio.wait([running], timeout=CANCEL_S)
+    running.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio reports it as overlooked
+    if not running.done():
+        asyncio._unregister_task(running)  # the end of the event loop would wait for it, for ever
+    return running.done()
 
 
 def _rollout(prompt: Prompt, sequences: Sequence[Transcript], returned: float | str | None) -> Rollout:

@@ -229,7 +229,7 @@ class Episode:
                 raise
             raise EpisodeError(f"{name} was cancelled") from error
         # An environment is anybody's code: whatever it raises ends this episode alone.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 message = f"{name} was not done when env.timeout_s={self._limits.timeout_s:g} had passed"
                 raise EpisodeError(message) from error

@@ -165,7 +165,7 @@ def episodes_of(config: Config, tokenizer: Any) -> Player | None:
     )
     made = make()
     if isinstance(made, Agent):
-        return Agents(made, limits=limits, api_key=config.token or "none", decode=tokenizer.decode)
+        return Agents(made, limits=limits, decode=tokenizer.decode)
     toolbox = made.toolbox
     return Episodes(
         make=make,

@@ -241,8 +241,8 @@ class SessionDoor:
             if body.get("use_beam_search"):
                 raise ApiError(400, "not_recorded", "beam search does not sample: nothing could be trained", "sample")
             if body.get("echo") or 0 in (body.get("max_tokens"), body.get("max_completion_tokens")):
-                message = "a call in a session samples: echo, and max_tokens of 0, are not for it"
-                raise ApiError(400, "not_recorded", message, "leave them out")
+                why = "a call in a session samples: echo, and max_tokens of 0, are not for it"
+                raise ApiError(400, "not_recorded", why, "leave them out")
             body["model"] = self._model
             message = {**message, "body": json.dumps(body).encode()}
         waiting = [message]
