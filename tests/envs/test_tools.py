@@ -34,6 +34,12 @@ def meet_of_tests() -> str:
 
 
 @tool
+async def exit_of_tests() -> None:
+    """Ends everything, were it not held."""
+    raise SystemExit(3)
+
+
+@tool
 async def weather_of_tests(city: str, days: int = 1) -> dict[str, Any]:
     """Tells the weather.
 
@@ -50,7 +56,7 @@ def call(name: str, arguments: str, id: str = "") -> ToolCall:
 
 
 async def results(*calls: ToolCall, timeout_s: float = 20.0) -> list[dict[str, Any]]:
-    names = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests"]
+    names = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests", "exit_of_tests"]
     episode = bind("tools", {"tools": names, "parser": "hermes", "call_timeout_s": timeout_s})()
     step = await episode.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
     assert not step.done
@@ -110,6 +116,7 @@ async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -
         ("calculate", '{"expression": "1", "y": 2}', "error: TypeError: got an unexpected keyword argument 'y'"),
         ("calculate", '{"expression": "1/0"}', "error: ZeroDivisionError"),
         ("calculate", '{"expression": 5}', "error: TypeError"),
+        ("exit_of_tests", "{}", "error: SystemExit: 3"),
         ("slow_of_tests", '{"seconds": 60}', "error: no result within 0.2 s"),
     ],
 )

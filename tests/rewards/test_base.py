@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,16 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
         "finish_reason": "stop",
         "rollout": rollout,
     }
+
+
+def test_token_ids_are_those_of_every_sequence_of_the_episode(make_rollout: Callable[..., Rollout]) -> None:
+    @reward("tokens")
+    def tokens(token_ids: Any) -> float:
+        return 0.0
+
+    other = dataclasses.replace(make_rollout("ab"), token_ids=(7, 8, 9), mask=(False, True, True), logprobs=(0.0,) * 3)
+    rollout = dataclasses.replace(make_rollout("abdc"), others=(other,))
+    assert bind("tokens", 1.0, {}).arguments(rollout) == {"token_ids": (8, 9, 10, 11, 12)}
 
 
 def test_unknown_and_missing_options_are_answered_with_the_signature() -> None:

@@ -251,13 +251,15 @@ class Unruly(Environment):
     async def trouble(self, chance: float) -> None:
         await asyncio.sleep(self.rng.random() / 100)
         if self.rng.random() < chance:
-            trouble = self.rng.choice(["raise", "hang", "cancel", "role"])
+            trouble = self.rng.choice(["raise", "hang", "cancel", "role", "exit"])
             if trouble == "raise":
                 raise KeyError("a bug")
             if trouble == "hang":
                 await asyncio.sleep(3600)
             if trouble == "cancel":
                 raise asyncio.CancelledError
+            if trouble == "exit":
+                raise SystemExit(2)
 
     async def close(self) -> None:
         self.closings += 1
@@ -284,7 +286,8 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
     scores = [score for group in groups for score in group.scores]
     errors = [score.error for score in scores if score.error is not None]
     assert 50 < len(errors) < 450
-    for cause in ("raised KeyError", "env.timeout_s=2 had passed", "was cancelled", "returned str", "close raised"):
+    said = ("KeyError", "SystemExit", "env.timeout_s=2 had passed", "was cancelled", "returned str", "close raised")
+    for cause in said:
         assert any(cause in error for error in errors), cause
     for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
         assert (score.error is None) == math.isfinite(score.total)  # an error is never a number

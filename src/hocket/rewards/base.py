@@ -13,7 +13,7 @@ Arguments are given by name, and only those the function names:
     prompt          text of the last user message, or the plain prompt
     messages        the whole chat, or None for a plain prompt
     answer          the reference answer, or None
-    token_ids       tokens that the policy sampled, the end-of-sequence token included
+    token_ids       tokens that the policy sampled in the whole episode, end-of-sequence tokens included
     finish_reason   "stop", "length" or "abort"
     meta            the row's other columns
     rollout         everything (hocket.types.Rollout)
@@ -43,7 +43,7 @@ _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
     "messages": lambda rollout: rollout.prompt.messages,
     "answer": lambda rollout: rollout.prompt.answer,
     "token_ids": lambda rollout: tuple(
-        t for t, sampled in zip(rollout.token_ids, rollout.mask, strict=True) if sampled
+        t for one in rollout.sequences for t, sampled in zip(one.token_ids, one.mask, strict=True) if sampled
     ),
     "finish_reason": lambda rollout: rollout.finish_reason,
     "meta": lambda rollout: rollout.prompt.meta,
