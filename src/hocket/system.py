@@ -12,12 +12,40 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 _PR_SET_PDEATHSIG = 1
-_TIE = """import ctypes, os, signal, sys
+_TIE = """import ctypes, os, signal, sys, time
+def end(status):
+    while True:  # who loses its parent becomes a child of this process, until nobody is left
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                children = [int(pid) for pid in file.read().split()]
+        except OSError:
+            children = [program] if program else []
+        for pid in children:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
+        except ChildProcessError:
+            os._exit(status if status >= 0 else 128 - status)
+program = 0
+signal.signal(signal.SIGTERM, lambda *_: end(143))
 if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(36, 1)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if os.getppid() != int(sys.argv[1]):
         sys.exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
+program = os.fork()
+if program == 0:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    os.execvp(sys.argv[2], sys.argv[2:])
+while True:
+    pid, status = os.wait()
+    if pid == program:
+        end(os.waitstatus_to_exitcode(status))
 """
 _THREADS = ThreadPoolExecutor(32, "hocket")
 
@@ -56,7 +84,11 @@ def end_with(parent: int, signum: signal.Signals) -> None:
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Returns the command line of a program that is killed when this process ends, whatever ends it (Linux)."""
+    """Returns the command line of a program that is killed when this process ends, whatever ends it (Linux).
+
+    With it goes all that it has started; so it does when it ends by itself, or the command gets a SIGTERM. The exit
+    status is the program's own, 128 and the signal's number where one ended it.
+    """
     return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
 
 

@@ -153,8 +153,9 @@ async def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
 async def test_a_program_that_is_given_up_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
     code = f"""
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-open({str(tmp_path / "partial")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+child, elsewhere = (subprocess.Popen(sleeps, start_new_session=away) for away in (False, True))
+open({str(tmp_path / "partial")!r}, "w").write(f"{{os.getpid()}} {{child.pid}} {{elsewhere.pid}}")
 os.rename({str(tmp_path / "partial")!r}, {str(tmp_path / "pids")!r})
 time.sleep(600)
 """
@@ -169,14 +170,21 @@ time.sleep(600)
 async def test_what_a_program_leaves_running_does_not_outlive_it_nor_is_waited_for(tmp_path: Path) -> None:
     code = """
 import subprocess, sys
-print(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]).pid)
+sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+print(subprocess.Popen(sleeps, start_new_session=True).pid)
 """
     answer = await asyncio.wait_for(program(tmp_path, code).run(TASK), 20)
     gone([int(str(answer))])
 
 
 async def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    inner = f"import os, time; open({str(tmp_path / 'pids')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    inner = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+open({str(tmp_path / "partial")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+os.rename({str(tmp_path / "partial")!r}, {str(tmp_path / "pids")!r})
+time.sleep(600)
+"""
     command = [sys.executable, "-c", inner]
     outer = f"import subprocess; from hocket.system import tied; subprocess.run(tied({command!r}))"
     parent = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(SOURCE)})
@@ -184,7 +192,16 @@ async def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     gone(pids)
-    assert subprocess.run(tied(["true"]), check=False).returncode == 0
+    for code, status in (("", 0), ("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)):
+        assert subprocess.run(tied([sys.executable, "-S", "-c", code]), check=False).returncode == status
+
+
+async def test_a_program_that_writes_without_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.envs.agents.MAX_OUTPUT_MIB", 1)
+    monkeypatch.setattr("hocket.envs.agents.LOOK_S", 0.05)
+    code = "import time; print('x' * (1 << 20), flush=True); time.sleep(600)"
+    with pytest.raises(RuntimeError, match="wrote more than 1 MiB"):
+        await asyncio.wait_for(program(tmp_path, code).run(TASK), 20)
 
 
 async def written(file: Path) -> list[int]:

@@ -36,6 +36,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")
 TAIL_BYTES = 1 << 16
 """Of what a program writes, so much of the end is read."""
+MAX_OUTPUT_MIB = 256
+LOOK_S = 1.0
+"""How often it is looked whether a program has written more than that."""
 _REWARD = re.compile(r"reward:\s*(\S+)")
 
 
@@ -127,14 +130,26 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
             *tied(command), stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
         )
         try:
-            status = await process.wait()
+            status = await _status(process, stdout, stderr)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nobody of the group is left
-                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                process.terminate()
             await process.wait()
+            with contextlib.suppress(ProcessLookupError):  # as it should be: nobody of the group is left
+                os.killpg(process.pid, signal.SIGKILL)
         if status != 0:
             raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {_last_line(stderr)}")
         return _result(_last_line(stdout))
+
+
+async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> int:
+    """Returns how a program ended. Raises RuntimeError where it writes without end."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                return await process.wait()
+        if sum(os.fstat(file.fileno()).st_size for file in outputs) > MAX_OUTPUT_MIB << 20:
+            raise RuntimeError(f"it wrote more than {MAX_OUTPUT_MIB} MiB to stdout and stderr")
 
 
 def _last_line(file: IO[bytes]) -> str:
