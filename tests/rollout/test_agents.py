@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -339,6 +342,32 @@ async def test_a_lost_episode_is_not_played_again_after_the_batch_s_end() -> Non
         "agent: it was not done when rollout.timeout_s had passed; what the model said is lost: can't reach http://fake"
     )
     assert len(servers.sessions) == 1
+
+
+def test_no_agent_keeps_the_process_from_ending() -> None:
+    code = """
+import asyncio
+from hocket.rollout import agents
+
+agents.CANCEL_S = 0.05
+
+async def stubborn():
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except BaseException:
+            pass
+
+async def main():
+    running = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    print("ended:", await agents._end(running))
+
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": "src"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended: False\n", "")
 
 
 async def test_an_agent_that_will_not_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

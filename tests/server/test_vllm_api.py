@@ -22,7 +22,7 @@ from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.errors import ApiError
 from hocket.server.requests import Job
-from hocket.server.sessions import Call, Session
+from hocket.server.sessions import TOO_LONG, Call, Session
 from hocket.server.worker import WorkerExtension
 from hocket.types import InFlight
 
@@ -128,6 +128,13 @@ def test_vllm_is_imported_in_one_file_only() -> None:
         if line.strip().startswith(("import vllm", "from vllm"))
     }
     assert importing == {"server/vllm_api.py"}
+
+
+def test_what_is_at_fault_in_a_prompt_that_is_too_long_has_the_names_we_know() -> None:
+    from vllm.renderers import params
+
+    source = inspect.getsource(params)
+    assert {name for name in TOO_LONG if f'parameter="{name}"' in source} == TOO_LONG
 
 
 def test_calls_take_the_arguments_we_give() -> None:

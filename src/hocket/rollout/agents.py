@@ -6,6 +6,7 @@ played again. Knows nothing of rewards, of HTTP and of how agents are run.
 
 import asyncio
 import copy
+import ctypes
 import dataclasses
 import itertools
 import time
@@ -179,7 +180,9 @@ async def _end(running: "asyncio.Task[Any]") -> bool:
         await asyncio.wait([running], timeout=CANCEL_S)
     running.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio reports it as overlooked
     if not running.done():
-        asyncio._unregister_task(running)  # the end of the event loop would wait for it, for ever
+        # The end of the event loop would wait for it, and that of the process for its code to take a GeneratorExit.
+        asyncio._unregister_task(running)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(running))
     return running.done()
 
 
