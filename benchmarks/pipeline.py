@@ -36,6 +36,7 @@ DEFAULTS = (
     "rollout.prompts_per_step=64",
     "rollout.group_size=16",
     "trainer.learning_rate=1e-4",
+    "trainer.gradient_checkpointing=true",  # as much work as generating is
     "eval.every_steps=0",
     "checkpoint.every_steps=0",
     "observe.tensorboard=false",
