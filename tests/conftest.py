@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent
-LONGEST = ("server", "trainer", "e2e", "faults")
+LONGEST = ("server", "faults", "e2e", "trainer")
 """Folders that are begun first, so that no process is left with a long one at the end."""
 TOGETHER = ("server",)
 """Folders whose files share engines, each of which takes half a minute to start."""
