@@ -27,9 +27,6 @@ def test_a_call_is_sampled_as_the_session_says_within_the_room_there_is() -> Non
     session = Sessions().open(REQUEST)
     calls = [session.begin([1] * length, wanted) for length, wanted in ((4, 3), (15, 99), (5, None))]
     assert [call.sampling.max_tokens for call in calls] == [3, 5, 8]  # the agent's own, 20 - 15, the session's
-    assert len({call.sampling.seed for call in calls}) == 3
-    again = Sessions().open(REQUEST)
-    assert [again.begin([2], 9).sampling.seed for _ in calls] == [call.sampling.seed for call in calls]
     with pytest.raises(ApiError, match="made its 3 calls") as refused:
         session.begin([1], 1)
     assert refused.value.status == 400  # clients would send it again after any other
@@ -37,16 +34,23 @@ def test_a_call_is_sampled_as_the_session_says_within_the_room_there_is() -> Non
         Sessions().open(REQUEST).begin([1] * 20, 1)
 
 
-def test_a_call_that_is_taken_back_leaves_its_number_and_its_seed_to_the_next_one() -> None:
+def test_a_prompt_and_how_often_it_was_asked_decide_the_seed_so_that_calls_at_the_same_time_repeat() -> None:
+    session, other = (Sessions().open(REQUEST) for _ in range(2))
+    seeds = {(asked, session.begin(list(asked), 4).sampling.seed) for asked in ((1, 2), (1, 2), (12,))}
+    assert len({seed for _, seed in seeds}) == 3
+    assert {(asked, other.begin(list(asked), 4).sampling.seed) for asked in ((12,), (1, 2), (1, 2))} == seeds
+
+
+def test_a_call_that_is_taken_back_leaves_its_seed_to_the_one_that_is_sent_again() -> None:
     session = Sessions().open(REQUEST)
-    first, second, third = (session.begin([i], 4) for i in range(3))
+    first, second, third = (session.begin([1], 4) for _ in range(3))
     session.take_back(second)
     again = session.begin([1], 4)
-    assert (again.number, again.sampling.seed) == (1, second.sampling.seed)
+    assert again.sampling.seed == second.sampling.seed
     assert session.calls == [first, third, again]
     ids = {call.request_id for call in (first, second, third, again)}
     assert len(ids) == 4  # the engine may still be ending the one that was taken back
-    assert ids.isdisjoint(Sessions().open(REQUEST).begin([i], 4).request_id for i in range(3))
+    assert ids.isdisjoint(Sessions().open(REQUEST).begin([1], 4).request_id for _ in range(3))
 
 
 @pytest.mark.parametrize("length", [19, 20])

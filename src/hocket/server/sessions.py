@@ -35,7 +35,10 @@ _PATH = re.compile(r"/sessions/(?P<id>[^/]+)(?P<route>/v1/.*)")
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class Call:
-    """One request to the engine, as it was sampled; `versions` is None where it has not ended well."""
+    """One request to the engine, as it was sampled; `versions` is None where it has not ended well.
+
+    It is number `number` of those with the same prompt.
+    """
 
     request_id: str
     number: int
@@ -103,7 +106,8 @@ class Session:
     def begin(self, prompt_token_ids: list[int], max_tokens: int | None) -> Call:
         """Returns a new call: the session's own way of sampling, within the tokens that there is room for.
 
-        It has the first number that no other has, and with it the same random numbers as one that was taken back.
+        The prompt decides its random numbers, and how often it was asked before: calls at the same time repeat, too,
+        and so does one that was taken back.
 
         Args:
             max_tokens: what the agent asks for.
@@ -124,9 +128,9 @@ class Session:
             )
             raise ApiError(400, "context_too_long", message, "have the agent say less, or raise model.max_length")
         most = min(sampling.max_tokens, room, max_tokens or room)
-        taken = {call.number for call in self.calls}
+        taken = {call.number for call in self.calls if call.prompt_token_ids == prompt_token_ids}
         number = next(number for number in itertools.count() if number not in taken)
-        seed = None if sampling.seed is None else seed_of(sampling.seed, number)
+        seed = None if sampling.seed is None else seed_of(sampling.seed, number, *prompt_token_ids)
         call = Call(
             request_id=f"{self.id}-{next(self._begun)}",  # the client's own could be that of another session's call
             number=number,
