@@ -35,13 +35,14 @@ from hocket.sync.turns import Turns, put_to_sleep
 from hocket.types import Prompt
 
 if TYPE_CHECKING:
+    from hocket.loop import Run
     from hocket.trainer.trainer import Trainer
 
 CANARY_PROMPTS = 4
 
 
 def train(config: Config) -> int:
-    """Trains on every rank; rank 0 checks rewards and data before any model is loaded, then runs the loop."""
+    """Trains on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it."""
     load_plugins(config.plugins)
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
@@ -49,80 +50,89 @@ def train(config: Config) -> int:
         asyncio.run(_make_room(config))
         Trainer(config).follow()
         return 0
-    with ExitStack() as stack:
-        console = stack.enter_context(Console(config.observe.console, config.trainer.steps))
+    with Console(config.observe.console, config.trainer.steps) as console:
         saved = checkpoints.find(config, console.say)
-        if saved is not None and saved.step >= config.trainer.steps and (config.run_dir / "summary.json").exists():
-            console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
-                from hocket.trainer.trainer import Trainer
-
-                Trainer(config).close()
+        if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
+            with ExitStack() as stack:
+                run = _run(config, saved, console, stack)
+                asyncio.run(_train(run))
+                console.finish(config.run_dir)
             return 0
-        scorer = stack.enter_context(RewardScorer(config.rewards))
-        judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
-        tokenizer = tokenizers.load(config.model.path)
-        episodes = episodes_of(config, tokenizer)
-        prompts = _load("train", config.data, config, tokenizer, console, episodes)
-        held_out = _held_out(config, tokenizer, console, episodes)
-        stream = _stream(config, prompts)
-        recorder = stack.enter_context(Recorder(config))
-        tell = {"on_wait": console.doing, "say": console.say}
-        asyncio.run(_make_room(config, **tell))
-        console.doing(f"loading {config.model.path} into the trainer")
+        console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
+            from hocket.trainer.trainer import Trainer
 
-        from hocket.algorithm.kl import KlController
-        from hocket.algorithm.samples import silence
-        from hocket.loop import Run
-        from hocket.trainer.checkpoint import SavedTensors
-        from hocket.trainer.trainer import Trainer
-
-        trainer = stack.enter_context(Trainer(config))
-        if saved is not None:
-            trainer.restore(SavedTensors(saved.folder), saved.trainer)
-        console.say(trainer.memory)
-
-        async def run() -> None:
-            replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
-            async with (
-                _pool(config, () if replay else config.server_urls, **tell) as servers,
-                Pipeline(
-                    config,
-                    stream,
-                    server=servers,
-                    scorer=scorer,
-                    informative=lambda group: silence(group, config) is None,
-                    episodes=episodes,
-                    progress=console.progress,
-                ) as pipeline,
-            ):
-                turns = Turns(config, trainer, servers) if config.launch.share_gpu else None
-                sync = _sync(config, trainer, servers, prompts, turns, console)
-                kl = KlController(config.algorithm)
-                parts: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": sync, "recorder": recorder}
-                if saved is not None:
-                    saved.restore(parts)
-                with Checkpoints(config, trainer, parts, last=saved.step if saved else 0) as kept:
-                    await Run(
-                        config=config,
-                        trainer=trainer,
-                        servers=servers,
-                        stream=stream,
-                        pipeline=replay or pipeline,
-                        held_out={} if replay else held_out,
-                        judge=judge,
-                        sync=sync,
-                        kl=kl,
-                        recorder=recorder,
-                        console=console,
-                        checkpoints=kept,
-                        episodes=episodes,
-                        turns=turns,
-                    ).train()
-
-        asyncio.run(run())
-        console.finish(config.run_dir)
+            Trainer(config).close()
     return 0
+
+
+async def _train(run: "Run") -> None:
+    async with run.servers, run.pipeline:
+        await run.train()
+
+
+def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stack: ExitStack) -> "Run":
+    """Brings the parts together: first rewards and data, whose faults show before any model is loaded.
+
+    Args:
+        stack: ends the parts that need it.
+    """
+    scorer = stack.enter_context(RewardScorer(config.rewards))
+    judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
+    tokenizer = tokenizers.load(config.model.path)
+    episodes = episodes_of(config, tokenizer)
+    prompts = _load("train", config.data, config, tokenizer, console, episodes)
+    held_out = _held_out(config, tokenizer, console, episodes)
+    stream = _stream(config, prompts)
+    recorder = stack.enter_context(Recorder(config))
+    tell = {"on_wait": console.doing, "say": console.say}
+    asyncio.run(_make_room(config, **tell))
+    console.doing(f"loading {config.model.path} into the trainer")
+
+    from hocket.algorithm.kl import KlController
+    from hocket.algorithm.samples import silence
+    from hocket.loop import Run
+    from hocket.trainer.checkpoint import SavedTensors
+    from hocket.trainer.trainer import Trainer
+
+    trainer = stack.enter_context(Trainer(config))
+    if saved is not None:
+        trainer.restore(SavedTensors(saved.folder), saved.trainer)
+    console.say(trainer.memory)
+
+    replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
+    servers = _pool(config, () if replay else config.server_urls, **tell)
+    turns = Turns(config, trainer, servers) if config.launch.share_gpu else None
+    sync = _sync(config, trainer, servers, prompts, turns, console)
+    kl = KlController(config.algorithm)
+    parts: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": sync, "recorder": recorder}
+    if saved is not None:
+        saved.restore(parts)
+    return Run(
+        config=config,
+        trainer=trainer,
+        servers=servers,
+        stream=stream,
+        pipeline=replay
+        or Pipeline(
+            config,
+            stream,
+            server=servers,
+            scorer=scorer,
+            informative=lambda group: silence(group, config) is None,
+            episodes=episodes,
+            progress=console.progress,
+        ),
+        held_out={} if replay else held_out,
+        judge=judge,
+        sync=sync,
+        kl=kl,
+        recorder=recorder,
+        console=console,
+        checkpoints=stack.enter_context(Checkpoints(config, trainer, parts, last=saved.step if saved else 0)),
+        episodes=episodes,
+        turns=turns,
+    )
 
 
 def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:

@@ -5,6 +5,7 @@ Gives what the pipeline gave then: the same tokens, log-probs and scores, step b
 
 import time
 from pathlib import Path
+from typing import Self
 
 from hocket import records
 from hocket.errors import DataError
@@ -12,7 +13,7 @@ from hocket.rollout.pipeline import Batch
 
 
 class Replay:
-    """Reads a run's rollouts.
+    """Reads a run's rollouts, in the place of a Pipeline.
 
     Args:
         run_dir: the run folder that they were written to.
@@ -20,6 +21,12 @@ class Replay:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Nothing is being played."""
 
     async def batch(self, step: int) -> Batch:
         """Returns what was played for a step. Raises DataError where nothing, or what can't be read."""
