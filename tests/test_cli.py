@@ -128,6 +128,12 @@ def test_a_mistake_is_one_line_and_status_1(args: list[str], message: str, capsy
     assert "Traceback" not in error
 
 
+def test_rollouts_do_not_go_into_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    assert main(["rollout", f"run.dir={tmp_path}"]) == 1
+    assert f"{tmp_path} holds a run already; choose another run.dir" in capsys.readouterr().err
+
+
 def test_settings_are_one_file_and_overrides_in_any_order() -> None:
     config, arguments = read_settings(["trainer.steps=3", "config/quickstart.yaml"])
     assert (config.trainer.steps, config.data.source) == (3, "task:sort")

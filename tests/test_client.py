@@ -160,6 +160,32 @@ async def test_only_a_connection_that_fails_counts_as_nobody_there() -> None:
             await server.answers()
 
 
+async def test_control_calls_do_not_wait_behind_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.client.MAX_CONNECTIONS", 1)
+    playing = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (line := await reader.readline()).strip():  # requests here are short: one read has the rest
+            rest = await reader.read(65536)
+            if b"/generate" in line:
+                playing.set()
+                await reader.read()  # until the client leaves
+                break
+            body = json.dumps(HEALTH).encode()
+            assert rest
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        async with ServerClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}") as server:
+            rollouts = asyncio.create_task(generate(server, timeout_s=30.0))
+            await asyncio.wait_for(playing.wait(), 10)
+            assert (await server.health(timeout_s=10.0)).version == 3
+            assert not rollouts.done()
+            rollouts.cancel()
+            await asyncio.gather(rollouts, return_exceptions=True)
+
+
 async def test_health_ends_at_its_deadline() -> None:
     async def hang(_: httpx.Request) -> httpx.Response:
         await asyncio.sleep(60)

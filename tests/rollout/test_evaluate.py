@@ -21,6 +21,7 @@ class FakeServer:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         self.sampling = sampling
+        self.timeout_s = timeout_s
         self.asked.append(len(prompts))
         for i in reversed(range(len(prompts))):
             number = prompts[i][0] - 1
@@ -87,6 +88,13 @@ async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_tempera
         await evaluate({MAIN: PROMPTS}, server=server, scorer=FakeScorer(), config=config, label="eval")
     assert first.sampling == second.sampling
     assert first.sampling.temperature == 0.3
+
+
+async def test_an_evaluation_has_the_time_of_all_the_batches_that_may_be_played_beside_it() -> None:
+    server = FakeServer()
+    config = config_module.load(None, ["rollout.timeout_s=100", "pipeline.max_staleness=2"])
+    await evaluate({MAIN: PROMPTS}, server=server, scorer=FakeScorer(), config=config, label="eval")
+    assert server.timeout_s == pytest.approx(300, abs=10)  # its own and those of two batches
 
 
 def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -> None:

@@ -109,6 +109,17 @@ async def test_what_is_slow_is_waited_for_and_not_replaced_by_what_is_fast() -> 
     assert first.metrics["time/batch"] >= 0.2
 
 
+async def test_servers_without_work_between_two_steps_have_waited_for_the_policy_all_the_time() -> None:
+    async with pipeline(settings(), FakeServer(lambda token: 0.02)) as batches:
+        first = await batches.batch(1)
+        second = await batches.batch(2)
+        await asyncio.sleep(0.3)  # the trainer works
+        third = await batches.batch(3)
+    assert "pipeline/wait_for_policy" not in first.metrics
+    assert second.metrics["pipeline/wait_for_policy"] < 0.5
+    assert third.metrics["pipeline/wait_for_policy"] > 0.5
+
+
 async def test_the_rollouts_of_a_step_depend_on_seed_and_step_alone_however_early_they_begin() -> None:
     texts = []
     for max_staleness in (0, 2):
