@@ -176,14 +176,15 @@ async def test_control_calls_do_not_wait_behind_rollouts(monkeypatch: pytest.Mon
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
-        async with ServerClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}") as server:
-            rollouts = asyncio.create_task(generate(server, timeout_s=30.0))
-            await asyncio.wait_for(playing.wait(), 10)
-            assert (await server.health(timeout_s=10.0)).version == 3
-            assert not rollouts.done()
-            rollouts.cancel()
-            await asyncio.gather(rollouts, return_exceptions=True)
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with listening, ServerClient(url) as server:
+        rollouts = asyncio.create_task(generate(server, timeout_s=30.0))
+        await asyncio.wait_for(playing.wait(), 10)
+        assert (await server.health(timeout_s=10.0)).version == 3
+        assert not rollouts.done()
+        rollouts.cancel()
+        await asyncio.gather(rollouts, return_exceptions=True)
 
 
 async def test_health_ends_at_its_deadline() -> None:

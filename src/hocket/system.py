@@ -6,10 +6,10 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 _TIE = """import ctypes, os, signal, sys, time
@@ -66,6 +66,21 @@ async def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+async def as_they_end(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
+    """Runs all of these at once, and yields what each returns as it ends; leaving early ends the others."""
+    ended: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    for task in tasks:
+        task.add_done_callback(ended.put_nowait)
+    try:
+        for _ in tasks:
+            yield (await ended.get()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def end_with(parent: int, signum: signal.Signals) -> None:

@@ -120,7 +120,7 @@ async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_lo
     # A request that was let in just before: nothing would ever end it.
     job = Job(prompt=0, index=0, token_ids=[5], sampling=Sampling(), seed=None)
     with pytest.raises(ApiError, match=r"no room for layers\.1"):
-        await asyncio.wait_for(engine._complete(job), 5)
+        await asyncio.wait_for(engine._sampler.complete(job), 5)
     llm.failing = {}
     answer = await engine.reload(request())
     assert (answer.version, answer.num_tensors) == (1, 26)

@@ -20,8 +20,9 @@ from hocket.pool import MAX_LOSSES
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import EpisodeError, Limits, Transcript
 from hocket.rollout.joining import join
-from hocket.rollout.played import Played, as_they_end
+from hocket.rollout.played import Played
 from hocket.seeds import seed_of
+from hocket.system import as_they_end
 from hocket.types import AgentRecord, Prompt, Rollout, SamplingParams
 
 GRACE_S = 60.0

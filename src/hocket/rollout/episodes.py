@@ -19,7 +19,8 @@ from hocket.errors import ServerError
 from hocket.rollout.agents import Agents
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
-from hocket.rollout.played import Played, Player, as_they_end
+from hocket.rollout.played import Played, Player
+from hocket.system import as_they_end
 from hocket.types import Prompt, SamplingParams, Toolbox
 
 

@@ -1,8 +1,7 @@
 """What plays the episodes of a step, and what it gives of each. Knows nothing of how they are played."""
 
-import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from hocket.rollout.coalescer import Generator
@@ -44,18 +43,3 @@ class Player(Protocol):
         Raises:
             ServerError: the model could not be asked.
         """
-
-
-async def as_they_end(episodes: Sequence[Coroutine[Any, Any, Played]]) -> AsyncGenerator[Played, None]:
-    """Plays all of these at once, and yields each as it ends; leaving early ends the others."""
-    ended: asyncio.Queue[asyncio.Task[Played]] = asyncio.Queue()
-    tasks = [asyncio.create_task(episode) for episode in episodes]
-    for task in tasks:
-        task.add_done_callback(ended.put_nowait)
-    try:
-        for _ in tasks:
-            yield (await ended.get()).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

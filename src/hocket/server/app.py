@@ -165,7 +165,7 @@ def _session_router(engine: Generator, sessions: Sessions) -> APIRouter:
         record = session.record()
         await engine.abort(session.running)
         if (failed := engine.health().error) is not None:  # what its agent has made of that is nothing to learn from
-            raise ApiError(503, failed.code, failed.message, failed.hint)
+            raise ApiError.of(503, failed)
         return record
 
     return router

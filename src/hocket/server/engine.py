@@ -1,17 +1,13 @@
 """The generation engine: completions with versions, and weights that change under them without a restart."""
 
 import asyncio
-import concurrent.futures
 import contextlib
-import copy
 import logging
-import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.protocol import (
     AdapterConfig,
@@ -35,8 +31,10 @@ from hocket.protocol import (
 )
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError
-from hocket.server.requests import Job, RequestReader
+from hocket.server.requests import Job
+from hocket.server.sampler import RESTART, Sampler
 from hocket.server.uploads import Uploads
+from hocket.system import as_they_end
 from hocket.types import InFlight
 
 T = TypeVar("T")
@@ -44,7 +42,6 @@ T = TypeVar("T")
 logger = logging.getLogger("hocket")
 
 ABORT_TIMEOUT_S = 2.0
-RESTART = "restart the server; its log says more"
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
 PARTS: tuple[Memory, ...] = ("weights", "kv_cache")
 ASLEEP = ErrorBody(
@@ -70,17 +67,7 @@ class Engine:
         self._timeout_s = config.sync.timeout_s
         self._root = config.sync_root.resolve()
         self._session = secrets.token_hex(8)
-        self._tokenizer = tokenizers.load(config.model.path)
-        self._tokenizer_sha256 = tokenizers.fingerprint(self._tokenizer)
-        # A tokenizer must not be used by two threads at once: prompts are read in one of their own, with a copy.
-        self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
-        self._reader = RequestReader(
-            copy.deepcopy(self._tokenizer),
-            vocab_size=vllm_api.vocab_size(llm),
-            max_length=vllm_api.max_length(llm),
-            limits=config.server,
-            find_calls=vllm_api.find_calls,
-        )
+        self._sampler = Sampler(llm, config, self._broken)
         self._status: Status = "loading"
         self._failure: ErrorBody | None = None
         self._version = 0
@@ -88,13 +75,11 @@ class Engine:
         self._asleep: tuple[Memory, ...] = ()
         self._has_weights = True
         self._group: str | None = None
-        self._in_flight = 0
         self._shapes: versions.ModelShapes | None = None
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
         self._base_replaced = self._stopping = False
         self._reload_lock = asyncio.Lock()
-        self._client_errors = vllm_api.client_errors()
         self._engine_errors = vllm_api.engine_errors()
 
     async def start(self) -> None:
@@ -102,7 +87,7 @@ class Engine:
         await self._call("hocket_drop_adapter")
         await self.llm.update_weight_version(str(self._version))
         sampling = Sampling(max_tokens=2)
-        await self._complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling, seed=None))
+        await self._sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling, seed=None))
         self._status = "ready"
 
     @property
@@ -117,9 +102,12 @@ class Engine:
 
     def failure(self) -> ErrorBody | None:
         """Returns why the engine can't generate, None where it can."""
+        return self._broken() or (ASLEEP if self._asleep else None)
+
+    def _broken(self) -> ErrorBody | None:
         if self.llm.errored and not self._stopping and (self._failure is None or self._failure.code != "engine_dead"):
             self._fail("engine_dead", "the engine's process ended", RESTART)
-        return self._failure or (ASLEEP if self._asleep else None)
+        return self._failure
 
     def health(self) -> Health:
         """Returns the answer to /health."""
@@ -131,9 +119,9 @@ class Engine:
             dtype=vllm_api.dtype(self.llm),
             vocab_size=vllm_api.vocab_size(self.llm),
             max_length=vllm_api.max_length(self.llm),
-            tokenizer_sha256=self._tokenizer_sha256,
+            tokenizer_sha256=self._sampler.tokenizer_sha256,
             session=self._session,
-            in_flight=self._in_flight,
+            in_flight=self._sampler.in_flight,
             root=str(self._root),
             device=vllm_api.device(self.llm),
             workers=vllm_api.num_workers(self.llm),
@@ -143,14 +131,14 @@ class Engine:
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Validates and tokenizes the body of /generate. Raises ApiError with a status of 4xx."""
-        request, jobs = await asyncio.get_running_loop().run_in_executor(self._reading, self._reader.read, body)
+        request, jobs = await self._sampler.read(body)
         self._check_session(request.session)
         return request, jobs
 
     def check(self, request: SessionRequest) -> None:
         """Raises ApiError where the engine could not sample in this way, or the caller counts on another one."""
         self._check_session(request.session)
-        self._reader.check_sampling(request.sampling)
+        self._sampler.check(request.sampling)
 
     def _check_session(self, session: str | None) -> None:
         if session not in (None, self._session):
@@ -162,67 +150,12 @@ class Engine:
             if request_ids:
                 await self.llm.abort(request_ids)
 
-    async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
+    def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
         """Yields each job with its CompletionMessage as a plain dict, in the order in which they finish.
 
         Leaving the iteration early aborts what is still running. Raises ApiError where generation breaks off.
         """
-        finished: asyncio.Queue[asyncio.Task[tuple[Job, dict[str, Any]]]] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._complete(job)) for job in jobs]
-        for task in tasks:
-            task.add_done_callback(finished.put_nowait)
-        try:
-            for _ in tasks:
-                yield (await finished.get()).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _complete(self, job: Job) -> tuple[Job, dict[str, Any]]:
-        self._refuse_failed()
-        self._in_flight += 1
-        try:
-            output = await vllm_api.complete(self.llm, job, f"hocket-{job.prompt}-{job.index}")
-        except self._client_errors as error:
-            raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
-        except self._engine_errors as error:
-            reason = self.failure() or ErrorBody(code="generation_failed", message=str(error), hint=RESTART)
-            raise ApiError(503, reason.code, reason.message, reason.hint) from error
-        finally:
-            self._in_flight -= 1
-        if output.finish_reason == "abort":
-            reason = self._failure or ErrorBody(code="aborted", message="generation was aborted", hint="send it again")
-            raise ApiError(503, reason.code, reason.message, reason.hint)
-        message = self._message(job, output)
-        if job.tools is not None:  # where prompts are read, as it uses the same tokenizer
-            stopped = output.finish_reason == "stop"
-            calls = asyncio.get_running_loop().run_in_executor(self._reading, job.tools, output.token_ids, stopped)
-            message["tool_calls"] = await calls
-        return job, message
-
-    def _message(self, job: Job, output: Any) -> dict[str, Any]:
-        token_ids = list(output.token_ids)
-        logprobs = output.logprobs.logprobs
-        if not math.isfinite(sum(logprobs)):
-            raise ApiError(
-                500,
-                "not_finite",
-                f"version {self._version} gives log-probs that are not finite",
-                "publish good weights",
-            )
-        return {
-            "token_ids": token_ids,
-            "logprobs": logprobs,
-            "text": output.text if job.sampling.stop else self._decode(token_ids, output),
-            "finish_reason": output.finish_reason,
-            "versions": [[int(span.version), span.start, span.end] for span in output.weight_versions or ()],
-        }
-
-    def _decode(self, token_ids: list[int], output: Any) -> str:
-        stopped = output.finish_reason == "stop"
-        shown = token_ids[:-1] if stopped else token_ids  # the token that ended it is no part of the text
-        return str(self._tokenizer.decode(shown, skip_special_tokens=True))
+        return as_they_end([self._sampler.complete(job) for job in jobs])
 
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connects the engine's workers with the trainer; repeating it does no harm.
@@ -351,7 +284,7 @@ class Engine:
             async with asyncio.timeout(self._timeout_s):
                 await vllm_api.pause(self.llm, in_flight)
         except TimeoutError as error:
-            message = f"{self._in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
+            message = f"{self._sampler.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             if self._failure is None:  # a half-loaded model must not run
                 await self._go_on(message)
             hint = "they go on; set a higher sync.timeout_s, or sync.in_flight=keep"
@@ -369,7 +302,7 @@ class Engine:
             self._refuse_dead()
             reason = self._fail("not_resumed", f"{message}, and the engine does not go on: {_cause(error)}", RELOAD)
             await self._abort_all()
-            raise ApiError(503, reason.code, reason.message, reason.hint) from error
+            raise ApiError.of(503, reason) from error
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Waits for the engine to fall asleep or wake up. One that failed to holds nobody knows what."""
@@ -384,7 +317,7 @@ class Engine:
             hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
             reason = self._fail(code, message, hint)
             await self._abort_all()
-            raise ApiError(500, reason.code, reason.message, reason.hint) from error
+            raise ApiError.of(500, reason) from error
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> UploadResponse:
         """Takes one file of a version that the trainer sends.
@@ -411,12 +344,12 @@ class Engine:
     def _refuse_failed(self) -> None:
         """Ends a request that was let in before the engine failed: in the paused engine nothing ever would."""
         if self._failure is not None:
-            raise ApiError(503, self._failure.code, self._failure.message, self._failure.hint)
+            raise ApiError.of(503, self._failure)
 
     def _refuse_dead(self) -> None:
         failure = self.failure()
         if failure is not None and failure.code in ("engine_dead", "shutting_down", "sleep_failed"):
-            raise ApiError(503, failure.code, failure.message, failure.hint)
+            raise ApiError.of(503, failure)
 
     def _holds(self, key: str, version: int) -> ReloadResponse | None:
         """Returns the answer to give where the model holds this version, from this source, already."""
@@ -470,7 +403,7 @@ class Engine:
         except Exception as error:
             self._group = None if isinstance(request.source, CollectiveSource) else self._group
             reason = await self._loading_failed(request.version, error)
-            raise ApiError(500, reason.code, reason.message, reason.hint) from error
+            raise ApiError.of(500, reason) from error
         loaded: dict[str, Any] = answers[0]
         return loaded
 
@@ -504,7 +437,7 @@ class Engine:
         self._stopping = True
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await self._abort_all()
-        self._reading.shutdown(wait=False, cancel_futures=True)
+        self._sampler.close()
         self._copy.discard()
 
 

@@ -1,6 +1,6 @@
 """Refusals with a status, a code for machines, a message and a hint; every route answers them in the same form."""
 
-from typing import Any
+from typing import Any, Self
 
 import pydantic
 from starlette.responses import JSONResponse
@@ -23,6 +23,11 @@ class ApiError(HocketError):
         super().__init__(message)
         self.status = status
         self.body = ErrorBody(code=code, message=_printable(message), hint=_printable(hint))
+
+    @classmethod
+    def of(cls, status: int, body: ErrorBody) -> Self:
+        """Returns the error that says this."""
+        return cls(status, body.code, body.message, body.hint)
 
     def response(self) -> JSONResponse:
         """Returns the HTTP answer."""

@@ -171,4 +171,4 @@ class RefuseWhenFailed:
         if reason is None:
             await self.app(scope, receive, send)
         else:
-            await ApiError(503, reason.code, reason.message, reason.hint).response()(scope, receive, send)
+            await ApiError.of(503, reason).response()(scope, receive, send)
