@@ -17,6 +17,7 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"transfer", "delta", "records"},
     {"algorithm", "rewards", "envs", "data", "observe", "doctor"},
     {"client"},
+    {"members"},
     {"pool"},
     {"rollout", "sync", "trainer", "server"},
     {"checkpoints"},
@@ -119,7 +120,9 @@ def test_heavy_packages_have_one_home(package: str) -> None:
     assert users <= HOMES[package]
 
 
-@pytest.mark.parametrize("package", ["data", "envs", "rewards", "rollout", "client", "pool", "config", "protocol"])
+@pytest.mark.parametrize(
+    "package", ["data", "envs", "rewards", "rollout", "client", "members", "pool", "config", "protocol"]
+)
 def test_no_torch_is_needed_for(package: str) -> None:
     modules = [name for name in FILES if part(name) == package]
     assert modules

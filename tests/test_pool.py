@@ -1,4 +1,4 @@
-"""The pool against small real HTTP servers on loopback: who plays what, and what becomes of it when one is lost."""
+"""Members and pool against small real HTTP servers on loopback: who is up, who plays what, and what becomes of it when one is lost."""
 
 import asyncio
 import contextlib

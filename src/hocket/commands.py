@@ -16,10 +16,11 @@ from hocket.data import PromptStream, load_prompts
 from hocket.data.curriculum import bind
 from hocket.errors import ConfigError
 from hocket.launch import Child, free_port, refuse_dead, server_process
+from hocket.members import Member
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics
 from hocket.observe.recorder import Recorder
-from hocket.pool import Member, ServerPool
+from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer

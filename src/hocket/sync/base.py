@@ -15,7 +15,7 @@ from typing import Protocol
 from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.pool import Member, ServerPool
+from hocket.members import Member, Members
 from hocket.protocol import Health, ReloadResponse
 from hocket.sync.canary import logprob_gap
 from hocket.sync.delivery import Delivery
@@ -62,7 +62,7 @@ class WeightSync:
         self,
         config: Config,
         trainer: Source,
-        pool: ServerPool,
+        pool: Members,
         disk: DiskTransport,
         *,
         collective: Transport | None = None,

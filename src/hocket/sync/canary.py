@@ -7,7 +7,7 @@ precision or a cached prefix of old weights all show here.
 from collections.abc import Awaitable, Callable, Sequence
 
 from hocket.config import RolloutConfig
-from hocket.pool import Member
+from hocket.members import Member
 from hocket.types import Prompt, SamplingParams, TrainSample
 
 MAX_TOKENS = 16

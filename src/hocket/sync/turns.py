@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hocket.config import Config
 from hocket.errors import ServerError, SyncError
-from hocket.pool import Member, ServerPool
+from hocket.members import Member, Members
 from hocket.protocol import Memory, SleepRequest, WakeRequest
 from hocket.types import TrainSample
 
@@ -32,7 +32,7 @@ class Guest(Protocol):
 class Turns:
     """Says who is on the GPU. A server that is lost on the way holds nothing there, and is taken out of the pool."""
 
-    def __init__(self, config: Config, trainer: Guest, pool: ServerPool) -> None:
+    def __init__(self, config: Config, trainer: Guest, pool: Members) -> None:
         self._config = config
         self._trainer = trainer
         self._pool = pool
@@ -73,7 +73,7 @@ class Turns:
                 _lost(self._pool, member, error)
 
 
-async def put_to_sleep(pool: ServerPool, config: Config, *, keep: bool = False) -> None:
+async def put_to_sleep(pool: Members, config: Config, *, keep: bool = False) -> None:
     """Has every server leave the GPU.
 
     Args:
@@ -91,7 +91,7 @@ async def put_to_sleep(pool: ServerPool, config: Config, *, keep: bool = False) 
             _lost(pool, member, error)
 
 
-def _lost(pool: ServerPool, member: Member, error: ServerError) -> None:
+def _lost(pool: Members, member: Member, error: ServerError) -> None:
     if error.code not in _GONE:
         raise SyncError(f"server and trainer can't take turns on the GPU: {error}") from error
     pool.lose(member, str(error))
