@@ -1,4 +1,4 @@
-"""Members and pool against small real HTTP servers on loopback: who is up, who plays what, and what becomes of it when one is lost."""
+"""Members and pool against small real HTTP servers on loopback: who is up, who plays what, what becomes of it."""
 
 import asyncio
 import contextlib
