@@ -21,6 +21,7 @@ from hocket.pool import ServerPool
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import in_order, play, sampling_params
 from hocket.rollout.episodes import episodes_of
+from hocket.rollout.played import Wave
 from hocket.types import Group, Rollout, SamplingParams
 
 pytestmark = pytest.mark.e2e
@@ -83,13 +84,15 @@ async def groups_of(
             groups = [
                 group
                 async for group in play(
-                    prompts[:num_prompts],
+                    Wave(
+                        prompts=prompts[:num_prompts],
+                        sampling=sampling_params(settings.rollout, seed=0, step=1),
+                        group_size=group_size,
+                        label="s",
+                        timeout_s=120,
+                    ),
                     server=servers,
                     scorer=scorer,
-                    sampling=sampling_params(settings.rollout, seed=0, step=1),
-                    group_size=group_size,
-                    label="s",
-                    timeout_s=120,
                     episodes=episodes,
                 )
             ]

@@ -19,6 +19,7 @@ from hocket.errors import ServerError
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import play
 from hocket.rollout.episode import Limits
+from hocket.rollout.played import Wave
 from hocket.types import AgentCall, AgentRecord, Completion, Group, Prompt, Rollout, SamplingParams, Score
 
 SAMPLING = SamplingParams(max_tokens=8, seed=77)
@@ -135,14 +136,11 @@ async def played(
     groups = [
         group
         async for group in play(
-            prompts,
+            Wave(
+                prompts=prompts, sampling=SAMPLING, group_size=group_size, label="s", timeout_s=timeout_s, first=first
+            ),
             server=servers,
             scorer=ByText(),
-            sampling=SAMPLING,
-            group_size=group_size,
-            label="s",
-            timeout_s=timeout_s,
-            first=first,
             episodes=agents,
         )
     ]

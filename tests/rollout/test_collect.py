@@ -8,6 +8,7 @@ import pytest
 from hocket.config import RolloutConfig
 from hocket.errors import RewardError, ServerError
 from hocket.rollout.collect import in_order, play, refuse_failing, sampling_params, to_rollout
+from hocket.rollout.played import Wave
 from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
 
 PROMPTS = [Prompt(id="p0", token_ids=(1, 2)), Prompt(id="p1", token_ids=(3,))]
@@ -58,7 +59,9 @@ async def played(server: FakeServer, scorer: FakeScorer) -> list[Group]:
     return [
         group
         async for group in play(
-            PROMPTS, server=server, scorer=scorer, sampling=sampling, group_size=2, label="step 1", timeout_s=9
+            Wave(prompts=PROMPTS, sampling=sampling, group_size=2, label="step 1", timeout_s=9),
+            server=server,
+            scorer=scorer,
         )
     ]
 
@@ -78,13 +81,9 @@ async def test_the_end_of_generation_is_told_while_scores_are_missing() -> None:
 
     async def consume() -> None:
         groups = play(
-            PROMPTS,
+            Wave(prompts=PROMPTS, sampling=SamplingParams(), group_size=1, label="s", timeout_s=9),
             server=FakeServer([(0, 0), (1, 0)]),
             scorer=FakeScorer(slow="10"),  # the second one's score takes half a minute
-            sampling=SamplingParams(),
-            group_size=1,
-            label="s",
-            timeout_s=9,
             on_generated=told.set,
         )
         async for _ in groups:
@@ -105,13 +104,9 @@ async def test_a_group_leaves_while_others_are_still_being_generated() -> None:
 
     async def consume() -> None:
         async for group in play(
-            PROMPTS,
+            Wave(prompts=PROMPTS, sampling=SamplingParams(), group_size=2, label="s", timeout_s=9),
             server=server,
             scorer=FakeScorer(),
-            sampling=SamplingParams(),
-            group_size=2,
-            label="s",
-            timeout_s=9,
         ):
             seen.append(group.id)  # noqa: PERF401 - what was seen before the error is the point
 

@@ -23,6 +23,7 @@ from hocket.rollout import coalescer
 from hocket.rollout.collect import play
 from hocket.rollout.episode import Limits
 from hocket.rollout.episodes import Budget, Episodes
+from hocket.rollout.played import Wave
 from hocket.types import Completion, Group, Message, Prompt, Rollout, SamplingParams, Score, Toolbox
 
 END, ASSISTANT = 1, 4
@@ -181,13 +182,9 @@ async def played(
     groups = [
         group
         async for group in play(
-            prompts,
+            Wave(prompts=prompts, sampling=SAMPLING, group_size=group_size, label="s", timeout_s=timeout_s),
             server=engine,
             scorer=ByReward(),
-            sampling=SAMPLING,
-            group_size=group_size,
-            label="s",
-            timeout_s=timeout_s,
             episodes=episodes,
         )
     ]

@@ -20,7 +20,7 @@ from hocket.pool import MAX_LOSSES
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import EpisodeError, Limits, Transcript
 from hocket.rollout.joining import join
-from hocket.rollout.played import Played
+from hocket.rollout.played import Played, Wave
 from hocket.seeds import seed_of
 from hocket.system import as_they_end
 from hocket.types import AgentRecord, Prompt, Rollout, SamplingParams
@@ -69,44 +69,32 @@ class Agents:
         self._decode = decode
         self._gate = asyncio.Semaphore(agent.concurrency)  # of all batches that are played at the same time
 
-    def play(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        server: Generator,
-        sampling: SamplingParams,
-        group_size: int,
-        label: str,
-        timeout_s: float,
-        first: int,
-    ) -> AsyncGenerator[Played, None]:
-        """Yields every episode as it ends; the arguments are those of `collect.play`.
-
-        One that is not over when its time is, has failed.
+    def play(self, wave: Wave, server: Generator) -> AsyncGenerator[Played, None]:
+        """Yields every episode as it ends. One that is not over when its time is, has failed.
 
         Raises:
             ServerError: there is no server, or it refuses sessions.
         """
         assert isinstance(server, Sessions), "agents are played on servers with sessions"
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + wave.timeout_s
 
         async def one(i: int, j: int) -> Played:
-            number = (first + i) * group_size + j
-            rollout, error = _rollout(prompts[i], (), None), None
+            prompt = wave.prompts[i]
+            rollout, error = _rollout(prompt, (), None), None
             try:
                 async with asyncio.timeout(end - time.monotonic()):
                     await self._gate.acquire()
             except TimeoutError:
-                late = f"it could not begin within rollout.timeout_s={timeout_s:g}"
+                late = f"it could not begin within rollout.timeout_s={wave.timeout_s:g}"
                 error = f"agent: {late}: raise that, or env.concurrency"
             else:
                 try:
-                    rollout, error = await self._episode(prompts[i], server, sampling, number, end)
+                    rollout, error = await self._episode(prompt, server, wave.sampling, wave.number(i, j), end)
                 finally:
                     self._gate.release()
-            return Played(prompt=i, sample=j, rollout=_named(rollout, f"{label}/{first + i}", j), error=error)
+            return Played(prompt=i, sample=j, rollout=_named(rollout, wave.group_id(i), j), error=error)
 
-        return as_they_end([one(i, j) for i in range(len(prompts)) for j in range(group_size)])
+        return as_they_end([one(i, j) for i, j in wave.pairs])
 
     async def _episode(
         self, prompt: Prompt, server: Sessions, sampling: SamplingParams, number: int, end: float

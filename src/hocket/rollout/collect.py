@@ -15,7 +15,7 @@ from hocket.config import RolloutConfig
 from hocket.errors import RewardError
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import Transcript
-from hocket.rollout.played import Played, Player
+from hocket.rollout.played import Played, Player, Wave
 from hocket.seeds import seed_of
 from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
 
@@ -46,52 +46,35 @@ def to_rollout(prompt: Prompt, completion: Completion, *, group_id: str, index: 
 
 
 async def play(
-    prompts: Sequence[Prompt],
+    wave: Wave,
     *,
     server: Generator,
     scorer: Scorer,
-    sampling: SamplingParams,
-    group_size: int,
-    label: str,
-    timeout_s: float,
-    first: int = 0,
     on_generated: Callable[[], None] = lambda: None,
     episodes: Player | None = None,
 ) -> AsyncIterator[Group]:
     """Yields one Group per prompt, each as soon as it is complete.
 
     Args:
-        group_size: episodes per prompt.
-        label: makes ids unique within a run, e.g. "step 3" gives groups "step 3/0", "step 3/1", ...
-        timeout_s: deadline for the generation of all of them.
-        first: number of the first prompt, which counts in ids and in random numbers.
         on_generated: called when the last completion is there, and only scores are missing.
         episodes: how they are played; None: in a single turn.
 
     Raises:
         ServerError: generation failed; neither environments nor scoring raise.
     """
-    scored: list[list[tuple[int, Rollout, asyncio.Task[Score]]]] = [[] for _ in prompts]
+    scored: list[list[tuple[int, Rollout, asyncio.Task[Score]]]] = [[] for _ in wave.prompts]
     pending: set[asyncio.Task[Group]] = set()
     scoring: set[asyncio.Task[Score]] = set()
     try:
-        source = (_single_turns if episodes is None else episodes.play)(
-            prompts,
-            server=server,
-            sampling=sampling,
-            group_size=group_size,
-            label=label,
-            timeout_s=timeout_s,
-            first=first,
-        )
+        source = (_single_turns if episodes is None else episodes.play)(wave, server)
         async with contextlib.aclosing(source) as ended:
             async for played in ended:
                 i, rollout = played.prompt, played.rollout
                 task = asyncio.create_task(_score(scorer, rollout, played.error))
                 scoring.add(task)
                 scored[i].append((played.sample, rollout, task))
-                if len(scored[i]) == group_size:
-                    pending.add(asyncio.create_task(_group(f"{label}/{first + i}", scored[i])))
+                if len(scored[i]) == wave.group_size:
+                    pending.add(asyncio.create_task(_group(wave.group_id(i), scored[i])))
                 for done in [group for group in pending if group.done()]:
                     pending.remove(done)
                     yield done.result()
@@ -103,22 +86,14 @@ async def play(
             unfinished.cancel()
 
 
-async def _single_turns(
-    prompts: Sequence[Prompt],
-    *,
-    server: Generator,
-    sampling: SamplingParams,
-    group_size: int,
-    label: str,
-    timeout_s: float,
-    first: int,
-) -> AsyncGenerator[Played, None]:
+async def _single_turns(wave: Wave, server: Generator) -> AsyncGenerator[Played, None]:
     """Yields what `Episodes.play` would of episodes of one turn, which one request asks for."""
+    sampling = wave.sampling
     if sampling.seed is not None:
-        sampling = dataclasses.replace(sampling, seed=sampling.seed + first * group_size)
-    answers = server.generate([p.token_ids for p in prompts], sampling, n=group_size, timeout_s=timeout_s)
-    async for i, j, completion in answers:
-        rollout = to_rollout(prompts[i], completion, group_id=f"{label}/{first + i}", index=j)
+        sampling = dataclasses.replace(sampling, seed=sampling.seed + wave.number(0, 0))
+    prompts = [prompt.token_ids for prompt in wave.prompts]
+    async for i, j, completion in server.generate(prompts, sampling, n=wave.group_size, timeout_s=wave.timeout_s):
+        rollout = to_rollout(wave.prompts[i], completion, group_id=wave.group_id(i), index=j)
         yield Played(prompt=i, sample=j, rollout=rollout, error=None)
 
 

@@ -19,9 +19,9 @@ from hocket.errors import ServerError
 from hocket.rollout.agents import Agents
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
-from hocket.rollout.played import Played, Player
+from hocket.rollout.played import Played, Player, Wave
 from hocket.system import as_they_end
-from hocket.types import Prompt, SamplingParams, Toolbox
+from hocket.types import Toolbox
 
 
 class Budget:
@@ -90,30 +90,18 @@ class Episodes:
         """The functions that prompts show to the model."""
         return self.renderer.tools
 
-    async def play(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        server: Generator,
-        sampling: SamplingParams,
-        group_size: int,
-        label: str,
-        timeout_s: float,
-        first: int,
-    ) -> AsyncGenerator[Played, None]:
-        """Yields every episode as it ends; the arguments are those of `collect.play`.
-
-        One that is not over when its time is, has failed.
+    async def play(self, wave: Wave, server: Generator) -> AsyncGenerator[Played, None]:
+        """Yields every episode as it ends. One that is not over when its time is, has failed.
 
         Raises:
             ServerError: the model could not be asked.
         """
         budget = self.budget
         budget.limit = lambda: self.max_in_flight_tokens or server.kv_tokens
-        async with Coalescer(server, timeout_s=timeout_s, tools=self.toolbox) as coalescer:
+        async with Coalescer(server, timeout_s=wave.timeout_s, tools=self.toolbox) as coalescer:
 
             async def one(i: int, j: int) -> Played:
-                held = len(prompts[i].token_ids) + sampling.max_tokens
+                held = len(wave.prompts[i].token_ids) + wave.sampling.max_tokens
                 await budget.start(held)
 
                 def grown(length: int) -> None:
@@ -122,12 +110,12 @@ class Episodes:
                     held = length
 
                 episode = Episode(
-                    prompts[i],
+                    wave.prompts[i],
                     self.make,
                     ask=coalescer.ask,
                     renderer=self.renderer,
-                    sampling=sampling,
-                    number=(first + i) * group_size + j,
+                    sampling=wave.sampling,
+                    number=wave.number(i, j),
                     limits=self.limits,
                 )
                 error = None
@@ -138,13 +126,13 @@ class Episodes:
                 except ServerError as failed:
                     if not coalescer.late:
                         raise
-                    error = f"the episode was not over within rollout.timeout_s={timeout_s:g}: {failed}"
+                    error = f"the episode was not over within rollout.timeout_s={wave.timeout_s:g}: {failed}"
                 finally:
                     budget.change(-held)
-                rollout = episode.transcript.rollout(group_id=f"{label}/{first + i}", index=j)
+                rollout = episode.transcript.rollout(group_id=wave.group_id(i), index=j)
                 return Played(prompt=i, sample=j, rollout=rollout, error=error)
 
-            episodes = as_they_end([one(i, j) for i in range(len(prompts)) for j in range(group_size)])
+            episodes = as_they_end([one(i, j) for i, j in wave.pairs])
             async with contextlib.aclosing(episodes) as ended:
                 async for played in ended:
                     yield played

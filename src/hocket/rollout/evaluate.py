@@ -8,7 +8,7 @@ from hocket.config import Config, RewardsConfig, RewardSpec
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.collect import Scorer, in_order, play, refuse_failing, sampling_params
 from hocket.rollout.pipeline import deadline_s
-from hocket.rollout.played import Player
+from hocket.rollout.played import Player, Wave
 from hocket.types import Group, Prompt
 
 MAIN = ""
@@ -52,17 +52,14 @@ async def evaluate(
     metrics: dict[str, float] = {}
     every: list[Group] = []
     for name, prompts in datasets.items():
-        answers = play(
-            prompts,
-            server=server,
-            scorer=scorer,
+        wave = Wave(
+            prompts=prompts,
             sampling=sampling,
             group_size=config.eval.samples,
             label=f"{label} {name}".strip(),
             timeout_s=deadline_s(config),
-            episodes=episodes,
         )
-        groups = in_order([group async for group in answers])
+        groups = in_order([group async for group in play(wave, server=server, scorer=scorer, episodes=episodes)])
         num_scores = sum(len(group.scores) for group in groups)
         refuse_failing(groups, min(config.rewards.max_error_rate, 1 - 1 / num_scores))  # one score at least
         prefix = f"eval/{name}/" if name else "eval/"

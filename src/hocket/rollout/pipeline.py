@@ -16,7 +16,7 @@ from hocket.config import Config
 from hocket.data import Draw, PromptStream
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.collect import Scorer, in_order, play, sampling_params
-from hocket.rollout.played import Player
+from hocket.rollout.played import Player, Wave
 from hocket.types import Group
 
 MAX_WAVES = 8
@@ -160,18 +160,15 @@ class Pipeline:
         def generated() -> None:
             batch.generated = time.perf_counter()
 
-        return play(
-            [draw.prompt for draw in draws],
-            server=self._server,
-            scorer=self._scorer,
+        wave = Wave(
+            prompts=[draw.prompt for draw in draws],
             sampling=sampling_params(rollout, seed=self._config.trainer.seed, step=step),
             group_size=rollout.group_size,
             label=f"step {step}",
-            first=first,
             timeout_s=max(0.0, batch.end - time.monotonic()),
-            on_generated=generated,
-            episodes=self._episodes,
+            first=first,
         )
+        return play(wave, server=self._server, scorer=self._scorer, on_generated=generated, episodes=self._episodes)
 
 
 def deadline_s(config: Config) -> float:
