@@ -248,6 +248,19 @@ async def test_seeds_of_the_prompts_own_and_tools_go_where_the_prompts_go(server
     assert sent == [ToolParsing(parser="hermes", tools=[{"type": "function"}])] * 3  # two shares, and what was lost
 
 
+@pytest.mark.parametrize(("most_samples", "requests"), [(64, [(3, 2), (2, 2)]), (1, [(3, 1), (3, 1), (3, 1), (1, 1)])])
+async def test_what_is_too_much_for_one_request_goes_in_several(
+    servers: list[FakeServer], most_samples: int, requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.pool.MAX_PROMPTS", 3)
+    monkeypatch.setattr("hocket.pool.MAX_SAMPLES", most_samples)
+    prompts = [[i] for i in range(1, 6)]
+    async with make_pool(servers[:1]) as pool:
+        assert outcome(await play(pool, prompts, n=2)) == texts(prompts, 2)
+    asked = [(len(request.prompts), request.n) for request in servers[0].requests]
+    assert sorted(asked, reverse=True) == sorted(requests, reverse=True)
+
+
 async def test_without_a_seed_none_is_sent(servers: list[FakeServer]) -> None:
     async with make_pool(servers[:1]) as pool:
         done = [item async for item in pool.generate([[1]], SamplingParams(), timeout_s=5)]

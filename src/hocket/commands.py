@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from hocket import checkpoints
+from hocket import checkpoints, records
 from hocket import tokenizer as tokenizers
 from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig
@@ -33,6 +33,7 @@ from hocket.rollout.replay import Replay
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns, put_to_sleep
+from hocket.system import write_atomically
 from hocket.types import Prompt
 
 if TYPE_CHECKING:
@@ -170,9 +171,13 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         async def run() -> dict[str, float]:
             async with _as_they_are(config, arguments, tokenizer, console) as servers:
                 console.say(f"evaluating on {sum(map(len, held_out.values()))} prompts")
-                metrics, _ = await evaluate(
+                metrics, groups = await evaluate(
                     held_out, server=servers, scorer=judge, config=config, label="eval", episodes=episodes
                 )
+                path = config.run_dir / "rollouts" / "eval.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, records.lines_of(groups))
+                console.say(f"what was said, and its scores: {path}")
                 return metrics
 
         return asyncio.run(run())
@@ -237,6 +242,11 @@ async def _as_they_are(
             raise ConfigError(
                 f"the server at {member.url} serves {health.model}, whose tokenizer is not that of "
                 f"model.path={config.model.path}; name the same model, or another server.port"
+            )
+        if not config.server.urls and Path(health.model).resolve() != Path(config.model.path).resolve():
+            raise ConfigError(
+                f"the server at {member.url} serves {health.model}, not model.path={config.model.path}; for what it "
+                f"holds set server.urls=[{member.url}], for model.path another server.port"
             )
         console.say(f"{member.url} serves {health.model}, version {health.version}")
         member.holds(health.session)

@@ -22,6 +22,11 @@ from hocket.types import AgentRecord, Completion, SamplingParams, Toolbox
 MAX_LOSSES = 3
 """A completion or an episode on which so many servers were lost is not played again: it may be what they die of."""
 
+MAX_PROMPTS = 256
+"""In one request: below what a server takes (server.max_prompts)."""
+MAX_SAMPLES = 64
+"""Of one prompt, as one item of a request (server.max_n); a prompt with more is asked for one by one."""
+
 Pair = tuple[int, int]
 """(prompt index, sample index) of one completion."""
 
@@ -264,17 +269,22 @@ def _shares(members: Sequence[Member], pairs: Sequence[Pair], work: _Work) -> li
         member = min(load, key=load.__getitem__)
         load[member] += work.tokens(i) * len(mine)
         shares[member] += mine
-    return list(shares.items())
+    return [(member, part) for member, mine in shares.items() for part in _requests(mine, work)]
+
+
+def _requests(pairs: Sequence[Pair], work: _Work) -> list[list[Pair]]:
+    """Divides pairs into those of one request each; what is left of a prompt, or very many, is not asked for as one."""
+    whole = len(pairs) == work.n * len({i for i, _ in pairs}) and work.n <= MAX_SAMPLES
+    size = MAX_PROMPTS * (work.n if whole else 1)
+    return [list(pairs[start : start + size]) for start in range(0, len(pairs), size)]
 
 
 async def _ask(member: Member, pairs: Sequence[Pair], work: _Work) -> AsyncIterator[tuple[int, int, Completion]]:
     """Yields the completions of these pairs, asked for in one request."""
-    numbers: dict[int, list[int]] = defaultdict(list)
-    for i, j in pairs:
-        numbers[i].append(j)
-    whole = all(len(mine) == work.n for mine in numbers.values())
+    prompts = list(dict.fromkeys(i for i, _ in pairs))
+    whole = len(pairs) == work.n * len(prompts) and work.n <= MAX_SAMPLES
     # What is left of a prompt need not be in a row: each is then asked for alone.
-    asked = [(i, 0) for i in numbers] if whole else list(pairs)
+    asked = [(i, 0) for i in prompts] if whole else list(pairs)
     seeds = None if work.seeds is None else [work.seed(i, j) or 0 for i, j in asked]
     answers = member.server.generate(
         [work.prompts[i] for i, _ in asked],

@@ -115,6 +115,19 @@ async def test_a_group_leaves_while_others_are_still_being_generated() -> None:
     assert seen == ["s/1"]
 
 
+async def test_what_is_not_sampled_in_time_has_failed_and_the_rest_is_whole() -> None:
+    server = FakeServer([(1, 0), (0, 1), (1, 1)], error=ServerError("did not finish", code="timeout"))
+    wave = Wave(prompts=PROMPTS, sampling=SamplingParams(), group_size=2, label="s", timeout_s=0.0)
+    late, whole = in_order([group async for group in play(wave, server=server, scorer=FakeScorer())])
+    assert [score.total for score in whole.scores] == [10.0, 11.0]
+    assert [score.error for score in late.scores] == [
+        "it was not sampled within 0 s (rollout.timeout_s): did not finish",
+        None,
+    ]
+    assert [rollout.num_sampled for rollout in late.rollouts] == [0, 2]
+    assert late.rollouts[0].token_ids == PROMPTS[0].token_ids
+
+
 async def test_a_failing_server_cancels_the_scoring_that_is_left() -> None:
     scorer = FakeScorer(slow="10")
     with pytest.raises(ServerError, match="gone"):

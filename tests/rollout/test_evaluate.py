@@ -60,6 +60,7 @@ async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> Non
         "eval/reward_errors": 0.0,
         "eval/length_mean": 2.5,
         "eval/truncated": 0.25,
+        "eval/pass@1": 0.5,
     }
     assert [group.rollouts[0].text for group in groups] == ["0", "1", "2", "3"]
 

@@ -365,7 +365,7 @@ class EvalConfig(Section):
     )
     num_prompts: int = Field(256, ge=0, description="Prompts of each dataset per evaluation; 0: no evaluation.")
     samples: int = Field(
-        1, ge=1, description="Completions per prompt; with several, pass@k is measured for k = 1, 2, 4 ... up to this."
+        1, ge=1, description="Completions per prompt: pass@k is measured for k = 1, 2, 4 ... up to this."
     )
     every_steps: int = Field(0, ge=0, description="Evaluate every so many steps, besides before and after; 0: don't.")
     temperature: float | None = Field(None, ge=0, description="Default: rollout.temperature; 0: greedy.")

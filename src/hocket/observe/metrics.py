@@ -138,7 +138,8 @@ METRICS = (
         name="train/logprob_gap",
         meaning="mean |trainer log-prob − engine log-prob| over trained tokens; below 1e-3 in float32, .02 in bfloat16",
         high=0.1,
-        advice="the server does not hold the trainer's weights, or samples from another distribution",
+        advice="the server does not hold the trainer's weights, or samples from another distribution; or, with "
+        "staleness/mean above 0, rollouts are too old for this learning rate",
     ),
     Metric(name="train/mismatch_kl", meaning="k3 estimate of KL(engine ‖ trainer)", high=0.01),
     Metric(

@@ -18,7 +18,7 @@ WINDOW_S = 0.002
 MAX_REQUESTS = 24
 """In flight at the same time, of one batch; several batches share the client's connections."""
 MAX_TURNS = 256
-"""In one request: below what a server takes (server.max_prompts)."""
+"""In one request, which a pool sends as one."""
 
 
 class Generator(Protocol):

@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from hocket.config import RolloutConfig
-from hocket.errors import RewardError
+from hocket.errors import RewardError, ServerError
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import Transcript
 from hocket.rollout.played import Played, Player, Wave
@@ -60,7 +61,7 @@ async def play(
         episodes: how they are played; None: in a single turn.
 
     Raises:
-        ServerError: generation failed; neither environments nor scoring raise.
+        ServerError: generation failed before its time was over; neither environments nor scoring raise.
     """
     scored: list[list[tuple[int, Rollout, asyncio.Task[Score]]]] = [[] for _ in wave.prompts]
     pending: set[asyncio.Task[Group]] = set()
@@ -87,14 +88,25 @@ async def play(
 
 
 async def _single_turns(wave: Wave, server: Generator) -> AsyncGenerator[Played, None]:
-    """Yields what `Episodes.play` would of episodes of one turn, which one request asks for."""
+    """Yields what `Episodes.play` would of episodes of one turn, which are asked for together."""
+    end = time.monotonic() + wave.timeout_s
+    left = dict.fromkeys(wave.pairs)
     sampling = wave.sampling
     if sampling.seed is not None:
         sampling = dataclasses.replace(sampling, seed=sampling.seed + wave.number(0, 0))
     prompts = [prompt.token_ids for prompt in wave.prompts]
-    async for i, j, completion in server.generate(prompts, sampling, n=wave.group_size, timeout_s=wave.timeout_s):
-        rollout = to_rollout(wave.prompts[i], completion, group_id=wave.group_id(i), index=j)
-        yield Played(prompt=i, sample=j, rollout=rollout, error=None)
+    try:
+        async for i, j, completion in server.generate(prompts, sampling, n=wave.group_size, timeout_s=wave.timeout_s):
+            del left[i, j]
+            rollout = to_rollout(wave.prompts[i], completion, group_id=wave.group_id(i), index=j)
+            yield Played(prompt=i, sample=j, rollout=rollout, error=None)
+    except ServerError as late:
+        if time.monotonic() < end:
+            raise
+        error = f"it was not sampled within {wave.timeout_s:g} s (rollout.timeout_s): {late}"
+        for i, j in left:
+            rollout = Transcript(wave.prompts[i]).rollout(group_id=wave.group_id(i), index=j)
+            yield Played(prompt=i, sample=j, rollout=rollout, error=error)
 
 
 async def _score(scorer: Scorer, rollout: Rollout, error: str | None) -> Score:

@@ -87,7 +87,7 @@ def _measured(groups: Sequence[Group], reward: str) -> dict[str, float]:
         "length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
         "truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
     }
-    for k in (2**i for i in range(size.bit_length()) if size > 1):
+    for k in (2**i for i in range(size.bit_length())):
         enough = [mine for mine in marks if len(mine) >= k]
         if enough:
             passed = [sum(mark >= PASSED for mark in mine) for mine in enough]
