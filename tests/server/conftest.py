@@ -44,23 +44,20 @@ def make_tokenizer() -> Any:
     return fast
 
 
-def make_model(*, tied: bool, seed: int, vocab_size: int = VOCAB_SIZE) -> Any:
+def make_model(*, tied: bool, seed: int, **sizes: int) -> Any:
     """A Qwen2 model whose every weight depends on the seed."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    usual = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": MAX_LENGTH,
+    }
+    config = Qwen2Config(**usual | sizes, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     return randomize(Qwen2ForCausalLM(config), seed)
 
 

@@ -41,16 +41,28 @@ def test_a_prompt_and_how_often_it_was_asked_decide_the_seed_so_that_calls_at_th
     assert {(asked, other.begin(list(asked), 4).sampling.seed) for asked in ((12,), (1, 2), (1, 2))} == seeds
 
 
-def test_a_call_that_is_taken_back_leaves_its_seed_to_the_one_that_is_sent_again() -> None:
+def test_a_call_that_the_server_ended_does_not_count_and_leaves_its_seed_to_the_one_that_is_sent_again() -> None:
     session = Sessions().open(REQUEST)
     first, second, third = (session.begin([1], 4) for _ in range(3))
-    session.take_back(second)
+    for call, status in ((first, 500), (second, 503)):
+        with pytest.raises(ApiError), session.serving(call):
+            raise ApiError(status, "broken", "it broke", "mend it")
     again = session.begin([1], 4)
     assert again.sampling.seed == second.sampling.seed
     assert session.calls == [first, third, again]
     ids = {call.request_id for call in (first, second, third, again)}
-    assert len(ids) == 4  # the engine may still be ending the one that was taken back
+    assert len(ids) == 4  # the engine may still be ending the one that does not count
     assert ids.isdisjoint(Sessions().open(REQUEST).begin([1], 4).request_id for _ in range(3))
+
+
+def test_no_call_begins_in_a_session_that_was_closed_meanwhile() -> None:
+    store = Sessions()
+    session = store.open(REQUEST)
+    late = session.begin([1], 4)
+    assert store.close(session.id) is session
+    with pytest.raises(ApiError, match="the session was closed"), session.serving(late):
+        raise AssertionError("nobody would end it")
+    assert session.running == []
 
 
 @pytest.mark.parametrize("length", [19, 20])
@@ -285,43 +297,23 @@ def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tupl
 
 
 @pytest.mark.engine
-def test_a_call_that_is_broken_off_is_told_apart_and_a_deleted_session_ends_what_runs(server: Any) -> None:
-    request = {
-        "sampling": {"max_tokens": 480, "stop_token_ids": []},
-        "max_length": 500,
-        "max_calls": 9,
-        "idle_timeout_s": 60,
-    }
-    session_id = server.client.post("/sessions", json=request).json()["id"]
-    url = f"{server.client.base_url}/sessions/{session_id}/v1"
-    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
-        body: dict[str, Any] = {"model": "x", "prompt": [5, 6], "max_tokens": 480, "extra_body": {"ignore_eos": True}}
-        with client.completions.create(**body, stream=True) as stream:
-            next(iter(stream))  # and the agent leaves
-        deadline = time.monotonic() + 30
-        running = client.completions.create(**body, stream=True)
-        chunks = iter(running)
-        next(chunks)
-        calls = calls_of(server, session_id, "DELETE")
-        assert [call.completion for call in calls] == [None, None]
-        with pytest.raises(openai.APIError, match="generation was aborted"):  # not as if it had finished
-            list(chunks)
-        assert time.monotonic() < deadline
+def test_a_session_that_is_deleted_ends_what_runs_in_it(server: Any) -> None:
+    request = {"sampling": {"max_tokens": 480}, "max_length": 500, "max_calls": 9, "idle_timeout_s": 60}
+    body: dict[str, Any] = {"model": "x", "prompt": [5, 6], "max_tokens": 480, "extra_body": {"ignore_eos": True}}
     body["extra_headers"] = {"X-Request-Id": "everybody's"}
     for _ in range(5):  # on a busy machine one may have ended before it could be aborted
         session_id = server.client.post("/sessions", json=request).json()["id"]
         url = f"{server.client.base_url}/sessions/{session_id}/v1"
-        with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client, ThreadPoolExecutor(1) as thread:
+        with openai.OpenAI(base_url=url, api_key="x") as client, ThreadPoolExecutor(1) as thread:
             asking = thread.submit(client.completions.create, **body)
             while not calls_of(server, session_id):
                 time.sleep(0.01)
             calls_of(server, session_id, "DELETE")
-            aborted = asking.exception(30)
-        if aborted is not None:
+            ended = asking.exception(30)
+        if ended is not None:
             break
-    assert isinstance(aborted, openai.InternalServerError)
-    assert aborted.status_code == 503  # clients send it again
-    assert "generation was aborted" in str(aborted)
+    assert isinstance(ended, openai.NotFoundError)  # which clients do not send again
+    assert "the session was closed, which ends its calls" in str(ended)
     assert server.generate(prompts=[[5]], sampling={"max_tokens": 2})["completions"]
 
 

@@ -170,7 +170,6 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     ("last", "value", "completion"),
     [
         ("stop", -1.0, ([7, 8, 9], [-0.5, -0.25, -1.0], "abc", "stop", [(3, 0, 2), (4, 2, 3)])),
-        ("abort", -1.0, "generation was aborted"),  # weights came, and sync.in_flight=abort
         (None, -1.0, None),  # the agent left
         ("stop", float("nan"), "log-probs are not finite"),
     ],
@@ -195,13 +194,46 @@ async def test_pieces_of_a_stream_are_recorded_as_one_call(last: str | None, val
             told.append(output)
     assert session.running == []
     assert len(told) == (1 if isinstance(completion, str) else 2)
-    assert session.calls == ([] if last == "abort" else [call])  # what will be sent again does not count
+    assert session.calls == [call]
     done = call.recorded().completion
     if not isinstance(completion, tuple):
         assert done is None
     else:
         assert done is not None
         assert (done.token_ids, done.logprobs, done.text, done.finish_reason, done.versions) == completion
+
+
+@pytest.mark.parametrize(
+    ("runs", "told", "error"),
+    [
+        ([["stop"]], ["stop"], None),
+        ([["abort"], ["abort"], [None, "stop"]], [None, "stop"], None),  # weights came, and sync.in_flight=abort
+        ([[None, "abort"], ["stop"]], [None], "what was streamed can't be taken back: set sync.in_flight=keep"),
+        ([["abort"]], [], "the engine failed"),
+        ([[None, "abort"]], [None], "the engine failed"),
+        ([[None]], [None], None),  # the agent left
+    ],
+)
+async def test_a_call_is_sampled_again_where_weights_end_it_before_anything_was_told(
+    runs: list[list[str | None]], told: list[str | None], error: str | None
+) -> None:
+    left = iter(runs)
+
+    def sample() -> Any:
+        if (reasons := next(left, None)) is None:
+            raise ApiError(503, "reload_failed", "the engine failed", "mend it")
+
+        async def outputs() -> Any:
+            for reason in reasons:
+                yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
+
+        return outputs()
+
+    seen: list[str | None] = []
+    with pytest.raises(ApiError, match=error) if error else contextlib.nullcontext():
+        async for output in vllm_api.uninterrupted(sample):
+            seen.append(output.outputs[0].finish_reason)
+    assert seen == told
 
 
 def test_the_parser_of_tool_calls_must_be_one_of_vllm_s(model: str) -> None:

@@ -77,13 +77,14 @@ class Session:
         key: what its agent proves itself with, here and nowhere else.
         calls: in the order in which they began.
         cut_off: whether a call was refused as it was one too many, or its prompt too long.
+        closed: whether its trainer has no use for further calls.
     """
 
     def __init__(self, request: SessionRequest) -> None:
         self.id = secrets.token_hex(16)
         self.key = secrets.token_hex(16)
         self.calls: list[Call] = []
-        self.cut_off = False
+        self.cut_off = self.closed = False
         self._request = request
         self._running: set[Call] = set()
         self._begun = itertools.count()
@@ -107,7 +108,7 @@ class Session:
         """Returns a new call: the session's own way of sampling, within the tokens that there is room for.
 
         The prompt decides its random numbers, and how often it was asked before: calls at the same time repeat, too,
-        and so does one that was taken back.
+        and so does one that the server ended.
 
         Args:
             max_tokens: what the agent asks for.
@@ -140,9 +141,12 @@ class Session:
         self.calls.append(call)
         return call
 
-    def take_back(self, call: Call) -> None:
-        """Forgets a call that was ended for no fault of its agent's, which will send it again."""
-        self.calls.remove(call)
+    def refuse_closed(self) -> None:
+        """Raises ApiError where the session was closed."""
+        if self.closed:
+            raise ApiError(
+                404, "no_session", "the session was closed, which ends its calls", "POST /sessions opens one"
+            )
 
     def record(self) -> SessionRecord:
         """Returns what the trainer is told."""
@@ -150,10 +154,15 @@ class Session:
 
     @contextlib.contextmanager
     def serving(self, call: Call) -> Iterator[None]:
-        """Counts a call as running for the time of its body."""
+        """Counts a call as running for the time of its body, and not at all where the server ended it."""
+        self.refuse_closed()
         self._running.add(call)
         try:
             yield
+        except ApiError as error:
+            if error.status == 503:  # no fault of its agent's, who will send it again
+                self.calls.remove(call)
+            raise
         finally:
             self._running.discard(call)
             self.touch()
@@ -195,6 +204,7 @@ class Sessions:
     def close(self, session_id: str) -> Session:
         """Forgets a session and returns it. Raises ApiError where there is none."""
         session = self.get(session_id)
+        session.closed = True
         del self._sessions[session_id]
         return session
 

@@ -145,7 +145,14 @@ def start_engine(args: Namespace) -> Any:
                 return super().generate(prompt, sampling_params, request_id, **kwargs)
             refuse_constraints(sampling_params)
             call = session.begin(list(prompt["prompt_token_ids"]), sampling_params.max_tokens)
-            outputs = super().generate(prompt, call_params(sampling_params, call), call.request_id, **kwargs)
+            ask = functools.partial(super().generate, prompt, request_id=call.request_id, **kwargs)
+
+            def sample() -> Any:
+                self.refuse()
+                session.refuse_closed()
+                return ask(sampling_params=call_params(sampling_params, call))
+
+            outputs = uninterrupted(sample)
             return recorded(outputs, session, call)
 
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
@@ -318,19 +325,44 @@ def call_params(params: Any, call: Call) -> Any:
     )
 
 
-async def recorded(outputs: AsyncGenerator[Any, None], session: Session, call: Call) -> AsyncIterator[Any]:
-    """Yields the engine's outputs, and records them; what is left early is not recorded as having ended.
+async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    """Yields the engine's outputs of a call; where new weights end it before there is one, it is sampled again.
+
+    Args:
+        sample: begins the call; raises ApiError where it must not be begun.
 
     Raises:
-        ApiError: log-probs are not finite; the engine ended the call, which its client sends again after a 503.
+        ApiError: that; or the call was ended when some of it was out.
+    """
+    told = False
+    while True:
+        async with contextlib.aclosing(sample()) as outputs:
+            async for output in outputs:
+                if output.outputs[0].finish_reason == "abort":
+                    break
+                told = True
+                yield output
+            else:
+                return
+        if told:
+            sample()  # says what else has ended it
+            message = (
+                "generation was aborted as new weights came (sync.in_flight=abort), and what was streamed "
+                "can't be taken back: set sync.in_flight=keep"
+            )
+            raise ApiError(503, "aborted", message, "or have the agent ask again")
+
+
+async def recorded(outputs: AsyncGenerator[Any, None], session: Session, call: Call) -> AsyncIterator[Any]:
+    """Yields a call's outputs, and records them; what is left early is not recorded as having ended.
+
+    Raises:
+        ApiError: log-probs are not finite.
     """
     with session.serving(call):
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 (done,) = output.outputs
-                if done.finish_reason == "abort":
-                    session.take_back(call)
-                    raise ApiError(503, "aborted", "generation was aborted", "send it again")
                 logprobs = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
                 if not math.isfinite(sum(logprobs)):
                     raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
