@@ -68,6 +68,7 @@ class FakeServers:
         self.bounds: list[dict[str, Any]] = []
         self.open = self.most_open = 0
         self.lost = 0  # times that one is lost with its calls
+        self.down_s = 0.0  # how long there is none after that
 
     kv_tokens = 0
 
@@ -77,6 +78,8 @@ class FakeServers:
 
     @contextlib.asynccontextmanager
     async def session(self, sampling: SamplingParams, **bounds: Any) -> AsyncIterator[FakeSession]:
+        if self.sessions:
+            await asyncio.sleep(self.down_s)
         session = FakeSession(self, sampling, len(self.sessions))
         self.sessions[session.base_url] = session
         self.bounds.append(bounds)
@@ -340,6 +343,34 @@ async def test_a_lost_episode_is_not_played_again_after_the_batch_s_end() -> Non
         "agent: it was not done when rollout.timeout_s had passed; what the model said is lost: can't reach http://fake"
     )
     assert len(servers.sessions) == 1
+
+
+async def test_the_time_without_any_server_is_not_that_of_the_batch() -> None:
+    servers = FakeServers()
+    servers.lost, servers.down_s = 2, 1.2
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    groups = await played(plays, servers, num_prompts=4, concurrency=2, timeout_s=1.0)
+    assert [group.scores[0].error for group in groups] == [None] * 4  # also of those who began after the loss
+    assert len(servers.sessions) == 6
+
+
+async def test_an_episode_that_has_lost_its_time_with_a_server_says_so() -> None:
+    servers = FakeServers()
+    servers.lost = 1
+
+    async def plays(task: Task, session: FakeSession) -> float:
+        await asyncio.sleep(0.3 if len(servers.sessions) == 1 else 3600)
+        return 1.0
+
+    (late,) = await played(plays, servers, timeout_s=1.0)
+    assert late.scores[0].error == (
+        "agent: it was not done when rollout.timeout_s had passed; "
+        "it was played again, as what the model had said was lost: can't reach http://fake"
+    )
 
 
 def test_no_agent_keeps_the_process_from_ending() -> None:

@@ -4,9 +4,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import openai
 import pytest
 
-from hocket.protocol import Health, SleepResponse
+from hocket.protocol import Health, SessionRecord, SleepResponse
 
 pytestmark = pytest.mark.engine
 ALL = ["weights", "kv_cache"]
@@ -155,6 +156,30 @@ def test_kept_requests_go_on_where_they_were_when_the_engine_is_awake(server: An
     expected = kit.reference_logprobs(server.model, [5, 6, 7, 8], longest["token_ids"])
     assert len(longest["token_ids"]) > 200
     assert max(abs(a - b) for a, b in zip(longest["logprobs"], expected, strict=True)) < 1e-4
+
+
+def test_an_agent_s_session_outlives_a_sleep_with_the_call_that_was_kept(server: Any, kit: Any) -> None:
+    request = {"sampling": {"max_tokens": 400}, "max_length": 512, "max_calls": 2, "idle_timeout_s": 60}
+    path = f"/sessions/{server.client.post('/sessions', json=request).json()['id']}"
+    body: dict[str, Any] = {"model": "x", "prompt": [5, 6, 7, 8], "extra_body": {"ignore_eos": True}}
+    with openai.OpenAI(base_url=f"{server.client.base_url}{path}/v1", api_key="x", max_retries=0) as client:
+        thread, answers = in_background(lambda: client.completions.create(max_tokens=400, **body))
+        while not server.client.get(path).json()["calls"]:
+            pass
+        post(server, "/sleep", level=1, in_flight="keep")
+        with pytest.raises(openai.InternalServerError, match="the engine is asleep") as refused:
+            client.completions.create(max_tokens=4, **body)
+        assert refused.value.status_code == 503  # which clients send again
+        assert not answers  # else it was no call in flight
+        post(server, "/wake_up")
+        thread.join(60)
+        client.completions.create(max_tokens=4, **body)
+    calls = SessionRecord.model_validate_json(server.client.delete(path).content).calls
+    assert [len(call.completion.token_ids) for call in calls if call.completion] == [400, 4]
+    assert calls[0].completion is not None
+    assert calls[0].completion.text == answers[0].choices[0].text
+    expected = kit.reference_logprobs(server.model, [5, 6, 7, 8], calls[0].completion.token_ids)
+    assert calls[0].completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_drained_requests_end_first_and_aborted_ones_are_told_to_come_again(server: Any) -> None:

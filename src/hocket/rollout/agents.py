@@ -1,7 +1,8 @@
 """Episodes that the user's own code plays: it asks the model through an OpenAI-compatible URL, which records it.
 
 Each episode has a session of its own on one of the servers. One that fails ends alone; one whose server was lost is
-played again. Knows nothing of rewards, of HTTP and of how agents are run.
+played again, and the time without any server does not count. Knows nothing of rewards, of HTTP and of how agents are
+run.
 """
 
 import asyncio
@@ -76,33 +77,30 @@ class Agents:
             ServerError: there is no server, or it refuses sessions.
         """
         assert isinstance(server, Sessions), "agents are played on servers with sessions"
-        end = time.monotonic() + wave.timeout_s
+        end = _Deadline(time.monotonic() + wave.timeout_s)
 
         async def one(i: int, j: int) -> Played:
             prompt = wave.prompts[i]
             rollout, error = _rollout(prompt, (), None), None
-            try:
-                async with asyncio.timeout(end - time.monotonic()):
-                    await self._gate.acquire()
-            except TimeoutError:
-                late = f"it could not begin within rollout.timeout_s={wave.timeout_s:g}"
-                error = f"agent: {late}: raise that, or env.concurrency"
-            else:
-                try:
+            async with self._gate:  # those who have passed it are done by the end
+                if end.over:
+                    late = f"it could not begin within rollout.timeout_s={wave.timeout_s:g}"
+                    error = f"agent: {late}: raise that, or env.concurrency"
+                else:
                     rollout, error = await self._episode(prompt, server, wave.sampling, wave.number(i, j), end)
-                finally:
-                    self._gate.release()
             return Played(prompt=i, sample=j, rollout=_named(rollout, wave.group_id(i), j), error=error)
 
         return as_they_end([one(i, j) for i, j in wave.pairs])
 
     async def _episode(
-        self, prompt: Prompt, server: Sessions, sampling: SamplingParams, number: int, end: float
+        self, prompt: Prompt, server: Sessions, sampling: SamplingParams, number: int, end: "_Deadline"
     ) -> tuple[Rollout, str | None]:
         """Returns what was sampled, also where the agent failed, and what it failed of."""
+        before = ""
         for losses in itertools.count(1):
             returned: float | str | None = None
             error = None
+            opening = time.monotonic(), end.at
             async with server.session(
                 dataclasses.replace(sampling, seed=seed_of(sampling.seed, number)),
                 tokens=len(prompt.token_ids) + sampling.max_tokens,
@@ -110,6 +108,7 @@ class Agents:
                 max_calls=self._limits.max_turns,
                 idle_timeout_s=self._limits.timeout_s + GRACE_S,
             ) as session:
+                end.moves(*opening)
                 try:
                     returned = await self._run(prompt, session, seed_of(sampling.seed, number, 0), end)
                 except EpisodeError as failed:
@@ -118,16 +117,17 @@ class Agents:
                     record = await session.close()
                     break
                 except ServerError as lost:
-                    if losses == MAX_LOSSES or time.monotonic() >= end:
+                    if losses == MAX_LOSSES or end.over:
                         error = f"{error}; " if error else "agent: "
                         return _rollout(prompt, (), returned), f"{error}what the model said is lost: {lost}"
+                    before = f"; it was played again, as what the model had said was lost: {lost}"
         sequences = join(prompt, record.calls, self._decode)
         if error is None or not record.cut_off:
-            return _rollout(prompt, sequences, returned), error
+            return _rollout(prompt, sequences, returned), error and error + before
         # Were it no part of its group, all that is short enough to end would look better than it is.
         return dataclasses.replace(_rollout(prompt, sequences, 0.0), finish_reason="length"), None
 
-    async def _run(self, prompt: Prompt, session: Session, seed: int, end: float) -> float | str | None:
+    async def _run(self, prompt: Prompt, session: Session, seed: int, end: "_Deadline") -> float | str | None:
         task = Task(
             messages=copy.deepcopy(prompt.messages or ()),  # others play the same prompt
             text=prompt.text,
@@ -138,7 +138,7 @@ class Agents:
             api_key=session.api_key,
             model=session.model,
         )
-        left_s = max(0.0, end - time.monotonic())
+        left_s = max(0.0, end.at - time.monotonic())
         running = asyncio.create_task(_contained(self._agent, task))
         try:
             in_time, _ = await asyncio.wait([running], timeout=min(self._limits.timeout_s, left_s))
@@ -152,6 +152,24 @@ class Agents:
         if running.cancelled():
             raise EpisodeError("it was cancelled")
         return running.result()
+
+
+@dataclasses.dataclass(slots=True)
+class _Deadline:
+    """When all episodes of a batch must be over, by time.monotonic; it moves by the time without any server."""
+
+    at: float
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def moves(self, opening: float, at: float) -> None:
+        """Says that a session, for which the deadline was then `at`, has been waited for since `opening`.
+
+        Those that many have waited for at the same time move it once.
+        """
+        self.at = max(self.at, at + time.monotonic() - opening)
 
 
 async def _contained(agent: Agent, task: Task) -> float | str | None:
