@@ -1,7 +1,6 @@
 """Sessions of a real server whose KV cache holds four of the longest sequences: most calls wait, or are preempted."""
 
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -107,8 +106,7 @@ def test_new_weights_end_only_streams_of_which_some_was_told_and_all_others_begi
             threads.submit(streamed, client, prompt, pieces)
             for prompt, (_, client), pieces in zip(prompts[3:], of_streams, told, strict=True)
         ]
-        while not any(told):
-            time.sleep(0.01)
+        server.wait_for(lambda _: any(told))
         assert server.client.post("/reload_weights", json=body).status_code == 200
         errors = [stream.result() for stream in streams]
         texts = [whole.result().choices[0].text for whole in wholes]
@@ -143,10 +141,7 @@ def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_
                 with pytest.raises(openai.APIError, match="the session was closed, which ends its calls"):
                     list(chunks)
         server.generate(prompts=[[5]], sampling={"max_tokens": 2})  # the engine counts when it works
-        deadline = time.monotonic() + 30
-        while counted(server, "num_requests_running"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        server.wait_for(lambda _: counted(server, "num_requests_running") == 0)
         if leaves:
             (call,) = close(server, session_id).calls
             assert call.completion is None

@@ -164,8 +164,7 @@ def test_an_agent_s_session_outlives_a_sleep_with_the_call_that_was_kept(server:
     body: dict[str, Any] = {"model": "x", "prompt": [5, 6, 7, 8], "extra_body": {"ignore_eos": True}}
     with openai.OpenAI(base_url=f"{server.client.base_url}{path}/v1", api_key="x", max_retries=0) as client:
         thread, answers = in_background(lambda: client.completions.create(max_tokens=400, **body))
-        while not server.client.get(path).json()["calls"]:
-            pass
+        server.wait_for(lambda _: bool(server.client.get(path).json()["calls"]))
         post(server, "/sleep", level=1, in_flight="keep")
         with pytest.raises(openai.InternalServerError, match="the engine is asleep") as refused:
             client.completions.create(max_tokens=4, **body)
