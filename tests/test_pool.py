@@ -581,11 +581,15 @@ async def test_a_session_is_opened_elsewhere_where_a_server_is_gone_and_one_that
         async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
             assert session.base_url.startswith(servers[1].url)
             assert len(pool.up) == 1
+            assert session.waited_s < 0.1
             await servers[1].die()
             with pytest.raises(ServerError, match="can't reach"):
                 await session.close()
             assert pool.up == []
         assert [member.in_flight for member in pool.members] == [0, 0]
+        asyncio.get_running_loop().call_later(0.3, lambda: asyncio.ensure_future(servers[1].start()))
+        async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
+            assert session.waited_s > 0.2  # there was none
 
 
 async def test_a_session_that_is_refused_is_an_error(servers: list[FakeServer]) -> None:

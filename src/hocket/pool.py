@@ -52,12 +52,17 @@ class ServerPool(Members):
             ServerError: refused, or no server is left and none came back.
         """
         await self.look_at_all()
+        waited_s = 0.0
         while True:
-            member = min(self.up or await self.wait_up(), key=lambda member: member.in_flight)
+            start = time.monotonic()
+            up = self.up or await self.wait_up()
+            waited_s += time.monotonic() - start
+            member = min(up, key=lambda member: member.in_flight)
             member.in_flight += tokens  # already here: others that open one at the same time go elsewhere
             try:
                 if (session := await self._open(member, sampling, bounds)) is None:
                     continue
+                session.waited_s = waited_s
                 try:
                     yield session
                 finally:
@@ -191,6 +196,7 @@ class Session:
         api_key: what they send; it opens nothing else.
         model: what the server calls its model.
         open: whether it has not been closed.
+        waited_s: how long there was no server to open it on.
     """
 
     def __init__(self, pool: ServerPool, member: Member, opened: SessionResponse) -> None:
@@ -198,6 +204,7 @@ class Session:
         self.api_key = opened.key
         self.model = opened.model
         self.open = True
+        self.waited_s = 0.0
         self._pool = pool
         self._member = member
         self._id = opened.id

@@ -35,6 +35,7 @@ class FakeSession:
         self.sampling = sampling
         self.calls: list[AgentCall] = []
         self.closed = 0
+        self.waited_s = 0.0
         self.cut_off = False
         self._servers = servers
 
@@ -78,9 +79,10 @@ class FakeServers:
 
     @contextlib.asynccontextmanager
     async def session(self, sampling: SamplingParams, **bounds: Any) -> AsyncIterator[FakeSession]:
-        if self.sessions:
-            await asyncio.sleep(self.down_s)
+        waited_s = self.down_s if self.sessions else 0.0
+        await asyncio.sleep(waited_s)
         session = FakeSession(self, sampling, len(self.sessions))
+        session.waited_s = waited_s
         self.sessions[session.base_url] = session
         self.bounds.append(bounds)
         self.open += 1

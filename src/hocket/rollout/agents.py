@@ -41,6 +41,8 @@ class Session(Protocol):
     def api_key(self) -> str: ...
     @property
     def model(self) -> str: ...
+    @property
+    def waited_s(self) -> float: ...
     async def close(self) -> AgentRecord: ...
 
 
@@ -100,7 +102,7 @@ class Agents:
         for losses in itertools.count(1):
             returned: float | str | None = None
             error = None
-            opening = time.monotonic(), end.at
+            at = end.at
             async with server.session(
                 dataclasses.replace(sampling, seed=seed_of(sampling.seed, number)),
                 tokens=len(prompt.token_ids) + sampling.max_tokens,
@@ -108,7 +110,7 @@ class Agents:
                 max_calls=self._limits.max_turns,
                 idle_timeout_s=self._limits.timeout_s + GRACE_S,
             ) as session:
-                end.moves(*opening)
+                end.moves(at, session.waited_s)
                 try:
                     returned = await self._run(prompt, session, seed_of(sampling.seed, number, 0), end)
                 except EpisodeError as failed:
@@ -164,12 +166,12 @@ class _Deadline:
     def over(self) -> bool:
         return time.monotonic() >= self.at
 
-    def moves(self, opening: float, at: float) -> None:
-        """Says that a session, for which the deadline was then `at`, has been waited for since `opening`.
+    def moves(self, at: float, waited_s: float) -> None:
+        """Says that an episode has waited so long for a server since the deadline was `at`.
 
         Those that many have waited for at the same time move it once.
         """
-        self.at = max(self.at, at + time.monotonic() - opening)
+        self.at = max(self.at, at + waited_s)
 
 
 async def _contained(agent: Agent, task: Task) -> float | str | None:
