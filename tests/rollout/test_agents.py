@@ -71,7 +71,7 @@ class FakeServers:
         self.lost = 0  # times that one is lost with its calls
         self.down_s = 0.0  # how long there is none after that
 
-    kv_tokens = 0
+    kv_tokens: int = 0
 
     async def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **rest: Any) -> AsyncIterator[Any]:
         raise AssertionError("agents ask for themselves")
@@ -122,11 +122,13 @@ async def played(
     first: int = 0,
     limits: Limits | None = None,
     concurrency: int = 64,
+    max_in_flight_tokens: int | None = None,
 ) -> list[Group]:
     agents = Agents(
         FakeAgent(servers, plays, concurrency),  # type: ignore[arg-type]
         limits=limits or Limits(max_turns=6, max_length=64, timeout_s=5.0),
         decode=lambda token_ids: " ".join(map(str, token_ids)),
+        max_in_flight_tokens=max_in_flight_tokens,
     )
     prompts = [
         Prompt(
@@ -454,6 +456,13 @@ async def test_no_more_agents_run_at_the_same_time_than_are_wanted() -> None:
 
     await played(plays, servers, num_prompts=40, concurrency=5)
     assert (len(servers.sessions), servers.most_open) == (40, 5)
+    servers = FakeServers()  # 2 tokens of each prompt and 8 of an answer: three fit
+    await played(plays, servers, num_prompts=40, concurrency=5, max_in_flight_tokens=39)
+    assert (len(servers.sessions), servers.most_open) == (40, 3)
+    servers = FakeServers()
+    servers.kv_tokens = 20
+    await played(plays, servers, num_prompts=40, concurrency=5)
+    assert (len(servers.sessions), servers.most_open) == (40, 2)
 
 
 async def test_what_is_not_over_when_the_batch_must_be_has_failed_and_names_the_setting() -> None:

@@ -22,7 +22,7 @@ from hocket.errors import ServerError
 from hocket.rollout import coalescer
 from hocket.rollout.collect import play
 from hocket.rollout.episode import Limits
-from hocket.rollout.episodes import Budget, Episodes
+from hocket.rollout.episodes import Episodes
 from hocket.rollout.played import Wave
 from hocket.types import Completion, Group, Message, Prompt, Rollout, SamplingParams, Score, Toolbox
 
@@ -400,20 +400,6 @@ async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Rend
     engine.kv_tokens = 28
     await played(Counting, renderer, engine, num_prompts=20)
     assert (len(begun), most) == (20, 2)
-
-
-async def test_a_budget_forgets_who_has_given_up_waiting() -> None:
-    budget = Budget(lambda: 10)
-    await budget.start(8)
-    first, second = asyncio.create_task(budget.start(5)), asyncio.create_task(budget.start(5))
-    await asyncio.sleep(0)
-    first.cancel()
-    budget.change(-8)
-    await second
-    assert budget.held == 5
-    third = asyncio.create_task(budget.start(5))
-    await third
-    assert budget.held == 10
 
 
 async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended_twice(renderer: Renderer) -> None:

@@ -141,7 +141,7 @@ class RolloutConfig(Section):
         None,
         ge=1,
         description="No other episode of several turns starts while those that have begun hold so many tokens, the "
-        "turn to come included; default: what the servers' KV caches hold.",
+        "turn to come included (an agent: its prompt and one answer); default: what the servers' KV caches hold.",
     )
     top_p: float = Field(1.0, description="Must stay 1: the trainer can't reproduce a truncated distribution.")
     top_k: int = Field(-1, description="Must stay -1, for the same reason as top_p.")

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from hocket.envs import Agent, Task
 from hocket.errors import ServerError
 from hocket.pool import MAX_LOSSES
+from hocket.rollout.budget import Budget
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import EpisodeError, Limits, Transcript
 from hocket.rollout.joining import join
@@ -62,15 +63,27 @@ class Agents:
         agent: the user's code.
         limits: calls of an episode, tokens of each prompt with its completion, seconds until the agent must have ended.
         decode: writes tokens, for people.
+        max_in_flight_tokens: as for `Episodes`; an agent counts with its prompt and one answer, as nobody here knows
+            what it asks for.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def __init__(self, agent: Agent, *, limits: Limits, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        limits: Limits,
+        decode: Callable[[Sequence[int]], str],
+        max_in_flight_tokens: int | None = None,
+    ) -> None:
         self._agent = agent
         self._limits = limits
         self._decode = decode
-        self._gate = asyncio.Semaphore(agent.concurrency)  # of all batches that are played at the same time
+        # Of all batches that are played at the same time:
+        self._gate = asyncio.Semaphore(agent.concurrency)
+        self._budget = Budget()
+        self._max_in_flight_tokens = max_in_flight_tokens
 
     def play(self, wave: Wave, server: Generator) -> AsyncGenerator[Played, None]:
         """Yields every episode as it ends. One that is not over when its time is, has failed.
@@ -80,11 +93,13 @@ class Agents:
         """
         assert isinstance(server, Sessions), "agents are played on servers with sessions"
         end = _Deadline(time.monotonic() + wave.timeout_s)
+        self._budget.limit = lambda: self._max_in_flight_tokens or server.kv_tokens
 
         async def one(i: int, j: int) -> Played:
             prompt = wave.prompts[i]
             rollout, error = _rollout(prompt, (), None), None
-            async with self._gate:  # those who have passed it are done by the end
+            # Those who have passed these are done by the end.
+            async with self._gate, self._budget.holding(len(prompt.token_ids) + wave.sampling.max_tokens):
                 if end.over:
                     late = f"it could not begin within rollout.timeout_s={wave.timeout_s:g}"
                     error = f"agent: {late}: raise that, or env.concurrency"

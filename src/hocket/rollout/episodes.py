@@ -3,10 +3,8 @@
 Knows nothing of rewards: it gives each rollout as soon as its episode is over, with what went wrong in it.
 """
 
-import asyncio
 import contextlib
 import dataclasses
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,52 +15,12 @@ from hocket.envs import Agent, Environment
 from hocket.envs.base import bind
 from hocket.errors import ServerError
 from hocket.rollout.agents import Agents
+from hocket.rollout.budget import Budget
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
 from hocket.rollout.played import Played, Player, Wave
 from hocket.system import as_they_end
 from hocket.types import Toolbox
-
-
-class Budget:
-    """Tokens that unfinished episodes hold; who comes first starts first.
-
-    Attributes:
-        limit: gives the number at the moment; an episode does not start where it would be passed, but for one that is
-            alone; 0: there is none.
-    """
-
-    def __init__(self, limit: Callable[[], int] = lambda: 0) -> None:
-        self.limit = limit
-        self.held = 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def start(self, tokens: int) -> None:
-        """Returns once there is room for so many tokens, and holds them."""
-        if self._fits(tokens) and not self._queue:
-            self.held += tokens
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append((tokens, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was let in and ended at the same moment
-                self.change(-tokens)
-            raise
-
-    def change(self, tokens: int) -> None:
-        """Holds so many tokens more, or less: an episode that has begun never waits for others."""
-        self.held += tokens
-        while self._queue and (self._queue[0][1].done() or self._fits(self._queue[0][0])):
-            wanted, turn = self._queue.popleft()
-            if not turn.done():
-                self.held += wanted
-                turn.set_result(None)
-
-    def _fits(self, tokens: int) -> bool:
-        limit = self.limit()
-        return self.held == 0 or limit == 0 or self.held + tokens <= limit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +112,12 @@ def episodes_of(config: Config, tokenizer: Any) -> Player | None:
     )
     made = make()
     if isinstance(made, Agent):
-        return Agents(made, limits=limits, decode=tokenizer.decode)
+        return Agents(
+            made,
+            limits=limits,
+            decode=tokenizer.decode,
+            max_in_flight_tokens=config.rollout.max_in_flight_tokens,
+        )
     toolbox = made.toolbox
     return Episodes(
         make=make,
