@@ -478,7 +478,7 @@ async def test_what_is_not_over_when_the_batch_must_be_has_failed_and_names_the_
     assert Counter(group.scores[0].error for group in groups) == {
         None: 1,
         "agent: it was not done when rollout.timeout_s had passed": 2,
-        "agent: it could not begin within rollout.timeout_s=0.3: raise that, or env.concurrency": 6,
+        "agent: it could not begin within 0.3 s (rollout.timeout_s): raise that, or env.concurrency": 6,
     }
     assert servers.open == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -321,7 +321,7 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
 
     groups = await played(lambda: Endless(closed), renderer, Stuck(), num_prompts=12, timeout_s=0.5)
     errors = [score.error for group in groups for score in group.scores]
-    late = [error for error in errors if error is not None and "within rollout.timeout_s=0.5: it has not" in error]
+    late = [error for error in errors if error is not None and "within 0.5 s (rollout.timeout_s): it has not" in error]
     assert 1 <= len(late) <= 12  # with those that travelled in its company
     assert closed == {1: 12}
     assert asyncio.all_tasks() == {asyncio.current_task()}

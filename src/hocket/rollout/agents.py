@@ -101,7 +101,7 @@ class Agents:
             # Those who have passed these are done by the end.
             async with self._gate, self._budget.holding(len(prompt.token_ids) + wave.sampling.max_tokens):
                 if end.over:
-                    late = f"it could not begin within rollout.timeout_s={wave.timeout_s:g}"
+                    late = f"it could not begin within {wave.timeout_s:g} s (rollout.timeout_s)"
                     error = f"agent: {late}: raise that, or env.concurrency"
                 else:
                     rollout, error = await self._episode(prompt, server, wave.sampling, wave.number(i, j), end)

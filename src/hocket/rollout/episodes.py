@@ -84,7 +84,7 @@ class Episodes:
                 except ServerError as failed:
                     if not coalescer.late:
                         raise
-                    error = f"the episode was not over within rollout.timeout_s={wave.timeout_s:g}: {failed}"
+                    error = f"the episode was not over within {wave.timeout_s:g} s (rollout.timeout_s): {failed}"
                 finally:
                     budget.change(-held)
                 rollout = episode.transcript.rollout(group_id=wave.group_id(i), index=j)
