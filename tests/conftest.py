@@ -1,5 +1,6 @@
 """How the suite is shared out where it runs in several processes (`run.py test` does so)."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,12 @@ import pytest
 ROOT = Path(__file__).parent
 LONGEST = ("server", "faults", "e2e", "trainer")
 """Folders that are begun first, so that no process is left with a long one at the end."""
-TOGETHER = ("server",)
-"""Folders whose files share engines, each of which takes half a minute to start."""
+TOGETHER = ("tests/server/", "tests/trainer/test_ranks")
+"""What files that share engines or ranks, which take long to start, begin with."""
+
+# For all that a test starts, too. Several threads that wait for each other in busy loops, where other processes want
+# the same cores, take ten times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -20,7 +25,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return next((folder for folder in TOGETHER if path.startswith(f"tests/{folder}/")), path)
+            return next((start for start in TOGETHER if path.startswith(start)), path)
 
     return ByFile(config, log)
 

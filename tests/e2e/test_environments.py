@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -51,7 +50,6 @@ def port(runs: Path) -> Iterator[int]:
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     try:
         end = time.monotonic() + START_S
@@ -231,7 +229,6 @@ def test_the_policy_learns(port: int, runs: Path, name: str, steps: int, rise: f
     done = subprocess.run(
         [sys.executable, "run.py", "train", f"config/{name}.yaml", *settings],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=START_S + 300,

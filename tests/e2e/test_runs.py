@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import statistics
@@ -38,7 +37,6 @@ def running(command: str, log: Path, *settings: str) -> Iterator[subprocess.Pope
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     try:
         yield process
@@ -187,17 +185,35 @@ def test_quickstart_learns_with_an_adapter_alone_which_merges_into_a_model(tmp_p
     assert abs(float(line.split()[1]) - summary["after"]) < 0.1
 
 
-def test_quickstart_trains_with_two_ranks_and_leaves_no_process(tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
-    settings = ["launch.trainers=2", "trainer.steps=2", "eval.num_prompts=8"]
-    with running("quickstart", log, f"run.dir={run_dir}", *settings) as process:
-        wait_for(lambda: (run_dir / "metrics.jsonl").exists() or process.poll() is not None, log)
-        assert sorted(ranks_of(started_by(process))) == ["0 of 2", "1 of 2"], log.read_text()
-        status, started = status_and_started(process, START_S)
-        assert status == 0, log.read_text()
-        wait_until_gone(started)
-    assert [step["step"] for step in metrics_of(run_dir)] == [0, 1, 2]
-    assert "error: " not in log.read_text()
+def untimed(run_dir: Path) -> list[dict[str, float]]:
+    """Returns the lines of metrics.jsonl, without what depends on the clock."""
+    timed = ("time/", "share/", "pipeline/")
+    return [
+        {k: v for k, v in line.items() if not (k.startswith(timed) or k.endswith("_s") or k == "train/mfu")}
+        for line in metrics_of(run_dir)
+    ]
+
+
+def test_two_ranks_that_share_their_gpu_end_bit_for_bit_as_two_that_do_not_and_leave_no_process(tmp_path: Path) -> None:
+    sizes = ["trainer.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.num_prompts=16"]
+    settings = [*sizes, "launch.trainers=2", "sync.canary_every=2", "observe.tensorboard=false"]
+    for name, shares in (("apart", "false"), ("shared", "true")):
+        run_dir, log = tmp_path / name, tmp_path / f"{name}.log"
+        with running("quickstart", log, f"run.dir={run_dir}", f"launch.share_gpu={shares}", *settings) as process:
+            wait_for(lambda: (run_dir / "metrics.jsonl").exists() or process.poll() is not None, log)  # noqa: B023
+            assert sorted(ranks_of(started_by(process))) == ["0 of 2", "1 of 2"], log.read_text()
+            status, started = status_and_started(process, START_S)
+            assert status == 0, log.read_text()
+            wait_until_gone(started)
+        assert "error: " not in log.read_text()
+        assert [line["step"] for line in metrics_of(run_dir)] == [0, 1, 2, 3]
+        assert ("time/turn" in metrics_of(run_dir)[1]) == (name == "shared")
+    assert untimed(tmp_path / "shared") == untimed(tmp_path / "apart")
+    weights = [
+        (tmp_path / name / "weights" / "v000004" / "model.safetensors").read_bytes() for name in ("apart", "shared")
+    ]
+    assert weights[0] == weights[1]
+    assert weights[0] != (ROOT / "checkpoints" / "tiny-sort" / "model.safetensors").read_bytes()
 
 
 def test_a_random_reward_teaches_nothing(tmp_path: Path) -> None:
@@ -245,13 +261,12 @@ def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> 
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.parametrize("trainers", [1, 2])
-def test_a_killed_quickstart_takes_its_children_along(tmp_path: Path, trainers: int) -> None:
+def test_a_killed_quickstart_takes_its_children_along(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
-    with running("quickstart", log, f"run.dir={run_dir}", f"launch.trainers={trainers}") as process:
+    with running("quickstart", log, f"run.dir={run_dir}", "launch.trainers=2") as process:
         wait_for(lambda: (run_dir / "rollouts" / "step_000001.jsonl").exists(), log)
         started = started_by(process)
-        assert sorted(ranks_of(started)) == [f"{rank} of {trainers}" for rank in range(trainers)]
+        assert sorted(ranks_of(started)) == ["0 of 2", "1 of 2"]
         process.kill()
         process.wait(30)
         wait_until_gone(started)
@@ -262,6 +277,7 @@ def test_a_server_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) -> 
     with running("quickstart", log, f"run.dir={run_dir}") as process:
         wait_for(lambda: (run_dir / "rollouts" / "step_000001.jsonl").exists(), log)
         started = started_by(process)
+        assert ranks_of(started) == ["0 of 1"]
         servers = [p for p in psutil.Process(process.pid).children() if "serve" in p.cmdline()]
         assert len(servers) == 1
         servers[0].kill()

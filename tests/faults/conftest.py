@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -50,7 +49,6 @@ class Process:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self.seen: set[psutil.Process] = set()
 
@@ -132,6 +130,16 @@ class Server(Process):
     def wait_until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
         wait_for(lambda: (health := self.health()) is not None and condition(health), what, 120, poll_s=0.002)
 
+    def end(self) -> None:
+        """Ends it as its user does; fails where it ends otherwise than well, or leaves a process."""
+        self.members()
+        self.popen.send_signal(signal.SIGTERM)
+        try:
+            assert self.popen.wait(60) == 0, self.output()
+        finally:
+            self.popen.kill()
+        self.assert_gone()
+
     def again(self) -> "Server":
         """Starts it again on its port."""
         return Server(self.folder, self.port, *self.settings)
@@ -197,6 +205,29 @@ class Run(Process):
         assert len(times) == min(EPOCH, len(trained))
         assert max(times.values()) == -(-len(trained) // EPOCH)
         assert min(times.values()) >= len(trained) // EPOCH
+
+
+class Spares:
+    """Servers that drills have left ready for those that come after, as starting one takes long.
+
+    Whatever they have been through, they must answer as new ones do. Runs against one are in its `folder`.
+    """
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self.left: list[Server] = []
+
+    def take(self) -> Server:
+        """Returns one that was left, or a new one, which has to load."""
+        return self.left.pop() if self.left else Server(self._factory.mktemp("server"), free_port())
+
+
+@pytest.fixture(scope="module")
+def spares(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spares]:
+    spares = Spares(tmp_path_factory)
+    yield spares
+    for server in spares.left:
+        server.end()
 
 
 @pytest.fixture

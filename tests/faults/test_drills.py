@@ -34,16 +34,24 @@ def played(server: Any) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
 
 
+def leave(server: Any, spares: Any, processes: list[Any]) -> None:
+    """Leaves a server to the next drill, or ends it where its trainer has left it within an update."""
+    if server.health()["status"] == "ready":
+        processes.remove(server)
+        spares.left.append(server)
+    else:
+        server.end()
+
+
 def test_a_server_that_joins_takes_half_and_one_that_is_killed_while_generating_is_made_up_for(
-    tmp_path: Path, kit: Any, processes: list[Any]
+    spares: Any, kit: Any, processes: list[Any]
 ) -> None:
-    ports = [kit.free_port(), kit.free_port()]
-    first = kit.Server(tmp_path, ports[0])
+    first = spares.take()
     processes.append(first)
     first.wait_ready()
-    second = kit.Server(tmp_path, ports[1])
+    second = kit.Server(first.folder, kit.free_port())
     processes.append(second)
-    run = kit.Run(tmp_path, "a", [first, second], "trainer.steps=1000", "pipeline.max_staleness=1", *BIG)
+    run = kit.Run(first.folder, "joins", [first, second], "trainer.steps=1000", "pipeline.max_staleness=1", *BIG)
     processes.append(run)
     run.wait_step(5)  # by the first server alone, most likely: the second is loading
     second.wait_ready()
@@ -75,21 +83,19 @@ def test_a_server_that_joins_takes_half_and_one_that_is_killed_while_generating_
     assert run.wait_end() != 0
     run.assert_gone()
     run.assert_whole(len(run.steps()), 48, 16, max_staleness=1)
-    for server in (back, second):
-        server.popen.send_signal(signal.SIGTERM)
-        assert server.popen.wait(60) == 0
-        server.assert_gone()
+    second.end()
+    leave(back, spares, processes)
 
 
 def test_the_only_server_may_die_between_steps_during_an_update_or_just_stop(
-    tmp_path: Path, kit: Any, processes: list[Any]
+    spares: Any, kit: Any, processes: list[Any]
 ) -> None:
-    server = kit.Server(tmp_path, kit.free_port())
+    server = spares.take()
     processes.append(server)
     server.wait_ready()
     run = kit.Run(
-        tmp_path,
-        "a",
+        server.folder,
+        "only",
         [server],
         "trainer.steps=1000",
         "sync.backend=nccl",
@@ -132,24 +138,23 @@ def test_the_only_server_may_die_between_steps_during_an_update_or_just_stop(
     server.signal(signal.SIGCONT)
     run.wait_step(at + 3)
 
+    server.wait_until(lambda health: health["status"] == "ready", "no update")
     run.popen.send_signal(signal.SIGINT)
     assert run.wait_end() != 0
     run.assert_gone()
     run.assert_whole(len(run.steps()), 16, 8)
-    server.popen.send_signal(signal.SIGTERM)
-    assert server.popen.wait(60) == 0
-    server.assert_gone()
+    leave(server, spares, processes)
 
 
 def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(
-    tmp_path: Path, kit: Any, processes: list[Any]
+    spares: Any, kit: Any, processes: list[Any]
 ) -> None:
-    server = kit.Server(tmp_path, kit.free_port())
+    server = spares.take()
     processes.append(server)
     server.wait_ready()
     slow = ("trainer.steps=1000", "sync.backend=nccl", "sync.bucket_mib=1", SLOW)
     for name in ("a", "b"):  # twice: what the first one left behind harms neither the second one nor the server
-        run = kit.Run(tmp_path, name, [server], *slow)
+        run = kit.Run(server.folder, f"update-{name}", [server], *slow)
         processes.append(run)
         run.wait_step(2)
         server.wait_until(lambda health: health["status"] == "updating", "an update")
@@ -159,17 +164,17 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(
         # Had all buckets been sent already, the update is whole.
         assert server.health()["status"] in ("failed", "ready")
 
-    run = kit.Run(tmp_path, "c", [server], "trainer.steps=4", "sync.backend=nccl")
+    run = kit.Run(server.folder, "after", [server], "trainer.steps=4", "sync.backend=nccl")
     processes.append(run)
     assert run.wait_end() == 0, run.output()
     run.assert_gone()
     run.assert_whole(4, 16, 8)
     assert server.health()["version"] == json.loads((run.dir / "summary.json").read_text())["final_version"]
 
-    weights = tmp_path / "runs" / "d" / "weights"
+    weights = server.folder / "runs" / "full" / "weights"
     weights.mkdir(parents=True)
     with small_disk(weights):
-        run = kit.Run(tmp_path, "d", [server], "trainer.steps=1000", "sync.keep=1")
+        run = kit.Run(server.folder, "full", [server], "trainer.steps=1000", "sync.keep=1")
         processes.append(run)
         run.wait_step(3)
         held = server.health()["version"]
@@ -183,9 +188,7 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(
     health = server.health()
     assert (health["status"], health["version"] >= held) == ("ready", True)
     assert httpx.post(f"{server.url}/generate", json={"prompts": [[5]]}, timeout=60).status_code == 200
-    server.popen.send_signal(signal.SIGTERM)
-    assert server.popen.wait(60) == 0
-    server.assert_gone()
+    leave(server, spares, processes)
 
 
 def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(
@@ -239,15 +242,13 @@ def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_
     processes.append(made)
     assert made.popen.wait(kit.START_S) == 0, made.output()
     assert (model / "model.safetensors").read_bytes() == weights[1].read_bytes()  # and that, the server has loaded
-    server.popen.send_signal(signal.SIGTERM)
-    assert server.popen.wait(60) == 0
-    server.assert_gone()
+    server.end()
 
 
 def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_once(
-    tmp_path: Path, kit: Any, processes: list[Any]
+    tmp_path: Path, spares: Any, kit: Any, processes: list[Any]
 ) -> None:
-    server = kit.Server(tmp_path, kit.free_port())
+    server = spares.take()
     processes.append(server)
     server.wait_ready()
     num_prompts, num_steps, per_step, epochs = 60, 36, 5, 3
@@ -263,14 +264,14 @@ def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_onc
     )
     draw = random.Random(int(time.time()))  # anywhere in the steps
     for kill in range(KILLS):
-        run = kit.Run(tmp_path, "a", [server], *settings)
+        run = kit.Run(server.folder, "again", [server], *settings)
         processes.append(run)
         run.wait_step((kill + 1) * num_steps // (KILLS + 2))
         time.sleep(draw.uniform(0, 0.5))
         assert run.popen.poll() is None, "it was over before it could be killed"
         run.kill()
         run.assert_gone()
-    last = kit.Run(tmp_path, "a", [server], *settings)
+    last = kit.Run(server.folder, "again", [server], *settings)
     processes.append(last)
     assert last.wait_end() == 0, last.output()
 
@@ -292,6 +293,7 @@ def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_onc
     processes.append(asked)
     assert asked.popen.wait(60) == 0, asked.output()
     assert "accounted for exactly once" in asked.output()
+    leave(server, spares, processes)
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), tok
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # as in a terminal of its own
-        env=os.environ | {"PYTHONPATH": str(SOURCE), "HOCKET_TOKEN": token, "OMP_NUM_THREADS": "2"},
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "HOCKET_TOKEN": token},
     )
     lines: list[str] = []
     ready = threading.Event()
@@ -264,6 +264,12 @@ class Servers:
             model = make_experts(seed=0) if head == "experts" else make_model(tied=head != "untied", seed=0)
             self.running[name] = start_server(folder, model, overrides=overrides, token=token)
         return self.running[name]
+
+    def untouched(self, name: str) -> Server:
+        """Returns a server to which nothing was published yet."""
+        if name in self.running and self.running[name].next_version > 1:
+            self.take(name).stop()
+        return self(name)
 
     def take(self, name: str) -> Server:
         """Returns a server for a test that will end it."""

@@ -121,6 +121,12 @@ def openai_gaps(server: Any, kit: Any, model: Any) -> list[float]:
     return gaps
 
 
+def test_without_an_adapter_the_base_model_answers(servers: Any, kit: Any) -> None:
+    server = servers.untouched("tied float32 lora")
+    assert max(server.gaps()) < 1e-4
+    assert max(openai_gaps(server, kit, server.model)) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("variant", "how"),
     [(f"{head} float32 lora", how) for head in ("tied", "untied") for how in LOADS],
@@ -150,14 +156,6 @@ def adapters_come_and_are_used(server: Any, kit: Any, how: str, number: int = 3)
         for other in others:
             assert statistics.mean(server.gaps(model=other)) > 0.1
         others = [server.model, adapter.model]
-
-
-def test_without_an_adapter_the_base_model_answers(servers: Any, kit: Any) -> None:
-    server = servers.take("tied float32 lora")  # a new one: nothing was published to it
-    server.stop()
-    server = servers("tied float32 lora")
-    assert max(server.gaps()) < 1e-4
-    assert max(openai_gaps(server, kit, server.model)) < 1e-4
 
 
 def test_requests_in_flight_go_on_with_the_new_adapter(servers: Any, kit: Any) -> None:

@@ -136,43 +136,43 @@ async def test_a_tampered_delta_is_refused_and_the_full_version_lands(
     assert_serves(server, trainer, delivery, first + 2)
 
 
-async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restart(kit: Any, tmp_path: Path) -> None:
-    token = "another-correct-horse"
-    settings = ["model.dtype=float32"]
-    server = kit.start_server(tmp_path / "far", kit.make_model(tied=True, seed=5), overrides=settings, token=token)
+async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restart(
+    servers: Any, kit: Any, tmp_path: Path
+) -> None:
+    server = servers.take("untied float32")
+    first = server.next_version
     names: list[str] = []
     try:
         trainer, disk = make(server, "near", tmp_path / "trainer", "sync.upload=true")
-        async with client(server, token) as http:
-            for version in (1, 2, 3):
+        async with client(server, kit.TOKEN) as http:
+            for version in (first, first + 1, first + 2):
                 trainer.step(0.02)
                 delivery = await disk.deliver(version, [http])
                 assert_serves(server, trainer, delivery, version)
                 names += [path.name[9:] for path in (server.root / FOLDER).iterdir()]
-        assert names == ["weights-v000001", "deltas-v000002", "deltas-v000003"]  # each time, only the one that it holds
+        # Each time, only the one that it holds.
+        assert names == [f"weights-v{first:06d}", f"deltas-v{first + 1:06d}", f"deltas-v{first + 2:06d}"]
         assert len(copies(server)) == 1
     finally:
         assert server.stop() == 0
     assert copies(server) == []
 
-    again = kit.start_server(tmp_path / "again", server.model, overrides=settings, token=token)
-    try:
-        trainer.step(0.02)
-        async with client(again, token) as http:
-            delivery = await disk.deliver(4, [http])
-            assert_serves(again, trainer, delivery, 4)
-            assert "in full: " in delivery.notes[0]
-            assert [path.name[9:] for path in (again.root / FOLDER).iterdir()] == ["weights-v000004"]
-            # Several mebibytes, which the server refuses to take: its words must arrive all the same.
-            folder = tmp_path / "large"
-            folder.mkdir()
-            (folder / "model.safetensors").write_bytes(bytes(80 << 20))
-            with pytest.raises(ServerError, match="more than a version can have") as caught:
-                await http.upload(folder, "0123abcd-weights-v000009", timeout_s=60)
-            assert caught.value.status == 413
-        async with client(again, "not-the-token") as http:
-            with pytest.raises(ServerError) as caught:
-                await http.upload(folder, "0123abcd-weights-v000009", timeout_s=60)
-            assert caught.value.status == 401
-    finally:
-        again.stop()
+    again = servers("untied float32")
+    trainer.step(0.02)
+    again.next_version = first + 4
+    async with client(again, kit.TOKEN) as http:
+        delivery = await disk.deliver(first + 3, [http])
+        assert_serves(again, trainer, delivery, first + 3)
+        assert "in full: " in delivery.notes[0]
+        assert [path.name[9:] for path in (again.root / FOLDER).iterdir()] == [f"weights-v{first + 3:06d}"]
+        # Several mebibytes, which the server refuses to take: its words must arrive all the same.
+        folder = tmp_path / "large"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(80 << 20))
+        with pytest.raises(ServerError, match="more than a version can have") as caught:
+            await http.upload(folder, "0123abcd-weights-v000009", timeout_s=60)
+        assert caught.value.status == 413
+    async with client(again, "not-the-token") as http:
+        with pytest.raises(ServerError) as caught:
+            await http.upload(folder, "0123abcd-weights-v000009", timeout_s=60)
+        assert caught.value.status == 401

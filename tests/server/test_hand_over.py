@@ -43,14 +43,11 @@ def test_after_a_reload_of_every_weight_the_server_is_the_new_model(servers: Any
 
 def test_experts_are_the_new_ones_after_every_reload(servers: Any, kit: Any) -> None:
     # vLLM's own reload on a CPU copies experts to where its kernel expects packed ones, and says nothing.
-    server = servers.take("experts float32")
-    try:
-        for seed in (1, 2):
-            old, new = server.model, kit.make_experts(seed=seed)
-            server.publish_and_load(new)
-            assert_serves(server, new, old)
-    finally:
-        server.stop()
+    server = servers("experts float32")
+    for seed in (1, 2):
+        old, new = server.model, kit.make_experts(seed=seed)
+        server.publish_and_load(new)
+        assert_serves(server, new, old)
 
 
 @pytest.mark.parametrize("variant", ["tied float32", "untied bfloat16"])

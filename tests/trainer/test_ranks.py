@@ -1,87 +1,29 @@
-"""Several trainer processes on the CPU. One test starts both world sizes over all ZeRO stages, to pay start-up once."""
+"""Several trainer processes on the CPU: what two do together is what one does alone, at every ZeRO stage."""
 
-import importlib.util
+import itertools
 import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer import worker
+from tests.trainer.launching import DEADLINE_S, outputs_of, start_two
 from transformers import AutoModelForCausalLM
 
 from hocket.trainer import guards
 
 pytestmark = pytest.mark.ranks
 
-WORKER = str(Path(__file__).with_name("worker.py"))
-SOURCE = str(Path(__file__).parents[2] / "src")
-DEADLINE_S = 240
-
-
-def environment(**variables: str) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return inherited | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"} | variables
-
-
-def start_two(scenario: str, model: str, output: Path) -> list[subprocess.Popen[str]]:
-    """Starts two ranks without a launcher, which would end them itself when one fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return [
-        subprocess.Popen(
-            [sys.executable, WORKER, scenario, model, str(output)],
-            env=environment(RANK=r, LOCAL_RANK=r, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in ("0", "1")
-    ]
-
-
-def outputs_of(processes: list[subprocess.Popen[str]]) -> list[str]:
-    try:
-        return [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-@pytest.fixture(scope="module")
-def runs(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Folders of the scenario `stages`, by number of ranks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    folders = {}
-    for size, launcher in ((1, [sys.executable]), (2, torchrun)):
-        folder = folders[size] = tmp_path_factory.mktemp(f"ranks{size}")
-        done = subprocess.run(
-            [*launcher, WORKER, "stages", tied_model, str(folder)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folders
-
 
 def stats_of(runs: dict[int, Path], size: int, stage: int) -> list[dict[str, float]]:
-    stats: list[dict[str, float]] = json.loads((runs[size] / str(stage) / "stats.json").read_text())
+    stats: list[dict[str, float]] = json.loads((runs[size] / "stages-tied" / str(stage) / "stats.json").read_text())
     return stats
 
 
 def weights_of(runs: dict[int, Path], size: int, stage: int, name: str) -> dict[str, torch.Tensor]:
-    return load_file(runs[size] / str(stage) / name / "model.safetensors")
+    return load_file(runs[size] / "stages-tied" / str(stage) / name / "model.safetensors")
 
 
 def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float) -> None:
@@ -103,13 +45,12 @@ def test_two_ranks_train_like_one_at_every_zero_stage(runs: dict[int, Path], sta
     assert_same_weights(weights_of(runs, 1, stage, "before"), weights_of(runs, 1, 0, "before"), 1e-5)
 
 
-def test_two_ranks_measure_what_one_alone_would(tied_model: str, tmp_path: Path) -> None:
-    for output in outputs_of(start_two("beside", tied_model, tmp_path)):
-        assert "Error" not in output, output
-    samples = worker_module().make_samples(0)
+def test_two_ranks_measure_what_one_alone_would(runs: dict[int, Path], tied_model: str) -> None:
+    folder = runs[2] / "beside-tied"
+    samples = worker.make_samples(0)
     start, returns = logprobs_of(tied_model, samples), [[float(m) for m in sample.mask] for sample in samples]
     for stage in range(4):
-        seen = json.loads((tmp_path / str(stage) / "seen.json").read_text())
+        seen = json.loads((folder / str(stage) / "seen.json").read_text())
         first, second, third = (
             {name: [one[name] for one in measured] for name in ("ref_logprobs", "values", "entropies")}
             for measured in seen["measured"]
@@ -117,7 +58,7 @@ def test_two_ranks_measure_what_one_alone_would(tied_model: str, tmp_path: Path)
         # The reference is the start until, after the second step, it is the policy as it then is.
         assert_same_numbers(first["ref_logprobs"], start)
         assert_same_numbers(second["ref_logprobs"], start)
-        assert_same_numbers(third["ref_logprobs"], logprobs_of(str(tmp_path / str(stage) / "policy"), samples))
+        assert_same_numbers(third["ref_logprobs"], logprobs_of(str(folder / str(stage) / "policy"), samples))
         # The critic says 0 at first, and comes closer to 1 with each step: ½ (0 − 1)² is its first loss.
         assert {value for values in first["values"] for value in values} == {0.0}
         losses = [step["critic"]["loss"] for step in seen["stats"]]
@@ -127,7 +68,7 @@ def test_two_ranks_measure_what_one_alone_would(tied_model: str, tmp_path: Path)
         assert losses[1] < losses[0]
         assert first["entropies"] == [[]] * len(samples)
         if stage > 0:
-            before = json.loads((tmp_path / "0" / "seen.json").read_text())
+            before = json.loads((folder / "0" / "seen.json").read_text())
             assert_same_numbers(third["values"], [one["values"] for one in before["measured"][2]])
 
 
@@ -148,17 +89,7 @@ def logprobs_of(folder: str, samples: list[Any]) -> list[list[float]]:
     return found
 
 
-def worker_module() -> Any:
-    spec = importlib.util.spec_from_file_location("worker", WORKER)
-    assert spec is not None
-    assert spec.loader is not None
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
-    return worker
-
-
 def test_training_equals_plain_torch(runs: dict[int, Path], tied_model: str) -> None:
-    worker = worker_module()
     model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     for step, rate in enumerate((0.5e-3, 1e-3, 1e-3)):  # two steps of warm-up, then the first of the linear decay
@@ -199,7 +130,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_the_weights(
 def test_samples_whose_log_probs_are_not_finite_are_named_whichever_rank_had_them(
     runs: dict[int, Path], size: int, stage: int
 ) -> None:
-    path = runs[size] / str(stage) / "skipped.json"
+    path = runs[size] / "stages-tied" / str(stage) / "skipped.json"
     samples = guards.read_batch(path)
     fault = json.loads(path.read_text())["not_finite"]
     token = samples[4].token_ids[1]  # whose embedding was NaN
@@ -220,39 +151,24 @@ def test_a_restored_checkpoint_continues_bit_for_bit(runs: dict[int, Path], size
     assert_same_weights(weights_of(runs, size, stage, "again"), weights_of(runs, size, stage, "after"), 0)
 
 
-def test_other_stages_and_numbers_of_ranks_take_up_what_was_saved_bit_for_bit(
-    runs: dict[int, Path], tied_model: str, tmp_path: Path
-) -> None:
-    for size in (1, 2):
-        for stage in range(4):
-            shutil.copytree(runs[size] / str(stage) / "checkpoint", tmp_path / "saved" / f"{size}-{stage}")
-    subprocess.run([sys.executable, WORKER, "resumes", tied_model, str(tmp_path)], env=environment(), check=True)
-    processes = start_two("resumes", tied_model, tmp_path)
-    outputs = outputs_of(processes)
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    found = list(tmp_path.glob("again/*/*"))
-    assert len(found) == 2 * 4 * 2
-    for folder in found:
-        saved = tmp_path / "saved" / folder.name
-        tensors, expected = (load_file(path / "state_00000.safetensors") for path in (folder, saved))
-        assert len(tensors) == 3 * 26  # master weights and two moments of every parameter
-        assert_same_weights(tensors, expected, 0)
-        assert (folder / "rest.json").read_text().split('"random"')[0] == (
-            (saved / "rest.json").read_text().split('"random"')[0]
-        )
-        size, stage = (int(part) for part in folder.name.split("-"))
-        step, straight = json.loads((folder / "stats.json").read_text()), stats_of(runs, size, stage)[4]
-        for name in ("loss", "grad_norm", "learning_rate"):  # but sums are not taken in the same order
-            assert step[name] == pytest.approx(straight[name], rel=1e-5, abs=1e-6)
+def test_other_stages_and_numbers_of_ranks_take_up_what_was_saved_bit_for_bit(runs: dict[int, Path]) -> None:
+    for size, stage in itertools.product((1, 2), range(4)):
+        for other in (stage, (stage + 1) % 4):
+            folder = runs[size] / "resumes-tied" / str(stage) / str(other)
+            saved = runs[3 - size] / "stages-tied" / str(other) / "checkpoint"
+            tensors, expected = (load_file(path / "state_00000.safetensors") for path in (folder, saved))
+            assert len(tensors) == 3 * 26  # master weights and two moments of every parameter
+            assert_same_weights(tensors, expected, 0)
+            assert (folder / "rest.json").read_text().split('"random"')[0] == (
+                (saved / "rest.json").read_text().split('"random"')[0]
+            )
+            step, straight = json.loads((folder / "stats.json").read_text()), stats_of(runs, 3 - size, other)[4]
+            for name in ("loss", "grad_norm", "learning_rate"):  # but sums are not taken in the same order
+                assert step[name] == pytest.approx(straight[name], rel=1e-5, abs=1e-6)
 
 
-def test_two_ranks_train_the_adapter_of_one(tied_model: str, tmp_path: Path) -> None:
-    folders = [tmp_path / "1", tmp_path / "2"]
-    alone = [sys.executable, WORKER, "adapter", tied_model, str(folders[0])]
-    subprocess.run(alone, env=environment(), check=True, timeout=DEADLINE_S)
-    processes = start_two("adapter", tied_model, folders[1])
-    outputs = outputs_of(processes)
-    assert [process.returncode for process in processes] == [0, 0], outputs
+def test_two_ranks_train_the_adapter_of_one(runs: dict[int, Path]) -> None:
+    folders = [runs[size] / "adapter-tied" for size in (1, 2)]
     expected = load_file(folders[0] / "1" / "adapter_model.safetensors")
     for stage in ("1", "2", "3"):
         found = load_file(folders[1] / stage / "adapter_model.safetensors")
@@ -308,17 +224,14 @@ def test_a_rank_that_waits_for_ever_for_one_that_failed_ends_with_the_reason(tie
     assert "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory" in outputs[0]
 
 
-@pytest.mark.parametrize("model", ["tied_model", "untied_model", "experts_model"])
+@pytest.mark.parametrize("model", ["tied", "untied", "experts"])
 def test_two_ranks_stream_what_they_export_at_every_zero_stage(
-    model: str, tmp_path: Path, request: pytest.FixtureRequest
+    runs: dict[int, Path], model: str, request: pytest.FixtureRequest
 ) -> None:
-    path = request.getfixturevalue(model)
-    processes = start_two("streams", path, tmp_path)
-    outputs = outputs_of(processes)
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    path = request.getfixturevalue(f"{model}_model")
     gaps = []
     for stage in range(4):
-        folder = tmp_path / str(stage)
+        folder = runs[2] / f"streams-{model}" / str(stage)
         streamed = load_file(folder / "streamed.safetensors")
         assert_same_weights(streamed, load_file(folder / "exported" / "model.safetensors"), 0)
         assert streamed.keys() == load_file(Path(path) / "model.safetensors").keys()

@@ -1,4 +1,7 @@
-"""One trainer process of a test: `worker.py SCENARIO MODEL OUTPUT`, started once per rank."""
+"""One trainer process of a test, started once per rank: `worker.py OUTPUT SCENARIO MODEL [SCENARIO MODEL ...]`.
+
+The scenarios run one after the other among the same ranks, each with a folder of its own, OUTPUT/SCENARIO-MODEL.
+"""
 
 import dataclasses
 import itertools
@@ -114,10 +117,9 @@ def load(trainer: Trainer, folder: Path) -> None:
     trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
 
 
-def resumes(model: str, output: Path) -> None:
+def resumes(model: str, output: Path, ranks: Ranks) -> None:
     """Each ZeRO stage takes up what 3 - this number of ranks saved at this stage and at the next, and goes on."""
-    shard_everything()
-    ranks = Ranks(timeout_s=60)
+    stages = output.parents[1] / str(3 - ranks.size) / output.name.replace("resumes", "stages")
     for stage in range(4):
         trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
         if not trainer.is_main:
@@ -125,21 +127,17 @@ def resumes(model: str, output: Path) -> None:
             continue
         with trainer:
             for other in (stage, (stage + 1) % 4):
-                folder = output / "saved" / f"{3 - ranks.size}-{other}"
-                load(trainer, folder)
-                again = output / "again" / f"{ranks.size} ranks, stage {stage}" / folder.name
+                load(trainer, stages / str(other) / "checkpoint")
+                again = output / str(stage) / str(other)
                 save(trainer, again)
                 stats = trainer.step(make_samples(4))
                 (again / "stats.json").write_text(json.dumps(dataclasses.asdict(stats)))
-    ranks.close()
 
 
-def stages(model: str, output: Path) -> None:
+def stages(model: str, output: Path, ranks: Ranks) -> None:
     """Three steps, one that is not finite, one more; then back to the checkpoint and that last step again."""
-    shard_everything()
-    together = Ranks(timeout_s=60)
     for stage in range(4):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=together)
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
         bad = make_samples(3)
         bad[4] = dataclasses.replace(bad[4], advantages=constant(math.nan, bad[4].mask))
         break_token(trainer, bad[4].token_ids[1])
@@ -159,7 +157,6 @@ def stages(model: str, output: Path) -> None:
             stats.append(trainer.step(make_samples(4)))
             trainer.export(folder / "again")
             (folder / "stats.json").write_text(json.dumps([dataclasses.asdict(s) for s in stats]))
-    together.close()
 
 
 def break_token(trainer: Trainer, token: int) -> None:
@@ -174,10 +171,8 @@ def break_token(trainer: Trainer, token: int) -> None:
     trainer.work.policy.model.get_input_embeddings().register_forward_hook(spoil)
 
 
-def matrix(model: str, output: Path) -> None:
+def matrix(model: str, output: Path, ranks: Ranks) -> None:
     """Two steps of every cell in MATRIX."""
-    shard_everything()
-    ranks = Ranks(timeout_s=60)
     assert ranks.smallest(10 - ranks.rank) == 11 - ranks.size
     for name, settings in MATRIX.items():
         trainer = Trainer(make_config(model, *settings), ranks=ranks)
@@ -189,21 +184,18 @@ def matrix(model: str, output: Path) -> None:
             stats = [dataclasses.asdict(trainer.step(make_samples(step)[::order])) for step in range(2)]
             trainer.export(output / name)
             (output / name / "stats.json").write_text(json.dumps(stats))
-    ranks.close()
 
 
-def streams(model: str, output: Path) -> None:
+def streams(model: str, output: Path, ranks: Ranks) -> None:
     """Each ZeRO stage streams its weights after a step, once in pieces to a sink that fails, then as a whole."""
-    shard_everything()
-    together = Ranks(timeout_s=60)
     for stage in range(4):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=together)
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
         if not trainer.is_main:
             trainer.follow()
             continue
         with trainer:
             folder = output / str(stage)
-            folder.mkdir()
+            folder.mkdir(parents=True)
             trainer.step(make_samples(0))
             taken: list[tuple[str, torch.Tensor]] = []
 
@@ -223,15 +215,12 @@ def streams(model: str, output: Path) -> None:
             save_file(dict(taken), folder / "streamed.safetensors")
             (folder / "gap").write_text(repr(trainer.logprob_gap(make_samples(1))))
             trainer.export(folder / "exported")
-    together.close()
 
 
-def adapter(model: str, output: Path) -> None:
+def adapter(model: str, output: Path, ranks: Ranks) -> None:
     """Three steps on an adapter, which is published both ways."""
-    shard_everything()
-    together = Ranks(timeout_s=60)
     for stage in (1, 2, 3):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}", "model.lora.rank=4"), ranks=together)
+        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}", "model.lora.rank=4"), ranks=ranks)
         if not trainer.is_main:
             trainer.follow()
             continue
@@ -242,13 +231,10 @@ def adapter(model: str, output: Path) -> None:
             trainer.stream(4096, lambda named: streamed.update((name, t.clone()) for name, t in named))  # noqa: B023
             save_file(streamed, output / str(stage) / "streamed")
             (output / str(stage) / "stats.json").write_text(json.dumps(stats))
-    together.close()
 
 
-def beside(model: str, output: Path) -> None:
+def beside(model: str, output: Path, ranks: Ranks) -> None:
     """Two steps with a reference, which is reset after the second one, and a critic; what is measured around them."""
-    shard_everything()
-    ranks = Ranks(timeout_s=60)
     kl = ("algorithm.kl=k1", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.reference_reset_every=2")
     for stage in range(4):
         trainer = Trainer(
@@ -277,7 +263,6 @@ def beside(model: str, output: Path) -> None:
             folder = output / str(stage)
             trainer.export(folder / "policy")
             (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
-    ranks.close()
 
 
 def rollout_of(sample: TrainSample) -> Rollout:
@@ -354,22 +339,23 @@ def break_down(model: str, happen: Callable[[], object], *settings: str, all_ran
             trainer.step(make_samples(step))
 
 
+COMMON = {scenario.__name__: scenario for scenario in (stages, matrix, streams, adapter, beside, resumes)}
+LAST = {
+    scenario.__name__: scenario for scenario in (main_fails, rank_dies, rank_hangs, rank_is_full, rank_waits_for_ever)
+}
+"""Scenarios after which there are no ranks for another one."""
+
+
 def main(arguments: Sequence[str]) -> None:
-    scenario, model, output = arguments
-    scenarios = {
-        "stages": stages,
-        "matrix": matrix,
-        "streams": streams,
-        "adapter": adapter,
-        "beside": beside,
-        "resumes": resumes,
-        "main_fails": main_fails,
-        "rank_dies": rank_dies,
-        "rank_hangs": rank_hangs,
-        "rank_is_full": rank_is_full,
-        "rank_waits_for_ever": rank_waits_for_ever,
-    }
-    scenarios[scenario](model, Path(output))
+    output, *words = arguments
+    if words[0] in LAST:
+        LAST[words[0]](words[1], Path(output))
+        return
+    shard_everything()
+    together = Ranks(timeout_s=60)
+    for name, model in zip(words[::2], words[1::2], strict=True):
+        COMMON[name](model, Path(output) / f"{name}-{Path(model).name}", together)
+    together.close()
 
 
 if __name__ == "__main__":

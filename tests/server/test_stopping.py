@@ -1,4 +1,4 @@
-"""How a server starts, ends, and fails: nothing is left behind."""
+"""How a server ends, or fails to start: nothing is left behind. Tests that share the servers come before."""
 
 import os
 import signal
