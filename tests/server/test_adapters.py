@@ -135,14 +135,6 @@ def test_every_request_uses_the_adapter_that_came_last(servers: Any, kit: Any, v
     adapters_come_and_are_used(servers(variant), kit, how)
 
 
-def test_both_workers_of_a_tensor_parallel_engine_use_the_adapter(servers: Any, kit: Any) -> None:
-    server = servers.take("parallel float32 lora")
-    try:
-        adapters_come_and_are_used(server, kit, "collective", number=1)
-    finally:
-        server.stop()  # its workers never rest: whatever came after it would take twice as long
-
-
 def adapters_come_and_are_used(server: Any, kit: Any, how: str, number: int = 3) -> None:
     others = [server.model]
     for seed, targets in ((1, ALL), (2, ALL), (3, ["q_proj", "down_proj"]))[:number]:

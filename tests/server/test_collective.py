@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.server.test_adapters import adapters_come_and_are_used
 from transformers.core_model_loading import revert_weight_conversion
 
 from hocket import config as config_module
@@ -109,8 +110,12 @@ def test_experts_travel_under_the_names_of_their_checkpoint(servers: Any, kit: A
     server.model = new
 
 
+def test_both_workers_of_a_tensor_parallel_engine_use_the_adapter(servers: Any, kit: Any) -> None:
+    adapters_come_and_are_used(servers.untouched("parallel float32 lora"), kit, "collective", number=1)
+
+
 def test_both_workers_of_a_tensor_parallel_engine_receive_after_failures_too(servers: Any, kit: Any) -> None:
-    server = servers.take("parallel float32")
+    server = servers.take("parallel float32 lora")
     try:
         assert server.health()["workers"] == 2
         for seed in (305, 306):
@@ -130,7 +135,7 @@ def test_both_workers_of_a_tensor_parallel_engine_receive_after_failures_too(ser
         server.publish_and_load(kit.make_model(tied=True, seed=307))
         assert max(server.gaps()) < 1e-4
     finally:
-        server.stop()
+        server.stop()  # its workers never rest: whatever came after it would take twice as long
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "drain", "abort"])

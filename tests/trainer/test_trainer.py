@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from hocket import manifest, transfer
 from hocket import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
-from hocket.trainer.ranks import Ranks
+from hocket.trainer.ranks import Ranks, _share_cores
 from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout, TrainSample
 
@@ -320,6 +321,18 @@ def test_every_thread_computes_on_as_many_cores_as_the_ranks_agreed_on(ranks: Ra
         seen: list[int] = []
         thread.submit(trainer.stream, 1 << 30, lambda bucket: seen.append(torch.get_num_threads())).result(60)
     assert seen == [cores]
+
+
+def test_the_ranks_of_a_machine_share_half_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")  # which is for all tests, and overrides it
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    cores = torch.get_num_threads()
+    try:
+        _share_cores()
+        assert torch.get_num_threads() == 12 // 2 // 2
+    finally:
+        torch.set_num_threads(cores)
 
 
 @pytest.mark.parametrize(
