@@ -447,3 +447,19 @@ async def test_a_role_that_the_template_refuses_is_the_episodes_error(renderer: 
     (group,) = await played(Wrong, renderer, FakeEngine(), num_prompts=1)
     assert "roles are system, user, assistant and tool" in (group.scores[0].error or "")
     assert group.rollouts[0].turns == 1
+
+
+async def test_half_a_surrogate_pair_is_told_as_a_question_mark(renderer: Renderer) -> None:
+    halves = [{"messages": [{"role": "user", "content": "1\ud800"}]}, {"text": "2\udc00é😀"}]
+
+    class Half(Environment):
+        async def reset(self, prompt: Prompt, seed: int) -> Observation:
+            return Observation(text="0\ud83d")
+
+        async def step(self, action: Action) -> Step:
+            return Step(**halves.pop(0)) if halves else Step(done=True)
+
+    (group,) = await played(Half, renderer, FakeEngine(), num_prompts=1)
+    assert group.scores[0].error is None
+    told = [message["content"] for message in group.rollouts[0].dialogue if message["role"] != "assistant"]
+    assert told == ["0?", "1?", "2?é😀"]

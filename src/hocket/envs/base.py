@@ -56,6 +56,8 @@ class Action:
 class Observation:
     """What the model is told before its next turn, and how that turn is sampled.
 
+    Half a surrogate pair, which JSON allows in a string, has no encoding: it becomes a question mark.
+
     Attributes:
         messages: chat messages, rendered by the chat template.
         text: instead of messages: what follows as it stands.
@@ -79,6 +81,17 @@ class Observation:
             isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop)
         ):
             raise ValueError(f"stop must be a tuple of strings that are not empty, got {self.stop!r}")
+        for told in ("messages", "text"):
+            object.__setattr__(self, told, _encodable(getattr(self, told)))  # the instance is frozen
+
+
+def _encodable(value: Any) -> Any:
+    """Returns the value with all strings in it as UTF-8 can write them."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
