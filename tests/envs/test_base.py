@@ -55,6 +55,7 @@ async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the
         ("echo_of_tests", {"word": "a", "times": 0}, "refuses its options: times must be at least 1"),
         ("tools", {"tools": ["calculat"], "parser": "hermes"}, r"no tool 'calculat' \(did you mean 'calculate'\?\)"),
         ("tools", {"tools": "calculate", "parser": "hermes"}, r"must be a list of names"),
+        ("tools", {"tools": ["calculate"], "parser": "hermes", "call_timeout_s": 0}, "call_timeout_s must be above 0"),
         ("single_turn", {"guesses": 3}, "no option 'guesses'"),
     ],
 )

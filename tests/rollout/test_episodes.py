@@ -17,14 +17,15 @@ from hocket.algorithm.samples import outcome
 from hocket.config import DataConfig
 from hocket.data import PromptStream, Renderer
 from hocket.data.ledger import accounts
-from hocket.envs import Action, Environment, Observation, Step
+from hocket.envs import Action, Environment, Observation, Step, tool
+from hocket.envs.base import bind
 from hocket.errors import ServerError
 from hocket.rollout import coalescer
 from hocket.rollout.collect import play
 from hocket.rollout.episode import Limits
 from hocket.rollout.episodes import Episodes
 from hocket.rollout.played import Wave
-from hocket.types import Completion, Group, Message, Prompt, Rollout, SamplingParams, Score, Toolbox
+from hocket.types import Completion, Group, Message, Prompt, Rollout, SamplingParams, Score, Toolbox, ToolCall
 
 END, ASSISTANT = 1, 4
 """Of checkpoints/tiny-tools: the token that ends a turn, and the one that begins the model's."""
@@ -463,3 +464,41 @@ async def test_half_a_surrogate_pair_is_told_as_a_question_mark(renderer: Render
     assert group.scores[0].error is None
     told = [message["content"] for message in group.rollouts[0].dialogue if message["role"] != "assistant"]
     assert told == ["0?", "1?", "2?é😀"]
+
+
+class Caller(FakeEngine):
+    """Calls a tool in each of its turns."""
+
+    async def generate(self, *args: Any, **rest: Any) -> AsyncIterator[tuple[int, int, Completion]]:
+        async for i, j, completion in super().generate(*args, **rest):
+            call = ToolCall(name="hang_of_episodes", arguments="{}")
+            yield i, j, dataclasses.replace(completion, tool_calls=(call,))
+
+
+async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(renderer: Renderer) -> None:
+    @tool
+    async def hang_of_episodes() -> None:
+        """Hangs."""
+        await asyncio.sleep(3600)
+
+    make = bind("tools", {"tools": ["hang_of_episodes"], "parser": "hermes", "call_timeout_s": 0.3})
+    limits = Limits(max_turns=4, max_length=10_000, timeout_s=0.5)  # 4 · 0.3 s are more
+    groups = await played(make, renderer, Caller(), num_prompts=8, limits=limits)
+    for group in groups:
+        assert group.scores[0].error is None
+        told = [message["content"] for message in group.rollouts[0].dialogue if message["role"] == "tool"]
+        assert told == ["error: no result within 0.3 s"] * 3  # nobody reads the fourth
+        assert (group.rollouts[0].turns, group.rollouts[0].finish_reason) == (4, "length")
+
+
+async def test_a_step_that_misses_its_own_deadline_still_has_that_of_the_episode(renderer: Renderer) -> None:
+    class Late(Environment):
+        step_timeout_s = 0.1
+
+        async def step(self, action: Action) -> Step:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    limits = Limits(max_turns=4, max_length=256, timeout_s=0.2)
+    (group,) = await played(Late, renderer, FakeEngine(), num_prompts=1, limits=limits)
+    assert "step was not done when env.timeout_s=0.2 had passed" in (group.scores[0].error or "")

@@ -172,8 +172,8 @@ class EnvConfig(Section):
     timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Deadline of the environment's own work in one episode, or of an agent for all of it; past it, the "
-        "episode failed.",
+        description="Deadline of the environment's own work in one episode (of tools, beyond their call_timeout_s per "
+        "turn), or of an agent for all of it; past it, the episode failed.",
     )
 
 

@@ -112,6 +112,8 @@ class Environment:
 
     toolbox: Toolbox | None = None
     """The tools that the chat template shows to the model, and how it calls them."""
+    step_timeout_s: float = 0.0
+    """So long each step may take by a deadline of its own; only what is beyond counts against env.timeout_s."""
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         """Starts the episode; None: the prompt is all that the model sees.

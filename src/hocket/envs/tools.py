@@ -48,14 +48,16 @@ class Tools(Environment):
     Options:
         tools: names of the functions that it may call.
         parser: how the model writes a call, in vLLM's words: "hermes" for Qwen2.5 and Qwen3, "llama3_json", ...
-        call_timeout_s: deadline of one call.
+        call_timeout_s: deadline of one call; env.timeout_s does not count so much of any turn.
     """
 
     def __init__(self, tools: Sequence[str], parser: str, call_timeout_s: float = 30.0) -> None:
         if isinstance(tools, str) or not tools:
             raise ValueError(f"tools must be a list of names, such as [calculate], got {tools!r}")
+        if not call_timeout_s > 0:
+            raise ValueError(f"call_timeout_s must be above 0, got {call_timeout_s}")
         self._functions = {name: TOOLS.get(name) for name in tools}
-        self._timeout_s = call_timeout_s
+        self.step_timeout_s = call_timeout_s
         self.toolbox = Toolbox(parser=parser, schemas=tuple(_schema(function) for function in self._functions.values()))
         self._num_calls = 0
 
@@ -80,11 +82,11 @@ class Tools(Environment):
             if not isinstance(arguments, dict):
                 return "error: the arguments must be a JSON object"
             inspect.signature(function).bind(**arguments)
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.step_timeout_s):
                 result = await invoke(function, arguments)
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except TimeoutError:
-            return f"error: no result within {self._timeout_s:g} s"
+            return f"error: no result within {self.step_timeout_s:g} s"
         # A tool is anybody's code and its arguments are the model's: whatever it raises, the model is told.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             return f"error: {type(error).__name__}: {error}"

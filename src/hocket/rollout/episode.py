@@ -163,7 +163,9 @@ class Episode:
             grown(len(transcript.token_ids) + sampling.max_tokens)
             completion = await self._ask(transcript.token_ids, sampling, seed=self._seed(transcript.turns + 1))
             transcript.sampled(completion)
-            step: Step = await self._call(environment.step, _action(completion), returns=(Step,))
+            step: Step = await self._call(
+                environment.step, _action(completion), returns=(Step,), own_s=environment.step_timeout_s
+            )
             transcript.reward += step.reward
             if step.done:
                 return
@@ -217,11 +219,17 @@ class Episode:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
 
-    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any, returns: tuple[type, ...]) -> Any:
-        """Returns what a method of the environment returns, within what is left of its time."""
+    async def _call(
+        self,
+        method: Callable[..., Awaitable[Any]],
+        *arguments: Any,
+        returns: tuple[type, ...],
+        own_s: float = 0.0,
+    ) -> Any:
+        """Returns what a method of the environment returns, within what is left of its time; `own_s` do not count."""
         name, start = method.__name__, time.monotonic()
         try:
-            async with asyncio.timeout(self._left_s) as deadline:
+            async with asyncio.timeout(self._left_s + own_s) as deadline:
                 returned = await method(*arguments)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -235,7 +243,8 @@ class Episode:
                 raise EpisodeError(message) from error
             raise EpisodeError(f"{name} raised {type(error).__name__}: {error}") from error
         finally:
-            self._left_s = max(0.0, self._left_s - (time.monotonic() - start))
+            counted_s = max(0.0, time.monotonic() - start - own_s)
+            self._left_s = max(0.0, self._left_s - counted_s)
         if not isinstance(returned, returns):
             raise EpisodeError(f"{name} returned {type(returned).__name__}, which it may not")
         return returned
