@@ -1,13 +1,15 @@
 """What an environment says, as tokens of its own: what a whole rendering has there, without what that would spoil."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hocket.config import DataConfig
 from hocket.data import Renderer
+from hocket.data.rendering import TooLongError
 
 CHATML = (
     "{% for m in messages %}{{ '<im_start>' + m.role + '\n' + m.content + '<im_end>\n' }}{% endfor %}"
@@ -101,3 +103,24 @@ def test_a_template_without_an_end_of_turn_works_too(merging: Any) -> None:
 def test_what_can_not_be_rendered_is_refused_with_the_reason(merging: Any, template: str | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         renderer(merging, template).following(HINT, ended=None)
+
+
+def test_a_text_that_certainly_has_too_many_tokens_is_refused_and_no_other() -> None:
+    tools = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny-tools")
+    longest = "<|endoftext|>"  # 13 characters, one token; no token of this vocabulary has more
+    rendering = Renderer(DataConfig(), tools)
+    for text in (
+        longest * 5,
+        f"{longest * 5}    ",
+        "\u1100\u1161\u11a8" * 15,
+    ):  # the last: 15 characters, once composed
+        assert rendering.encode([text], at_most=5) == rendering.encode([text])
+    for text in (f"{longest * 5}x", "a b" * 1000, "a\n" * 10**6):
+        with pytest.raises(TooLongError, match="more than 5 tokens"):
+            rendering.encode(["short", text], at_most=5)
+    with pytest.raises(TooLongError):
+        rendering.following([{"role": "user", "content": "x" * 100}], ended=None, at_most=5)
+
+
+def test_where_unknown_characters_become_nothing_no_text_is_too_long(merging: Any) -> None:
+    assert renderer(merging, None).encode(["é" * 1000], at_most=5) == [[]]

@@ -212,8 +212,15 @@ async def written(file: Path) -> list[int]:
     return [int(pid) for pid in file.read_text().split()]
 
 
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def gone(pids: list[int]) -> None:
     end = time.monotonic() + 20
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(map(runs, pids)):
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import math
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -502,3 +503,71 @@ async def test_a_step_that_misses_its_own_deadline_still_has_that_of_the_episode
     limits = Limits(max_turns=4, max_length=256, timeout_s=0.2)
     (group,) = await played(Late, renderer, FakeEngine(), num_prompts=1, limits=limits)
     assert "step was not done when env.timeout_s=0.2 had passed" in (group.scores[0].error or "")
+
+
+class Talkative(Environment):
+    """Says a text that is far too long, as messages or as it stands, before a turn or after it."""
+
+    def __init__(self, first: bool, kind: str) -> None:
+        self.first = first
+        long = "lorem ipsum " * 250_000
+        self.says: Any = {"text": long} if kind == "text" else {"messages": [{"role": "tool", "content": long}]}
+
+    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+        return Observation(**self.says) if self.first else None
+
+    async def step(self, action: Action) -> Step:
+        return Step(**self.says)
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+@pytest.mark.parametrize("first", [True, False])
+async def test_what_no_sequence_can_hold_cuts_the_episode_off_and_is_never_encoded(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, first: bool, kind: str
+) -> None:
+    encoded: list[int] = []
+
+    def count(texts: list[str], **options: Any) -> Any:
+        encoded.extend(map(len, texts))
+        return tokenizer(texts, **options)
+
+    for name in ("get_vocab", "apply_chat_template"):
+        setattr(count, name, getattr(renderer._tokenizer, name))
+    tokenizer = renderer._tokenizer
+    monkeypatch.setattr(renderer, "_tokenizer", count)
+    (group,) = await played(lambda: Talkative(first, kind), renderer, FakeEngine(), num_prompts=1)
+    assert max(encoded) < 1000
+    rollout, error = group.rollouts[0], group.scores[0].error
+    if (first, kind) == (True, "messages"):
+        assert "reset: a prompt of too many tokens leaves no room" in (error or "")
+    else:
+        assert (error, rollout.finish_reason, rollout.turns) == (None, "length", 0 if first else 1)
+        assert len(rollout.token_ids) <= 6 + 8  # prompt and turn: nothing of the text
+
+
+async def test_other_episodes_go_on_while_a_text_is_encoded(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others_ended = threading.Event()
+    encode = renderer.encode
+
+    def slow(texts: Sequence[str], **options: Any) -> list[list[int]]:
+        if texts == ["slow"]:
+            assert others_ended.wait(20)
+        return encode(texts, **options)
+
+    class Several(Environment):
+        left = 9
+
+        async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+            return Observation(text="slow") if prompt.id == "p0" else None
+
+        async def step(self, action: Action) -> Step:
+            Several.left -= 1
+            if Several.left == 0:
+                others_ended.set()
+            return Step(done=True)
+
+    monkeypatch.setattr(renderer, "encode", slow)
+    groups = await played(Several, renderer, FakeEngine(), num_prompts=10)
+    assert [group.scores[0].error for group in groups] == [None] * 10

@@ -5,8 +5,10 @@ without adding any; plain text gets the one that the tokenizer puts before text,
 """
 
 import dataclasses
+import functools
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,13 @@ from hocket.types import Message, Prompt
 
 PROBE = "hocket-0123456789"
 """What the model says in made-up turns, by which the template's text around it is found."""
+
+UNKNOWN = "\U0010fffd" * 128
+"""Characters of no vocabulary, more than a tokenizer takes for one word."""
+
+
+class TooLongError(ValueError):
+    """A text has more tokens than it may."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +111,19 @@ class Renderer:
             return token_ids
         return [ids if ids[:1] == [bos] else [bos, *ids] for ids in token_ids]
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text, with no special token that is not written in it."""
+    def encode(self, texts: Sequence[str], *, at_most: float = math.inf) -> list[list[int]]:
+        """Returns the token ids of each text, with no special token that is not written in it.
+
+        Args:
+            at_most: a text that has more tokens for certain is refused before that takes seconds.
+
+        Raises:
+            TooLongError: there is such a text; one that is not refused may still have more.
+        """
         if not texts:
             return []
+        if any(self._is_longer(text, at_most) for text in texts):
+            raise TooLongError(f"a text has more than {at_most} tokens")
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
 
@@ -123,7 +141,22 @@ class Renderer:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return text
 
-    def following(self, messages: Sequence[Message], *, ended: int | None) -> list[int]:
+    def _is_longer(self, text: str, at_most: float) -> bool:
+        """Returns whether a text has more tokens for certain."""
+        if len(text) <= at_most:
+            return False
+        characters = at_most * self._longest
+        # Its beginning is enough, unless most of that is spaces.
+        return len(text) > characters and _fewest_characters(text[: int(4 * characters)]) > characters
+
+    @functools.cached_property
+    def _longest(self) -> float:
+        """The most characters that one token stands for."""
+        if len(self.encode([UNKNOWN])[0]) < len(UNKNOWN):  # those that it does not know become nothing, or one token
+            return math.inf
+        return max(map(len, self._tokenizer.get_vocab()))  # a byte is written as at least one character
+
+    def following(self, messages: Sequence[Message], *, ended: int | None, at_most: float = math.inf) -> list[int]:
         """Returns the tokens between a turn of the model and its next one, in which it is told `messages`.
 
         They are what the template writes after a made-up turn, so that nothing of the real one is rendered or encoded
@@ -132,15 +165,16 @@ class Renderer:
         Args:
             ended: the token with which the model ended its turn, None where it was cut off: what ends a turn in the
                 template is then added.
+            at_most: as for `encode`.
 
         Raises:
-            ValueError: the template can't render them.
+            ValueError: the template can't render them; TooLongError, which is one: see `encode`.
         """
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         _, found, after = self.render([*turn, *messages]).partition(PROBE)
         if not found:
             raise ValueError("the chat template does not show what the model said before")
-        (token_ids,) = self.encode([after])
+        (token_ids,) = self.encode([after], at_most=at_most)
         return token_ids[1:] if token_ids[:1] == [ended] else token_ids
 
     def end_of_turn(self) -> int:
@@ -242,6 +276,12 @@ def _compile(data: DataConfig) -> re.Pattern[str] | None:
     if pattern.groups < 1:
         raise DataError(f"data.answer_pattern {data.answer_pattern!r} needs a group (...) around the answer")
     return pattern
+
+
+def _fewest_characters(text: str) -> int:
+    """Returns how many a tokenizer encodes at the least, which may compose characters and leave spaces out."""
+    written = (text, unicodedata.normalize("NFC", text), unicodedata.normalize("NFKC", text))
+    return min(sum(map(len, each.split())) for each in written)
 
 
 def _shorten(value: Any) -> str:

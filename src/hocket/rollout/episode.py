@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from hocket.data import Renderer
+from hocket.data.rendering import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.seeds import seed_of
+from hocket.system import aside
 from hocket.types import Completion, FinishReason, Message, Prompt, Rollout, SamplingParams
 
 
@@ -156,8 +158,8 @@ class Episode:
         transcript.reward = 0.0
         start = await self._call(environment.reset, transcript.prompt, self._seed(0), returns=(Observation, type(None)))
         observation: Observation = start or Observation()
-        told = self._before(observation)
-        while (room := self._room(told)) > 0:
+        told = await self._before(observation)
+        while told is not None and (room := self._room(told)) > 0:
             transcript.told(told, observation)
             sampling = self._next(observation, room)
             grown(len(transcript.token_ids) + sampling.max_tokens)
@@ -169,7 +171,7 @@ class Episode:
             transcript.reward += step.reward
             if step.done:
                 return
-            observation, told = step, self._between(step, completion)
+            observation, told = step, await self._between(step, completion)
         transcript.finish_reason = "length"
         transcript.reward += await self._call(environment.truncated, returns=(float, int))
 
@@ -191,30 +193,38 @@ class Episode:
     def _seed(self, turn: int) -> int:
         return seed_of(self._sampling.seed, self._number, turn)
 
-    def _before(self, observation: Observation) -> list[int]:
+    async def _before(self, observation: Observation) -> list[int] | None:
         """Returns what the environment says before the first turn; messages make the prompt another one."""
         if not observation.messages:
-            return self._text(observation)
+            return await self._text(observation)
         messages = [*(self.transcript.prompt.messages or ()), *observation.messages]
-        prompt = self._rendered(lambda: self._renderer.encode([self._renderer.render(messages)])[0])
-        if len(prompt) >= self._limits.max_length:
-            raise EpisodeError(f"reset: a prompt of {len(prompt)} tokens leaves no room for a turn in model.max_length")
+        prompt = await self._rendered(lambda: self._encode(self._renderer.render(messages)))
+        if prompt is None or len(prompt) >= self._limits.max_length:
+            length = "too many" if prompt is None else len(prompt)
+            raise EpisodeError(f"reset: a prompt of {length} tokens leaves no room for a turn in model.max_length")
         self.transcript.begins_with(prompt)
         return []
 
-    def _between(self, step: Step, completion: Completion) -> list[int]:
+    async def _between(self, step: Step, completion: Completion) -> list[int] | None:
         """Returns what the environment says after a turn; where it says nothing, the model goes on where it stopped."""
         if not step.messages:
-            return self._text(step)
+            return await self._text(step)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-        return self._rendered(lambda: self._renderer.following(step.messages, ended=ended))
+        at_most = self._limits.max_length
+        return await self._rendered(lambda: self._renderer.following(step.messages, ended=ended, at_most=at_most))
 
-    def _text(self, observation: Observation) -> list[int]:
-        return self._rendered(lambda: self._renderer.encode([observation.text])[0]) if observation.text else []
+    async def _text(self, observation: Observation) -> list[int] | None:
+        return await self._rendered(lambda: self._encode(observation.text)) if observation.text else []
 
-    def _rendered(self, render: Callable[[], list[int]]) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
+        return self._renderer.encode([text], at_most=self._limits.max_length)[0]
+
+    async def _rendered(self, render: Callable[[], list[int]]) -> list[int] | None:
+        """Returns the tokens of what the environment says, made in a thread; None: no sequence can hold so many."""
         try:
-            return render()
+            return await aside(render)
+        except TooLongError:
+            return None
         # A template is a small program: besides its own refusals it fails in these ways on what it did not expect.
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
