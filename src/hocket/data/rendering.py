@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,6 @@ from hocket.types import Message, Prompt
 
 PROBE = "hocket-0123456789"
 """What the model says in made-up turns, by which the template's text around it is found."""
-
-UNKNOWN = "\U0010fffd" * 128
-"""Characters of no vocabulary, more than a tokenizer takes for one word."""
 
 
 class TooLongError(ValueError):
@@ -115,14 +111,14 @@ class Renderer:
         """Returns the token ids of each text, with no special token that is not written in it.
 
         Args:
-            at_most: a text that has more tokens for certain is refused before that takes seconds.
+            at_most: a text that is too long for so few tokens is refused before that takes seconds.
 
         Raises:
-            TooLongError: there is such a text; one that is not refused may still have more.
+            TooLongError: there is such a text; one that is not refused may still have more tokens.
         """
         if not texts:
             return []
-        if any(self._is_longer(text, at_most) for text in texts):
+        if any(len(text) > at_most * self._most_characters for text in texts):
             raise TooLongError(f"a text has more than {at_most} tokens")
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
@@ -141,20 +137,10 @@ class Renderer:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return text
 
-    def _is_longer(self, text: str, at_most: float) -> bool:
-        """Returns whether a text has more tokens for certain."""
-        if len(text) <= at_most:
-            return False
-        characters = at_most * self._longest
-        # Its beginning is enough, unless most of that is spaces.
-        return len(text) > characters and _fewest_characters(text[: int(4 * characters)]) > characters
-
     @functools.cached_property
-    def _longest(self) -> float:
-        """The most characters that one token stands for."""
-        if len(self.encode([UNKNOWN])[0]) < len(UNKNOWN):  # those that it does not know become nothing, or one token
-            return math.inf
-        return max(map(len, self._tokenizer.get_vocab()))  # a byte is written as at least one character
+    def _most_characters(self) -> int:
+        """How many characters a token stands for at the most; of four, a tokenizer may compose or leave out three."""
+        return 4 * max(map(len, self._tokenizer.get_vocab()))  # a byte is written as at least one character
 
     def following(self, messages: Sequence[Message], *, ended: int | None, at_most: float = math.inf) -> list[int]:
         """Returns the tokens between a turn of the model and its next one, in which it is told `messages`.
@@ -276,12 +262,6 @@ def _compile(data: DataConfig) -> re.Pattern[str] | None:
     if pattern.groups < 1:
         raise DataError(f"data.answer_pattern {data.answer_pattern!r} needs a group (...) around the answer")
     return pattern
-
-
-def _fewest_characters(text: str) -> int:
-    """Returns how many a tokenizer encodes at the least, which may compose characters and leave spaces out."""
-    written = (text, unicodedata.normalize("NFC", text), unicodedata.normalize("NFKC", text))
-    return min(sum(map(len, each.split())) for each in written)
 
 
 def _shorten(value: Any) -> str:
