@@ -104,9 +104,10 @@ class Run:
                     after = await self._evaluate(step)
                     metrics |= after
             metrics |= step_metrics(metrics)
-            for draw, group in zip(batch.draws, batch.groups, strict=False):  # a replay draws nothing
-                self.stream.settle(draw, outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0))
-            self.recorder.ledger(step, self.stream.entries())
+            if batch.draws:  # a replay draws nothing
+                for draw, group in zip(batch.draws, batch.groups, strict=True):
+                    self.stream.settle(draw, outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0))
+                self.recorder.ledger(step, self.stream.entries())
             self.recorder.metrics(step, metrics)  # 8 records      observe/
             self.checkpoints.complete(step, metrics)
             self.console.step(step, metrics)
