@@ -67,7 +67,7 @@ def informative(groups: Sequence[Group], config: Config) -> tuple[list[Group], d
     """
     alike = sum(_alike(_rewards(group, config)) for group in groups)
     kept = [_scored(group, config) for group in groups if silence(group, config) is None]
-    signal = {"rollout/zero_variance": alike / len(groups)}
+    signal = {"rollout/zero_variance": alike / len(groups)} if groups else {}
     passed = [value for group in groups for value in _passed(group, config)]
     if passed and (config.curriculum.name != "shuffle" or config.curriculum.retire_after):
         signal["rollout/no_pass_rate"] = sum(not 0 <= value <= 1 for value in passed) / len(passed)

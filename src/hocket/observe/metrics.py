@@ -254,6 +254,8 @@ METRICS = (
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns the reward/* and rollout/* metrics of one step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
     scores = [score for group in groups for score in group.scores if score.error is None]
     stopped = [rollout.num_sampled for rollout in rollouts if rollout.finish_reason == "stop"]
     metrics = {
