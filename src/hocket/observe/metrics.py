@@ -44,8 +44,8 @@ METRICS = (
     ),
     Metric(
         name="rollout/no_pass_rate",
-        meaning="curriculum by pass rates, or retire_after: share of the rewards that these are the mean of which lie "
-        "below 0 or above 1",
+        meaning="a curriculum other than shuffle, or retire_after: share of the rewards that count for pass rates, but "
+        "lie below 0 or above 1",
         high=0,
         advice="prompts are taken for too hard, too easy or solved which are not: set eval.reward to one of "
         "rewards.functions (with weight 0, if it is not to be trained) that gives 0 to 1",
