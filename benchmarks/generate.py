@@ -6,9 +6,11 @@
 - engine: the server's engine, asked within its process.
 - /generate: over HTTP, one answer; and as a stream of lines.
 
-Prints medians in tokens per second, and the ratios to offline round by round.
+Prints medians in tokens per second, and the ratios to offline round by round. ROUNDS, PROMPTS and MAX_TOKENS in the
+environment are read, too.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -25,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from hocket import config as configs
+from hocket.cli import read_settings
 from hocket.server import main, vllm_api
 
 ROUNDS = int(os.environ.get("ROUNDS", "7"))
@@ -148,14 +151,14 @@ def report(speeds: dict[str, list[float]]) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    alone_here = "--offline" in given
-    given = [argument for argument in given if argument != "--offline"]
-    file = given.pop(0) if given and "=" not in given[0] else None
-    chosen = configs.load(file, given)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="config.yaml | section.key=value")
+    parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    chosen, _ = read_settings(options.settings)
     main.prepare_environment(chosen)
     vllm_api.preload_engine()
-    if alone_here:
+    if options.offline:
         offline(chosen)
         sys.exit()
     command = [sys.executable, __file__, *sys.argv[1:], "--offline"]

@@ -5,9 +5,11 @@
 Starts a real server on a random Qwen2 of 100 M parameters and a real trainer in this process. Each round measures, one
 after the other so that a slow minute of the machine hits all of them: a bare broadcast of the same bytes between two
 processes, a bare write (with fsync) and read of a file of the same bytes, vLLM's own reload from the page cache, and
-every transport. Prints medians, and ratios to the floors of the same round.
+every transport. Prints medians, and ratios to the floors of the same round. ROUNDS, LAYERS and FOLDER (where everything
+is written) in the environment are read, too.
 """
 
+import argparse
 import asyncio
 import contextlib
 import multiprocessing
@@ -236,7 +238,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(folder: Path) -> None:
+def run(folder: Path, overrides: Sequence[str]) -> None:
     """Measures full weights, then adapters, which need a server of their own."""
     model = folder / "model"
     make_model(model)
@@ -248,7 +250,7 @@ def run(folder: Path) -> None:
         "rollout.max_tokens=64",
         "trainer.learning_rate=1e-6",
         "sync.bucket_mib=32",
-        *sys.argv[1:],
+        *overrides,
     ]
     full = [*common, f"server.port={free_port()}"]
     with server(full, configs.load(None, full).own_url):
@@ -286,5 +288,8 @@ def run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hocket-sync-", dir=os.environ.get("FOLDER")) as temporary:
-        run(Path(temporary))
+        run(Path(temporary), options.overrides)

@@ -46,7 +46,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert f"run.py {command}" in out
-    assert "section.key=value" in out
+    assert ("section.key=value" in out) == (command not in ("ledger", "doctor"))
 
 
 def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,8 @@ def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [
+    lines: list[dict[str, object]] = [{"step": 0, "num_prompts": 3}]
+    lines += [
         {"step": i + 1, "draw": i, "epoch": epoch, "prompt": prompt, "state": "trained"}
         for i, (epoch, prompt) in enumerate([(0, "a"), (0, "b"), (1, "b"), (1, "c"), (2, "a")])
     ]
@@ -85,8 +86,21 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
     assert main(["ledger", str(tmp_path), "--json"]) == 1
     first, *_ = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["missing"], first["states"]) == (["c"], [{"state": "trained", "why": "", "prompts": 2}])
-    assert main(["ledger", str(tmp_path / "elsewhere")]) == 1
-    assert "name the folder of a run" in capsys.readouterr().err
+
+
+def test_what_has_no_ledger_is_refused_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path / "elsewhere", Path("config/quickstart.yaml")):
+        assert main(["ledger", str(path)]) == 1
+        said = f"error: {path} is not a folder; name the folder of a run (run.dir)\n"
+        assert capsys.readouterr().err == said
+    folder = tmp_path / "checkpoints" / "step_000004"  # a replay has checkpoints, a rollout and sft not even draws
+    folder.mkdir(parents=True)
+    (folder / "COMPLETE").touch()
+    assert main(["ledger", str(tmp_path)]) == 1
+    assert "has no ledger: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["ledger", str(tmp_path), "nonsense=3"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: nonsense=3\n")
 
 
 @pytest.mark.parametrize("args", [["train", "--help"], ["config", "trainer.steps=3"]])

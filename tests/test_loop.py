@@ -142,7 +142,11 @@ async def trained(
         Console("plain", config.trainer.steps) as console,
         Checkpoints(config, world, {}) as kept,
     ):
-        stream = PromptStream([Prompt(id=f"p{i}", token_ids=(1,)) for i in range(3)], config.trainer.seed)
+        stream = PromptStream(
+            [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(3)],
+            config.trainer.seed,
+            retire_after=config.curriculum.retire_after,
+        )
         pipeline = Pipeline(
             config, stream, server=world, scorer=world, informative=lambda group: bool(informative([group], config)[0])
         )
@@ -229,6 +233,26 @@ async def test_every_prompt_that_was_drawn_is_in_the_ledger_with_its_outcome(tmp
     ]
     for epoch in (0, 1):
         assert {line["prompt"] for line in lines if line["epoch"] == epoch} == {"p0", "p1", "p2"}
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_when_every_prompt_is_retired_the_run_evaluates_saves_and_ends_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], staleness: int
+) -> None:
+    settings = ("curriculum.retire_after=1", "trainer.steps=9", f"pipeline.max_staleness={staleness}")
+    world, metrics, summary = await trained(tmp_path, lambda step, j: 1.0, *settings)
+    (last, *_) = [line for line in metrics[1:] if "rollout/tokens" not in line]  # the step that found no prompt
+    assert last is metrics[-1]
+    assert last["step"] == summary["steps"] == len(metrics) - 1 < 9
+    assert (last["eval/accuracy"], summary["before"], summary["after"]) == (1.0, 1.0, 1.0)
+    assert ("train", 4, [5]) not in world.diary
+    assert world.diary.count("copy") == 1  # the checkpoint of the last step, which is not trainer.steps
+    assert [path.name for path in (tmp_path / "runs/a/checkpoints").iterdir()] == [f"step_{last['step']:06d}"]
+    assert "every prompt is retired (curriculum.retire_after)" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "runs/a/ledger.jsonl").open()]
+    assert {row["prompt"] for row in rows} == {"p0", "p1", "p2"}
+    if staleness == 0:  # step 1: two of the three; step 2: the third, and one again; step 3: none
+        assert last["step"] == 3
 
 
 async def test_the_other_ranks_hear_from_rank_0_however_long_a_batch_takes(tmp_path: Path) -> None:

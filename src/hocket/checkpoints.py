@@ -143,7 +143,7 @@ class Checkpoints:
         if kind is None:
             self._wait()
 
-    def copy(self, step: int) -> dict[str, float]:
+    def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Takes the trainer's state after `step`, where a checkpoint is due; the trainer must be idle.
 
         Returns time/checkpoint, the seconds it took.
@@ -151,7 +151,7 @@ class Checkpoints:
         Raises:
             TrainerError: it can't be written, or the one before could not.
         """
-        if not self.due(step):
+        if not self.due(step, last=last):
             return {}
         start = time.perf_counter()
         self._wait()
@@ -187,10 +187,10 @@ class Checkpoints:
         else:
             self._finish(copy, state)
 
-    def due(self, step: int) -> bool:
-        """Whether there is one to take after this step."""
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Whether there is one to take after this step; `last`: no other follows, before trainer.steps."""
         every = self._settings.every_steps
-        return every > 0 and (step // every > self._last // every or step == self._config.trainer.steps)
+        return every > 0 and (step // every > self._last // every or last or step == self._config.trainer.steps)
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None

@@ -41,12 +41,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(
-        name: str, run: Callable[[argparse.Namespace], int], help: str, positional: Sequence[str] = ()
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        help: str,
+        positional: Sequence[str] = (),
+        *,
+        settings: bool = True,
     ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG)
+        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG if settings else None)
         for argument in positional:
             command.add_argument(argument, type=Path)
-        command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
+        if settings:
+            command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
         command.set_defaults(run=run)
         return command
 
@@ -75,9 +81,11 @@ def _parser() -> argparse.ArgumentParser:
         "where the model is that training began with, if it has moved",
         positional=("FOLDER", "OUTPUT"),
     )
-    ledger = add("ledger", _ledger, "what became of every prompt of the run in folder RUN", positional=("RUN",))
+    ledger = add(
+        "ledger", _ledger, "what became of every prompt of the run in folder RUN", positional=("RUN",), settings=False
+    )
     ledger.add_argument("--json", action="store_true", help="print one JSON object per epoch")
-    add("doctor", _doctor, "check this machine: versions, devices, ports, leftovers")
+    add("doctor", _doctor, "check this machine: versions, devices, ports, leftovers", settings=False)
     return parser
 
 
@@ -193,11 +201,15 @@ def _ledger(args: argparse.Namespace) -> int:
     from hocket.data import ledger
     from hocket.observe.report import read_lines
 
+    if not args.RUN.is_dir():
+        raise ConfigError(f"{args.RUN} is not a folder; name the folder of a run (run.dir)")
     rows, kept = read_lines(args.RUN / "ledger.jsonl"), checkpoints.complete(args.RUN)
-    saved = checkpoints.read(kept[-1]) if kept else None
-    if not rows and saved is None:
-        raise ConfigError(f"{args.RUN} has no ledger.jsonl and no checkpoint; name the folder of a run (run.dir)")
-    stream = None if saved is None else saved.parts["prompts"]
+    if not any("num_prompts" in row for row in rows[:1]):
+        raise ConfigError(
+            f"{args.RUN} has no ledger: what is trained with train or quickstart has one; a replay, which draws no "
+            "prompts, rollout and sft have none. Name the folder of such a run (run.dir)"
+        )
+    stream = checkpoints.read(kept[-1]).parts["prompts"] if kept else None
     accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
     if args.json:
         for account in accounts:

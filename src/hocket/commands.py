@@ -103,6 +103,8 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     console.say(trainer.memory)
 
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
+    if not (saved or replay):
+        recorder.ledger(0, [{"num_prompts": len(prompts)}])
     servers = _pool(config, () if replay else config.server_urls, **tell)
     turns = Turns(config, trainer, servers) if config.launch.share_gpu else None
     sync = _sync(config, trainer, servers, prompts, turns, console)

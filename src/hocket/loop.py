@@ -15,7 +15,7 @@ from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import informative, outcome, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
-from hocket.data import PromptStream
+from hocket.data import EXHAUSTED, PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metrics, train_metrics
 from hocket.observe.recorder import Recorder
@@ -64,7 +64,10 @@ class Run:
     checkpoints: Checkpoints
 
     async def train(self) -> dict[str, Any]:
-        """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content."""
+        """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content.
+
+        Where every prompt is retired before, the step that finds none is the last; it only saves and evaluates.
+        """
         tasks = asyncio.create_task(self._beat()), asyncio.create_task(self._train())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -91,6 +94,7 @@ class Run:
             await self.servers.wait_up()  # who has come back is given the weights while the trainer is idle
             with timed(metrics, "time/step"):
                 batch = await self.pipeline.batch(step)  # 1 prompts  data/, 2 rollouts  rollout/, 3 scores  rewards/
+                last = step == config.trainer.steps or not batch.groups
                 self.recorder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
                 refuse_failing(batch.groups, config.rewards.max_error_rate)
                 kept, signal = informative(batch.groups, config)
@@ -99,23 +103,27 @@ class Run:
                     bound = config.pipeline.max_staleness
                     metrics |= staleness_metrics(batch.groups, version=sync.version, bound=bound)
                 async with sync.training():  # meanwhile later batches are played, with pipeline.max_staleness
-                    metrics |= await (self._learn(step, kept) if kept else self._rest(step))
-                if (config.eval.every_steps and step % config.eval.every_steps == 0) or step == config.trainer.steps:
+                    metrics |= await (self._learn(step, kept) if kept else self._rest(step, last=last))
+                if (config.eval.every_steps and step % config.eval.every_steps == 0) or last:
                     after = await self._evaluate(step)
                     metrics |= after
             metrics |= step_metrics(metrics)
-            for draw, group in zip(batch.draws, batch.groups, strict=False):  # a replay draws nothing
-                self.stream.settle(draw, outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0))
-            self.recorder.ledger(step, self.stream.entries())
+            if batch.draws:  # a replay draws nothing
+                for draw, group in zip(batch.draws, batch.groups, strict=True):
+                    self.stream.settle(draw, outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0))
+                self.recorder.ledger(step, self.stream.entries())
             self.recorder.metrics(step, metrics)  # 8 records      observe/
             self.checkpoints.complete(step, metrics)
             self.console.step(step, metrics)
+            if not batch.groups:
+                self.console.say(EXHAUSTED)
+                break
 
         sync.save()
         return self.recorder.summary(
             before=before.get("eval/accuracy"),
             after=after.get("eval/accuracy"),
-            steps=config.trainer.steps,
+            steps=self.recorder.history()[-1]["step"],
             train_seconds=time.perf_counter() - start,
             seed=config.trainer.seed,
             final_version=sync.version,
@@ -139,14 +147,14 @@ class Run:
             metrics |= await self.sync.publish()  # 7 weights      sync/
         return metrics
 
-    async def _rest(self, step: int) -> dict[str, float]:
+    async def _rest(self, step: int, *, last: bool) -> dict[str, float]:
         """Leaves the weights as they are."""
         if self.turns is None:
-            return await aside(self.checkpoints.copy, step)
-        if not self.checkpoints.due(step):
+            return await aside(self.checkpoints.copy, step, last=last)
+        if not self.checkpoints.due(step, last=last):
             return {}
         metrics = await self.turns.trainer(keep=True)  # its state is off the GPU, too
-        metrics |= await aside(self.checkpoints.copy, step)
+        metrics |= await aside(self.checkpoints.copy, step, last=last)
         await self.turns.server()
         await self.turns.generation()
         return metrics

@@ -121,6 +121,19 @@ def test_the_outcome_of_a_group_has_the_pass_rate_of_the_reward_that_is_the_accu
     )
 
 
+@pytest.mark.parametrize(
+    ("curriculum", "told"),
+    [("{name: window}", True), ("{name: shuffle, retire_after: 2}", True), ("{name: shuffle}", False)],
+)
+def test_rewards_that_make_no_pass_rate_are_told_where_a_curriculum_judges_by_it(curriculum: str, told: bool) -> None:
+    groups = [scored({"points": 10.0, "right": 1.0}, {"points": -2.0, "right": 0.0}), scored({"points": 1.0}, None)]
+    functions = "rewards.functions={points: 1.0, right: 0.0}"
+    config = config_module.load(None, [functions, f"curriculum={curriculum}"])
+    assert informative(groups, config)[1].get("rollout/no_pass_rate") == (pytest.approx(2 / 3) if told else None)
+    config = config_module.load(None, [functions, f"curriculum={curriculum}", "eval.reward=right"])
+    assert informative(groups, config)[1].get("rollout/no_pass_rate") == (0.0 if told else None)
+
+
 def test_an_outcome_is_filtered_where_a_group_is_silent_and_failed_without_a_score() -> None:
     right = {"exact_match": 1.0}
     assert outcome(scored(right, right, None), Config()) == Outcome(

@@ -5,6 +5,10 @@ from typing import Any
 from hocket.data.ledger import accounts, table
 
 
+def begin(num_prompts: int) -> dict[str, Any]:
+    return {"step": 0, "num_prompts": num_prompts}
+
+
 def line(draw: int, epoch: int, prompt: str, state: str = "trained", why: str = "") -> dict[str, Any]:
     row = {"step": draw // 2 + 1, "draw": draw, "epoch": epoch, "prompt": prompt, "state": state}
     return row | ({"why": why} if why else {})
@@ -101,13 +105,36 @@ def test_what_was_settled_and_not_recorded_at_the_checkpoint_counts_once() -> No
         assert [(sum(a.states.values()), a.balanced) for a in found] == [(2, True), (1, True)]
 
 
-def test_without_a_checkpoint_the_epochs_before_the_newest_are_judged_by_the_names_there_are() -> None:
-    rows = [line(0, 0, "a"), line(1, 1, "a"), line(2, 1, "b"), line(3, 2, "a")]
+def test_without_a_checkpoint_the_epochs_before_the_newest_are_judged_once_the_run_has_ended() -> None:
+    rows = [begin(2), line(0, 0, "a"), line(1, 1, "a"), line(2, 1, "b"), line(3, 2, "a")]
     assert [(a.finished, a.balanced, a.missing) for a in accounts(rows, None, ended=True)] == [
         (True, False, ("b",)),
         (True, True, ()),
         (False, True, ()),
     ]
+
+
+def test_without_a_checkpoint_what_has_no_end_yet_is_pending_or_in_flight() -> None:
+    assert table(accounts([begin(1000)], None)).splitlines() == [
+        "epoch 0: 1,000 prompts",
+        "     1,000  pending or in flight",
+        "no epoch is finished yet",
+    ]
+    rows = [begin(1000), *(line(i, 0, f"p{i}") for i in range(128))]
+    (account,) = accounts(rows, None)
+    assert (account.finished, account.balanced, account.num_prompts, account.pending) == (False, True, 1000, 872)
+    for ended, what in ((False, "pending or in flight"), (True, "pending")):
+        assert table(accounts(rows, None, ended=ended)).splitlines() == [
+            "epoch 0: 1,000 prompts",
+            "       128  trained",
+            f"       872  {what}",
+            "no epoch is finished yet",
+        ]
+
+
+def test_an_epoch_is_finished_with_its_last_prompt_before_another_begins() -> None:
+    found = accounts([begin(2), line(0, 0, "a"), line(1, 0, "b")], None)
+    assert table(found).splitlines()[-1] == "every prompt of each finished epoch (1) is accounted for exactly once"
 
 
 def test_old_epochs_are_summed_up() -> None:
@@ -122,7 +149,7 @@ def test_old_epochs_are_summed_up() -> None:
 
 
 def test_many_names_are_cut_short() -> None:
-    rows = [*(line(i, 1, f"p{i:02}") for i in range(30)), line(30, 2, "p00")]
+    rows = [begin(30), *(line(i, 1, f"p{i:02}") for i in range(30)), line(30, 2, "p00")]
     (last,) = [text for text in table(accounts(rows, None, ended=True)).splitlines() if "not accounted" in text]
     assert last.startswith("epoch 0: 30 prompts are not accounted for: p00, p01")
     assert last.endswith("p09, and 20 more")

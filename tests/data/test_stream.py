@@ -133,12 +133,28 @@ def test_a_prompt_that_was_solved_in_a_row_is_retired_and_what_stays_out_is_told
     ]
 
 
-def test_a_run_whose_prompts_are_all_retired_ends_with_the_cause() -> None:
-    stream = PromptStream(prompts(2), seed=0, retire_after=1)
-    for draw in stream.take(2):
+def test_a_stream_whose_prompts_are_all_retired_gives_no_more_and_stays_balanced() -> None:
+    stream = PromptStream(prompts(3), seed=0, retire_after=2)
+    draws = stream.take(5)  # two of them of epoch 1, whose third prompt is still to come
+    for draw in draws:
         stream.settle(draw, solved(1.0))
-    with pytest.raises(DataError, match=r"all 2 prompts are retired.*curriculum\.retire_after higher"):
-        stream.take(1)
+    (last,) = stream.take(1)
+    stream.settle(last, solved(1.0))
+    assert stream.take(2) == []
+    again = PromptStream(prompts(3), seed=0, retire_after=2)
+    again.restore(saved(stream))
+    assert again.take(2) == []
+    found = accounts(stream.entries(), stream.state())
+    assert [(a.finished, a.balanced, a.pending) for a in found] == [(True, True, 0)] * 2
+
+
+def test_a_prompt_that_fails_late_brings_an_exhausted_stream_back() -> None:
+    stream = PromptStream(prompts(1), seed=0, retire_after=1)
+    first, second = stream.take(2)
+    stream.settle(first, solved(1.0))
+    assert stream.take(1) == []
+    stream.settle(second, solved(0.5))
+    assert [(draw.number, draw.epoch) for draw in stream.take(1)] == [(2, 2)]
 
 
 def test_a_plan_that_makes_no_sense_names_its_curriculum() -> None:

@@ -279,7 +279,8 @@ def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_onc
     assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
     assert max(step["staleness/max"] for step in steps) <= 2
     assert max(step["staleness/mean"] for step in steps) > 0  # they did run ahead
-    rows = [json.loads(line) for line in (last.dir / "ledger.jsonl").read_text().splitlines()]
+    first, *rows = map(json.loads, (last.dir / "ledger.jsonl").read_text().splitlines())
+    assert first == {"step": 0, "num_prompts": num_prompts}
     assert sorted(row["draw"] for row in rows) == list(range(num_steps * per_step))
     for epoch in range(epochs):
         mine = [row for row in rows if row["epoch"] == epoch]

@@ -24,21 +24,21 @@ ROLLOUT = Rollout(
     version_max=2,
     text="ab\u2028",
 )
+GROUP = Group(
+    id="step 1/0",
+    rollouts=(ROLLOUT,) * 2,
+    scores=(Score(total=1.0, parts={"m": 1.0}), Score(total=0.0, error="m: hung")),
+)
 
 
 def test_a_run_leaves_config_metrics_rollouts_and_summary(tmp_path: Path) -> None:
     config = config_module.load(
         None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false", "server.token=12345678"]
     )
-    group = Group(
-        id="step 1/0",
-        rollouts=(ROLLOUT,) * 2,
-        scores=(Score(total=1.0, parts={"m": 1.0}), Score(total=0.0, error="m: hung")),
-    )
     with Recorder(config) as recorder:
         recorder.metrics(0, {"eval/accuracy": 0.25})
         recorder.metrics(1, {"train/loss": 0.5, "train/grad_norm": math.nan})
-        recorder.rollouts("step_000001", [group])
+        recorder.rollouts("step_000001", [GROUP])
         recorder.summary(before=0.25, after=0.5, steps=1, train_seconds=1.0, seed=0, final_version=2)
     run = tmp_path / "runs" / "a"
     assert [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] == [
@@ -105,12 +105,12 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
         assert recorder.history() == []
         for step in range(4):
             recorder.metrics(step, {"x": step + 0.5})
-            recorder.rollouts(f"step_{step:06d}", [])
+            recorder.rollouts(f"step_{step:06d}", [GROUP])
             recorder.ledger(step, [{"draw": 2 * step, "state": "trained"}, {"draw": 2 * step + 1}] if step else [])
             if step == 1:
                 state = json.loads(json.dumps(recorder.state()))
-        recorder.rollouts("eval_000001", [])
-        recorder.rollouts("eval_000003", [])
+        recorder.rollouts("eval_000001", [GROUP])
+        recorder.rollouts("eval_000003", [GROUP])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "x"')  # the run was killed
     resumed = config_module.load(None, [*settings, "checkpoint.resume=true"])

@@ -60,13 +60,18 @@ class _Part:
 def informative(groups: Sequence[Group], config: Config) -> tuple[list[Group], dict[str, float]]:
     """Returns what teaches something of the groups, and the share of those whose rewards are all alike.
 
-    These are left out of the loss's numerator and denominator: they would only shrink the others' gradient. They stay
+    Those are left out of the loss's numerator and denominator: they would only shrink the others' gradient. They stay
     where advantages do not compare a reward with its group alone: baseline none or critic, KL in the reward. Groups
-    that have no rollout to train are left out in any case, and so are rollouts without a score.
+    that have no rollout to train are left out in any case, and so are rollouts without a score. Under a curriculum it
+    also returns the share of the rewards that are no pass rates.
     """
     alike = sum(_alike(_rewards(group, config)) for group in groups)
     kept = [_scored(group, config) for group in groups if silence(group, config) is None]
-    return kept, {"rollout/zero_variance": alike / len(groups)}
+    signal = {"rollout/zero_variance": alike / len(groups)} if groups else {}
+    passed = [value for group in groups for value in _passed(group, config)]
+    if passed and (config.curriculum.name != "shuffle" or config.curriculum.retire_after):
+        signal["rollout/no_pass_rate"] = sum(not 0 <= value <= 1 for value in passed) / len(passed)
+    return kept, signal
 
 
 def silence(group: Group, config: Config) -> str | None:
@@ -96,9 +101,7 @@ def outcome(group: Group, config: Config, *, skipped: bool = False) -> Outcome:
     Args:
         skipped: the step that it was part of was not taken.
     """
-    functions = config.rewards.functions
-    name = config.eval.reward if config.eval.reward in functions else next(iter(functions))
-    passed = [score.parts[name] for score in group.scores if score.error is None and name in score.parts]
+    passed = _passed(group, config)
     pass_rate = statistics.fmean(passed) if passed else None
     why = silence(group, config)
     if why == NO_SCORE:
@@ -108,6 +111,13 @@ def outcome(group: Group, config: Config, *, skipped: bool = False) -> Outcome:
     if skipped:
         return Outcome(state="failed", why="its step was not finite", pass_rate=pass_rate)
     return Outcome(state="trained", pass_rate=pass_rate)
+
+
+def _passed(group: Group, config: Config) -> list[float]:
+    """Returns the rewards of the group that its pass rate is the mean of."""
+    functions = config.rewards.functions
+    name = config.eval.reward if config.eval.reward in functions else next(iter(functions))
+    return [score.parts[name] for score in group.scores if score.error is None and name in score.parts]
 
 
 def train_samples(

@@ -3,9 +3,10 @@
 from hocket.data.curriculum import Curriculum, Plan, Pool, curriculum
 from hocket.data.loading import Prompts, load_demonstrations, load_prompts
 from hocket.data.rendering import Renderer
-from hocket.data.stream import Draw, PromptStream
+from hocket.data.stream import EXHAUSTED, Draw, PromptStream
 
 __all__ = [
+    "EXHAUSTED",
     "Curriculum",
     "Draw",
     "Plan",

@@ -1,5 +1,6 @@
 """What became of every prompt: an account of each epoch, from the lines of ledger.jsonl and the state of the stream.
 
+    {"step": 0, "num_prompts": 2048}    first; then what became of them
     {"step": 7, "draw": 112, "epoch": 0, "prompt": ID, "state": "trained", "pass_rate": 0.5}
     {"step": 7, "draw": 113, "epoch": 0, "prompt": ID, "state": "filtered", "why": ..., "pass_rate": 1.0}    or "failed"
     {"step": 9, "epoch": 1, "prompt": ID, "state": "skipped", "why": ...}    or "retired": left out from this epoch on,
@@ -26,11 +27,12 @@ class Account:
     """One epoch.
 
     Attributes:
-        finished: all of its prompts have been drawn.
+        finished: all of its prompts have been drawn, or are left out.
         num_prompts: of the whole source.
         states: how many prompts came to which (state, why).
         in_flight: how many were drawn and not settled, as the newest checkpoint knows.
         pending: how many nothing is known of: none, where the epoch is finished.
+        certain: nobody of them is in flight, as far as the newest checkpoint, or the end of the run, tells.
         missing: those of them that the ledger names elsewhere.
         twice: prompts that came to more than one end.
     """
@@ -41,6 +43,7 @@ class Account:
     states: Mapping[tuple[str, str], int]
     in_flight: int
     pending: int
+    certain: bool
     missing: tuple[str, ...]
     twice: tuple[str, ...]
 
@@ -60,11 +63,13 @@ def accounts(rows: Iterable[Row], stream: Mapping[str, Any] | None, *, ended: bo
 
     Args:
         rows: the lines of the ledger.
-        stream: the state of the PromptStream in the newest checkpoint; None: there is none, nobody knows what is in
-            flight, and there are as many prompts as the ledger names.
+        stream: the state of the PromptStream in the newest checkpoint; None: there is none, and nobody knows what is
+            in flight.
         ended: the run has taken all of its steps, so that nothing is in flight.
     """
     rows = list(rows)
+    num_prompts = next(row["num_prompts"] for row in (*rows, stream or {}) if "num_prompts" in row)
+    rows = [row for row in rows if "prompt" in row]
     known = {row["draw"] for row in rows if "draw" in row}
     in_flight: list[Row] = []
     if stream is not None:
@@ -86,7 +91,8 @@ def accounts(rows: Iterable[Row], stream: Mapping[str, Any] | None, *, ended: bo
                 left_out,
                 [draw["prompt"] for draw in in_flight if draw["epoch"] == epoch],
                 ids=ids,
-                num_prompts=len(ids) if stream is None else stream["num_prompts"],
+                num_prompts=num_prompts,
+                certain=ended or stream is not None,
                 finished=epoch < stream["epoch"] if stream is not None else ended and epoch < newest,
             )
         )
@@ -106,7 +112,8 @@ def table(found: Sequence[Account]) -> str:
             states.update(account.states)
         counts = [(num, f"{state}: {why}" if why else state) for (state, why), num in _in_order(states)]
         counts.append((sum(account.in_flight for account in together), "in flight"))
-        counts.append((sum(account.pending for account in together), "missing" if last.finished else "pending"))
+        unknown = "missing" if last.finished else "pending" if last.certain else "pending or in flight"
+        counts.append((sum(account.pending for account in together), unknown))
         lines += [f"{num:>10,}  {what}" for num, what in counts if num]
     return "\n".join([*lines, *_verdict(found)])
 
@@ -115,6 +122,8 @@ def _verdict(found: Sequence[Account]) -> list[str]:
     wrong = [account for account in found if not account.balanced]
     if not wrong:
         num = sum(account.finished for account in found)
+        if not num:
+            return ["no epoch is finished yet"]
         return [f"every prompt of each finished epoch ({num}) is accounted for exactly once"]
     lines = []
     for account in wrong:
@@ -147,19 +156,22 @@ def _account(
     *,
     ids: set[str],
     num_prompts: int,
+    certain: bool,
     finished: bool,
 ) -> Account:
     settled = [row for row in rows if row["state"] in SETTLED]
     times = collections.Counter([*(row["prompt"] for row in settled), *left_out, *in_flight])
     states = collections.Counter((row["state"], row.get("why", "")) for row in settled)
     states.update(left_out.values())
+    pending = num_prompts - len(times)
     return Account(
         epoch=epoch,
-        finished=finished,
+        finished=finished or not pending,
         num_prompts=num_prompts,
         states=dict(_in_order(states)),
         in_flight=len(in_flight),
-        pending=num_prompts - len(times),
+        pending=pending,
+        certain=certain,
         missing=tuple(sorted(ids - times.keys())) if finished else (),
         twice=tuple(sorted(prompt for prompt, num in times.items() if num > 1)),
     )

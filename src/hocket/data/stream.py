@@ -18,6 +18,12 @@ from hocket.data.pass_rates import PassRates
 from hocket.errors import DataError
 from hocket.types import Outcome, Prompt
 
+EXHAUSTED = (
+    "every prompt is retired (curriculum.retire_after): nothing is left to learn from them; train on harder ones, in a "
+    "new run with the newest weights as model.path, or set curriculum.retire_after higher there"
+)
+"""What it means that `PromptStream.take` gives no prompt."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
@@ -29,7 +35,7 @@ class Draw:
 
 
 class PromptStream:
-    """Endless prompts, in epochs.
+    """Prompts in epochs, without end as long as one of them is not retired.
 
     Args:
         prompts: at least one.
@@ -67,10 +73,13 @@ class PromptStream:
     def take(self, num_prompts: int) -> list[Draw]:
         """Returns the next prompts, in flight from now on; a new epoch begins where one ends, also in the middle.
 
+        There are fewer of them, or none, once every prompt is retired.
+
         Raises:
-            DataError: every prompt is retired, or left out by the curriculum.
+            DataError: the curriculum leaves out every prompt, or its plan makes no sense.
         """
-        return [self._next() for _ in range(num_prompts)]
+        draws = (self._next() for _ in range(num_prompts))
+        return [draw for draw in draws if draw is not None]
 
     def settle(self, draw: Draw, outcome: Outcome) -> None:
         """Ends the flight of a draw. Raises ValueError where it is in flight no more."""
@@ -133,12 +142,14 @@ class PromptStream:
         self._left_out = self._plan()
         self._recall(state["now"])
 
-    def _next(self) -> Draw:
+    def _next(self) -> Draw | None:
         if self._again:
             number = self._again.popleft()
         else:
             moves_on = self._curriculum.moves_on(self._num_drawn // self._prompts_per_step)
             if moves_on or self._position == len(self._order):
+                if all(map(self._is_retired, range(len(self._prompts)))):
+                    return None
                 for index in self._order[self._position :]:
                     self._leave_out(index, "skipped", "the curriculum moved on before its turn")
                 self._begin(self._epoch + 1)
@@ -168,15 +179,8 @@ class PromptStream:
         """Sets the order of the epoch; returns which prompts are left out of it, and why."""
         shuffled = list(range(len(self._prompts)))
         random.Random(f"{self._seed}:{self._epoch}").shuffle(shuffled)
-        times = self._retire_after
-        retired = {index for index in shuffled if times and self._measured.streak(index) >= times}
+        retired = {index for index in shuffled if self._is_retired(index)}
         members = [index for index in shuffled if index not in retired]
-        if not members:
-            raise DataError(
-                f"all {len(shuffled)} prompts are retired: each was solved by all its rollouts {times} times in a row, "
-                "so there is nothing left to learn from them. Train on harder ones, in a new run with the newest "
-                "weights as model.path, or set curriculum.retire_after higher there"
-            )
         pool = Pool(epoch=self._epoch, prompts=self._prompts, members=members, measured=self._measured)
         plan = self._curriculum.plan(pool)
         name, played = type(self._curriculum).__name__, set(plan.order)
@@ -186,7 +190,10 @@ class PromptStream:
             raise DataError(f"the curriculum {name} leaves out every prompt of epoch {self._epoch}; change its options")
         self._order = [int(index) for index in plan.order]  # a plugin may plan with numpy's
         out = {i: ("skipped", plan.why.get(i, f"left out by {name}")) for i in members if i not in played}
-        return out | dict.fromkeys(sorted(retired), ("retired", f"solved {times} times in a row"))
+        return out | dict.fromkeys(sorted(retired), ("retired", f"solved {self._retire_after} times in a row"))
+
+    def _is_retired(self, index: int) -> bool:
+        return 0 < self._retire_after <= self._measured.streak(index)
 
     def _learnt(self) -> dict[str, Any]:
         return copy.deepcopy({"measured": self._measured.state(), "curriculum": self._curriculum.state()})

@@ -43,6 +43,14 @@ METRICS = (
         advice="the prompts are too easy or too hard for the policy: change the data or the reward",
     ),
     Metric(
+        name="rollout/no_pass_rate",
+        meaning="a curriculum other than shuffle, or retire_after: share of the rewards that count for pass rates, but "
+        "lie below 0 or above 1",
+        high=0,
+        advice="prompts are taken for too hard, too easy or solved which are not: set eval.reward to one of "
+        "rewards.functions (with weight 0, if it is not to be trained) that gives 0 to 1",
+    ),
+    Metric(
         name="rollout/overlong_penalty", meaning="algorithm.overlong_share: mean of what was taken from the rewards"
     ),
     Metric(name="rollout/kl", meaning="algorithm.kl_in=reward: mean penalty of a token, before its coefficient"),
@@ -246,6 +254,8 @@ METRICS = (
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns the reward/* and rollout/* metrics of one step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
     scores = [score for group in groups for score in group.scores if score.error is None]
     stopped = [rollout.num_sampled for rollout in rollouts if rollout.finish_reason == "stop"]
     metrics = {

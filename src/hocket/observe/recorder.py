@@ -106,8 +106,9 @@ class Recorder:
             self._board = _tensorboard(self.run_dir, purge_step=state["step"] + 1)
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
-        """Writes rollouts/NAME.jsonl, one line per rollout."""
-        write_atomically(self.run_dir / "rollouts" / f"{name}.jsonl", records.lines_of(groups))
+        """Writes rollouts/NAME.jsonl, one line per rollout; no file where there is none."""
+        if groups:
+            write_atomically(self.run_dir / "rollouts" / f"{name}.jsonl", records.lines_of(groups))
 
     def summary(self, **values: Any) -> dict[str, Any]:
         """Writes summary.json and the report page; returns the summary."""

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
 from hocket.config import Config
@@ -88,6 +88,8 @@ class Pipeline:
     async def batch(self, step: int) -> Batch:
         """Returns the batch of a step once it is complete. Call it when the weights of the step before are published.
 
+        It is smaller, or empty, where the stream has no more prompts.
+
         Raises:
             ServerError: generation failed; neither environments nor scoring raise.
         """
@@ -108,7 +110,8 @@ class Pipeline:
         del self._tasks[step]
         generate_s = max(0.0, batch.generated - start)
         metrics |= {"time/generate": generate_s, "time/reward": time.perf_counter() - start - generate_s}
-        metrics |= {"time/batch": batch.generated - batch.started}
+        if batch.groups:
+            metrics["time/batch"] = batch.generated - batch.started
         if self._config.algorithm.oversampling > 1:
             metrics["rollout/oversampling"] = len(batch.draws) / self._config.rollout.prompts_per_step
         batch.metrics = metrics
@@ -129,9 +132,10 @@ class Pipeline:
             while True:
                 number = min(lacking, most - len(batch.draws))
                 if number and len(waves) < MAX_WAVES:
-                    wave = self._play(step, batch, number)
-                    waves[asyncio.create_task(_next(wave))] = wave
                     lacking -= number
+                    if draws := self._stream.take(number):
+                        wave = self._play(step, batch, draws)
+                        waves[asyncio.create_task(_next(wave))] = wave
                 if not waves:
                     break
                 done, _ = await asyncio.wait(waves, return_when=asyncio.FIRST_COMPLETED)
@@ -151,10 +155,9 @@ class Pipeline:
         batch.groups = in_order(batch.groups)
         self._finished = time.perf_counter()
 
-    def _play(self, step: int, batch: Batch, number: int) -> AsyncIterator[Group]:
-        """Begins to play so many more prompts of the stream."""
+    def _play(self, step: int, batch: Batch, draws: Sequence[Draw]) -> AsyncIterator[Group]:
+        """Begins to play more prompts for a batch."""
         rollout, first = self._config.rollout, len(batch.draws)
-        draws = self._stream.take(number)
         batch.draws += draws
 
         def generated() -> None:
