@@ -1,6 +1,7 @@
 """How the suite is shared out where it runs in several processes (`run.py test` does so)."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ TOGETHER = ("tests/server/", "tests/trainer/test_ranks")
 # For all that a test starts, too. Several threads that wait for each other in busy loops, where other processes want
 # the same cores, take ten times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A shell has what it starts in the background ignore this, and that has what it starts: no Ctrl-C would end a run.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
