@@ -79,7 +79,7 @@ def request(in_flight: Any = "keep") -> ReloadRequest:
 
 
 async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(engine: Engine, llm: FakeLLM) -> None:
-    engine._timeout_s = 0.2
+    engine._timeout_s = 2.0  # long enough to read the files on a busy machine
     await engine._model_shapes()
     llm.failing = {"wait": "hang"}
     with pytest.raises(ApiError, match="did not end within") as refused:
@@ -94,7 +94,7 @@ async def test_an_engine_that_does_not_go_on_after_a_drain_ends_its_requests_and
 ) -> None:
     monkeypatch.setattr("hocket.server.engine.ABORT_TIMEOUT_S", 0.2)
     await engine._model_shapes()
-    engine._timeout_s = 0.2
+    engine._timeout_s = 2.0  # long enough to read the files on a busy machine
     llm.failing = {"wait": "hang", "resume": "hang"}
     with pytest.raises(
         ApiError, match=r"did not end within .*, and the engine does not go on: TimeoutError"
