@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from hocket.data import Renderer
@@ -16,7 +17,6 @@ from hocket.data.rendering import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.seeds import seed_of
-from hocket.system import aside
 from hocket.types import Completion, FinishReason, Message, Prompt, Rollout, SamplingParams
 
 
@@ -28,6 +28,10 @@ class Ask(Protocol):
 
 class EpisodeError(Exception):
     """The environment failed; the message says how."""
+
+
+_RENDERING = ThreadPoolExecutor(1, "render")
+"""One thread of its own: two must not use a tokenizer at once, and those of `hocket.system` are the trainer's, too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +226,7 @@ class Episode:
     async def _rendered(self, render: Callable[[], list[int]]) -> list[int] | None:
         """Returns the tokens of what the environment says, made in a thread; None: no sequence can hold so many."""
         try:
-            return await aside(render)
+            return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
         except TooLongError:
             return None
         # A template is a small program: besides its own refusals it fails in these ways on what it did not expect.
