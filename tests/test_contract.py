@@ -14,7 +14,7 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"errors", "types", "system", "presets", "seeds"},
     {"registry", "config", "protocol", "installer"},
     {"manifest", "tokenizer", "bootstrap"},
-    {"transfer", "delta", "records"},
+    {"transfer", "delta"},
     {"algorithm", "rewards", "envs", "data", "observe", "doctor"},
     {"client"},
     {"members"},
