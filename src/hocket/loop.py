@@ -20,8 +20,7 @@ from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metrics, train_metrics
 from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
-from hocket.rewards import RewardScorer
-from hocket.rollout.collect import refuse_failing
+from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.evaluate import evaluate
 from hocket.rollout.pipeline import Pipeline
 from hocket.rollout.played import Player
