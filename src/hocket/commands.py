@@ -23,8 +23,7 @@ from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
-from hocket.rewards import RewardScorer
-from hocket.rollout.collect import refuse_failing
+from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.episodes import episodes_of
 from hocket.rollout.evaluate import MAIN, evaluate, rewards_of_eval
 from hocket.rollout.pipeline import Pipeline

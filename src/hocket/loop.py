@@ -20,15 +20,14 @@ from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metrics, train_metrics
 from hocket.observe.recorder import Recorder
 from hocket.pool import ServerPool
-from hocket.rewards import RewardScorer
-from hocket.rollout.collect import refuse_failing
+from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.evaluate import evaluate
 from hocket.rollout.pipeline import Pipeline
 from hocket.rollout.played import Player
 from hocket.rollout.replay import Replay
 from hocket.sync.base import WeightSync
 from hocket.sync.turns import Turns
-from hocket.system import aside
+from hocket.system import run_in_thread
 from hocket.trainer.trainer import Trainer
 from hocket.types import Group, Prompt
 
@@ -137,12 +136,12 @@ class Run:
             metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
         with timed(metrics, "time/measure"):
             sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
-            measured = await aside(self.trainer.measure, sequences)
+            measured = await run_in_thread(self.trainer.measure, sequences)
         samples, shaping = train_samples(groups, measured, self.config, self.kl.coef)  # 4 advantages   algorithm/
         self.kl.update(shaping.get("rollout/kl"), len(samples))
         keep = self.recorder.skipped(step)
-        stats = await aside(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
-        metrics |= shaping | train_metrics(stats) | await aside(self.checkpoints.copy, step)
+        stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
+        metrics |= shaping | train_metrics(stats) | await run_in_thread(self.checkpoints.copy, step)
         with timed(metrics, "time/sync"):
             metrics |= await self.sync.publish()  # 7 weights      sync/
         return metrics
@@ -150,11 +149,11 @@ class Run:
     async def _rest(self, step: int, *, last: bool) -> dict[str, float]:
         """Leaves the weights as they are."""
         if self.turns is None:
-            return await aside(self.checkpoints.copy, step, last=last)
+            return await run_in_thread(self.checkpoints.copy, step, last=last)
         if not self.checkpoints.due(step, last=last):
             return {}
         metrics = await self.turns.trainer(keep=True)  # its state is off the GPU, too
-        metrics |= await aside(self.checkpoints.copy, step, last=last)
+        metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
         await self.turns.server()
         await self.turns.generation()
         return metrics
@@ -182,7 +181,7 @@ class Run:
         while True:
             await asyncio.sleep(self.config.trainer.collective_timeout_s / 4)
             async with self.sync.training():
-                await aside(self.trainer.beat)
+                await run_in_thread(self.trainer.beat)
 
 
 @contextmanager
