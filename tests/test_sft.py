@@ -60,6 +60,14 @@ def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Con
     return config_module.load(None, [*defaults, *places, *settings])
 
 
+def test_sft_loss_is_the_mean_cross_entropy_of_the_unmasked_tokens() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, -math.inf]], requires_grad=True)
+    output = sft.sft_loss(logprobs, torch.tensor([[True, True, False]]), num_tokens=4)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, torch.tensor(0.75))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.25, -0.25, 0.0]]))
+
+
 def test_only_the_response_is_trained() -> None:
     assert sft.demonstration((1, 2), (3, 4, 5)) == TrainSample(
         token_ids=(1, 2, 3, 4, 5),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints, data
 from hocket import tokenizer as tokenizers
-from hocket.algorithm.losses import LossOutput, sft_loss
+from hocket.algorithm.losses import LossOutput
 from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
@@ -75,6 +75,11 @@ def make_trainer(config: Config) -> Trainer:
         return sft_loss(logprobs_bt, batch.mask_bt, num_tokens=batch.num_tokens_global)
 
     return Trainer(config, loss=loss, temperature=1.0)
+
+
+def sft_loss(logprobs_bt: "Tensor", mask_bt: "Tensor", *, num_tokens: int) -> LossOutput:
+    """Return −Σ mask · logprobs / num_tokens: the mean cross-entropy of the demonstrated tokens, in nats."""
+    return LossOutput(loss=-logprobs_bt.where(mask_bt, 0.0).sum() / max(num_tokens, 1), metrics={})
 
 
 def train(
