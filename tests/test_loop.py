@@ -17,7 +17,7 @@ from hocket.data import PromptStream
 from hocket.errors import RewardError, TrainerError
 from hocket.loop import Run
 from hocket.observe.console import Console
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
 from hocket.rollout.pipeline import Pipeline
 from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
 
@@ -138,7 +138,7 @@ async def trained(
     world.reference = reference
     world.fails = fails
     with (
-        Recorder(config) as recorder,
+        RunFolder(config) as folder,
         Console("plain", config.trainer.steps) as console,
         Checkpoints(config, world, {}) as kept,
     ):
@@ -160,7 +160,7 @@ async def trained(
             judge=world,
             sync=world,
             kl=KlController(config.algorithm),
-            recorder=recorder,
+            folder=folder,
             console=console,
             checkpoints=kept,
         ).train()

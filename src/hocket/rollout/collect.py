@@ -17,7 +17,7 @@ from hocket.errors import ServerError
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import Transcript
 from hocket.rollout.played import Played, Player, Wave
-from hocket.seeds import seed_of
+from hocket.system import seed_of
 from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
 
 

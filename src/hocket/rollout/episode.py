@@ -16,7 +16,7 @@ from hocket.data import Renderer
 from hocket.data.rendering import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
-from hocket.seeds import seed_of
+from hocket.system import seed_of
 from hocket.types import Completion, FinishReason, Message, Prompt, Rollout, SamplingParams
 
 

@@ -34,7 +34,7 @@ from hocket.protocol import (
     TensorSpec,
 )
 from hocket.sync.delivery import Delivery
-from hocket.system import aside
+from hocket.system import run_in_thread
 from hocket.types import InFlight
 
 POLL_S = 0.002
@@ -91,7 +91,7 @@ class CollectiveTransport:
         await asyncio.gather(*(sending.wait(request) for sending, request in zip(sendings, requests, strict=True)))
         begun = time.perf_counter()
         try:
-            checksum = await aside(self._send, sendings)
+            checksum = await run_in_thread(self._send, sendings)
         except BaseException:  # of the trainer: the servers need not wait for what will not come
             self.close()
             for request in requests:
@@ -184,7 +184,7 @@ class CollectiveTransport:
         joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # looked at, even if not awaited
         if not await _announced(store, request.session, weight_group.JOINING, workers, joining):
             joining.result()  # raises what the server had to say
-        group = await aside(
+        group = await run_in_thread(
             weight_group.WeightGroup,
             store,
             name=request.session,
