@@ -17,7 +17,7 @@ from hocket.data import PromptStream
 from hocket.errors import RewardError, TrainerError
 from hocket.loop import Run
 from hocket.observe.console import Console
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.pipeline import Pipeline
 from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TrainSample
@@ -139,7 +139,7 @@ async def trained(
     world.reference = reference
     world.fails = fails
     with (
-        Recorder(config) as recorder,
+        RunFolder(config) as folder,
         Console("plain", config.trainer.steps) as console,
         Checkpoints(config, world, {}) as kept,
     ):
@@ -161,7 +161,7 @@ async def trained(
             judge=world,
             sync=world,
             kl=KlController(config.algorithm),
-            recorder=recorder,
+            folder=folder,
             console=console,
             checkpoints=kept,
         ).train()

@@ -20,9 +20,9 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 
 def main(argv: Sequence[str]) -> int:
     """Runs one command and returns its exit status; a known error is printed without a traceback."""
-    from hocket.launch import die_with_parent
+    from hocket.launch import die_with_launcher
 
-    die_with_parent()
+    die_with_launcher()
     # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
     args = _parser().parse_args([arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))])
     command: Callable[[argparse.Namespace], int] = args.run

@@ -38,7 +38,7 @@ from hocket.protocol import (
     UploadResponse,
     WakeRequest,
 )
-from hocket.system import aside
+from hocket.system import run_in_thread
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -254,7 +254,7 @@ class ServerClient:
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
-        while chunk := await aside(file.read, CHUNK_BYTES):
+        while chunk := await run_in_thread(file.read, CHUNK_BYTES):
             yield chunk
 
 

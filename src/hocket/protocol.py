@@ -185,7 +185,7 @@ class TensorLayout(Strict):
 
 
 class CollectiveSource(Strict):
-    """A version that comes through the weight group `session`, bucket after bucket (hocket.transfer).
+    """A version that comes through the weight group `session`, bucket after bucket (hocket.weight_group).
 
     `turn` counts the transfers of the group, so that both ends know which one they are waiting for. With `adapter` the
     tensors are those of an adapter.

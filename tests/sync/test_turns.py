@@ -16,7 +16,7 @@ from hocket.data import PromptStream
 from hocket.errors import ServerError, SyncError
 from hocket.loop import Run
 from hocket.observe.console import Console
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
 from hocket.pool import ServerPool
 from hocket.protocol import (
     Completion,
@@ -163,7 +163,7 @@ class Parts:
         world = self.world
         stream = PromptStream([Prompt(id=f"p{i}", token_ids=(1,)) for i in range(4)], seed=0)
         with (
-            Recorder(self.config) as recorder,
+            RunFolder(self.config) as folder,
             Console("plain", 2) as console,
             Checkpoints(self.config, world, {}) as kept,
         ):
@@ -177,7 +177,7 @@ class Parts:
                 judge=world,
                 sync=self.sync,
                 kl=KlController(self.config.algorithm),
-                recorder=recorder,
+                folder=folder,
                 console=console,
                 checkpoints=kept,
                 turns=self.turns,

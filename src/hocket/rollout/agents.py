@@ -24,8 +24,7 @@ from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import EpisodeError, Limits, Transcript
 from hocket.rollout.joining import join
 from hocket.rollout.played import Played, Wave
-from hocket.seeds import seed_of
-from hocket.system import as_they_end
+from hocket.system import as_completed, seed_of
 from hocket.types import Prompt, Rollout
 
 GRACE_S = 60.0
@@ -108,7 +107,7 @@ class Agents:
                     rollout, error = await self._episode(prompt, server, wave.sampling, wave.number(i, j), end)
             return Played(prompt=i, sample=j, rollout=_named(rollout, wave.group_id(i), j), error=error)
 
-        return as_they_end([one(i, j) for i, j in wave.pairs])
+        return as_completed([one(i, j) for i, j in wave.pairs])
 
     async def _episode(
         self, prompt: Prompt, server: Sessions, sampling: SamplingParams, number: int, end: "_Deadline"

@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from hocket.config import RolloutConfig
-from hocket.errors import RewardError, ServerError
+from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import Transcript
 from hocket.rollout.played import Played, Player, Wave
-from hocket.seeds import seed_of
+from hocket.system import seed_of
 from hocket.types import Group, Prompt, Rollout, Score
 
 
@@ -118,17 +118,6 @@ async def _score(scorer: Scorer, rollout: Rollout, error: str | None) -> Score:
 def in_order(groups: Sequence[Group]) -> list[Group]:
     """Returns the groups of one `play` in the order of their prompts: a run must not depend on who was first."""
     return sorted(groups, key=lambda group: int(group.id.rpartition("/")[2]))
-
-
-def refuse_failing(groups: Sequence[Group], max_error_rate: float) -> None:
-    """Raises RewardError where more than this share of the scores failed; training on the rest would mislead."""
-    errors = [score.error for group in groups for score in group.scores if score.error is not None]
-    num_scores = sum(len(group.scores) for group in groups)
-    if len(errors) > max_error_rate * num_scores:
-        raise RewardError(
-            f"{len(errors)} of {num_scores} scores failed, more than rewards.max_error_rate={max_error_rate:g}; "
-            f"the first: {errors[0]}"
-        )
 
 
 async def _group(group_id: str, scored: list[tuple[int, Rollout, "asyncio.Task[Score]"]]) -> Group:

@@ -17,7 +17,7 @@ from hocket.data.rendering import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
-from hocket.seeds import seed_of
+from hocket.system import seed_of
 from hocket.types import FinishReason, Message, Prompt, Rollout
 
 

@@ -20,7 +20,7 @@ from hocket.rollout.budget import Budget
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
 from hocket.rollout.played import Played, Player, Wave
-from hocket.system import as_they_end
+from hocket.system import as_completed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class Episodes:
                 rollout = episode.transcript.rollout(group_id=wave.group_id(i), index=j)
                 return Played(prompt=i, sample=j, rollout=rollout, error=error)
 
-            episodes = as_they_end([one(i, j) for i, j in wave.pairs])
+            episodes = as_completed([one(i, j) for i, j in wave.pairs])
             async with contextlib.aclosing(episodes) as ended:
                 async for played in ended:
                     yield played

@@ -34,7 +34,7 @@ from hocket.server.errors import ApiError
 from hocket.server.requests import Job
 from hocket.server.sampler import RESTART, Sampler
 from hocket.server.uploads import Uploads
-from hocket.system import as_they_end
+from hocket.system import as_completed
 from hocket.types import InFlight
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ class Engine:
 
         Leaving the iteration early aborts what is still running. Raises ApiError where generation breaks off.
         """
-        return as_they_end([self._sampler.complete(job) for job in jobs])
+        return as_completed([self._sampler.complete(job) for job in jobs])
 
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connects the engine's workers with the trainer; repeating it does no harm.

@@ -19,8 +19,8 @@ from contextvars import ContextVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest
-from hocket.seeds import seed_of
 from hocket.server.errors import ApiError
+from hocket.system import seed_of
 from hocket.types import FinishReason, VersionSpan
 
 CURRENT: ContextVar["Session | None"] = ContextVar("session", default=None)
