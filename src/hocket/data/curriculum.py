@@ -23,15 +23,13 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hocket.config import CurriculumConfig
 from hocket.data.pass_rates import PassRates
 from hocket.registry import Registry
 from hocket.types import Prompt
-
-C = TypeVar("C", bound="type[Curriculum]")
 
 NUM_RECENT = 64
 """Pass rates over which `staged` takes the mean."""
@@ -96,16 +94,7 @@ class Curriculum:
 
 
 CURRICULA: Registry[type[Curriculum]] = Registry("curriculum")
-
-
-def curriculum(name: str) -> Callable[[C], C]:
-    """Decorator that registers a class as the curriculum `name`."""
-
-    def add(kind: C) -> C:
-        CURRICULA.register(name)(kind)
-        return kind
-
-    return add
+curriculum = CURRICULA.register  # decorator: @curriculum("name") on a class
 
 
 def bind(config: CurriculumConfig) -> Curriculum:
