@@ -18,8 +18,9 @@ from hocket.errors import RewardError, TrainerError
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.pipeline import Pipeline
-from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
+from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""

@@ -146,13 +146,13 @@ def _sft(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     config, _ = read_settings(args.settings)
     from hocket.client import ServerClient
-    from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, Sampling
+    from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, SamplingParams
 
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
     inputs: list[PromptInput] = [p if args.text else [{"role": "user", "content": p}] for p in prompts]
-    sampling = Sampling(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
+    sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
     try:
         request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n)
     except ValidationError as error:
