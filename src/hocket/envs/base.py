@@ -30,8 +30,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from hocket.config import EnvConfig
+from hocket.protocol import Toolbox, ToolCall
 from hocket.registry import Registry
-from hocket.types import FinishReason, Message, Prompt, Toolbox, ToolCall
+from hocket.types import FinishReason, Message, Prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
