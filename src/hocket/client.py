@@ -18,6 +18,7 @@ from hocket.manifest import ADAPTER_FILE, COMPLETE_FILE, MANIFEST_FILE
 from hocket.protocol import (
     AgentRecord,
     Completion,
+    DiskSource,
     ErrorBody,
     ErrorResponse,
     GenerateRequest,
@@ -35,7 +36,6 @@ from hocket.protocol import (
     StreamEnd,
     StreamLine,
     Toolbox,
-    UploadResponse,
     WakeRequest,
 )
 from hocket.system import run_in_thread
@@ -204,7 +204,7 @@ class ServerClient:
         async with self._deadline(timeout_s, "/upload"):
             for file in (*parts, MANIFEST_FILE, COMPLETE_FILE):  # the last one says that it was all
                 response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
-                uploaded = self._parse(UploadResponse, response)
+                uploaded = self._parse(DiskSource, response)
         return uploaded.name
 
     async def _post(self, route: str, request: pydantic.BaseModel, answer: type[M], timeout_s: float) -> M:

@@ -35,8 +35,8 @@ class SamplingParams(Strict):
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(16, ge=1)
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), strict=False)  # strict takes no list from FastAPI
+    stop_token_ids: tuple[TokenId, ...] = Field((), strict=False)
     seed: Seed | None = None
 
 
@@ -301,12 +301,6 @@ class ErrorResponse(Strict):
     """Body of every answer with a status of 400 or more."""
 
     error: ErrorBody
-
-
-class UploadResponse(Strict):
-    """Answer to PUT /upload: the file is there. `name` is what a DiskSource calls the version once all of it is."""
-
-    name: str
 
 
 class BaseVersion(Strict):

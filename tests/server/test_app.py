@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 import httpx
@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 import fakes
-from hocket.config import Config, ServerConfig
 from hocket.protocol import (
+    Completion,
     ErrorBody,
     GenerateRequest,
     GenerateResponse,
@@ -22,10 +22,8 @@ from hocket.protocol import (
     ReloadResponse,
     SessionRequest,
 )
-from hocket.server import vllm_api
-from hocket.server.app import assemble
 from hocket.server.errors import ApiError
-from hocket.server.requests import Job, RequestReader
+from hocket.server.generate import Job, Sampler
 
 
 class FakeEngine:
@@ -34,23 +32,25 @@ class FakeEngine:
     version = 3
     model = "fake"
 
-    def __init__(self, reader: RequestReader) -> None:
+    def __init__(self, reader: Sampler) -> None:
         self.reader = reader
+        self.sampler = self
         self.reason: ErrorBody | None = None
         self.break_after: int | None = None
         self.running = 0
         self.joined: GroupRequest | None = None
         self.aborted: list[str] = []
 
-    def failure(self) -> ErrorBody | None:
-        return self.reason
+    def require_ready(self, *, admits: Collection[str] = ()) -> None:
+        if self.reason is not None and self.reason.code not in admits:
+            raise ApiError.of(503, self.reason)
 
     def health(self) -> Health:
         failed = self.reason if self.reason is None or self.reason.code != "asleep" else None
         return fakes.health(version=self.version, model=self.model, in_flight=self.running, error=failed)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
-        return self.reader.read(body)
+        return self.reader.parse(body)
 
     def check(self, request: SessionRequest) -> None:
         self.reader.check_sampling(request.sampling)
@@ -58,23 +58,21 @@ class FakeEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
 
-    async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
+    async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
         self.running = len(jobs)
         try:
             for number, job in enumerate(reversed(jobs)):
                 await asyncio.sleep(0)
                 if number == self.break_after:
                     raise ApiError(503, "engine_dead", "it broke", "restart")
-                yield (
-                    job,
-                    {
-                        "token_ids": [job.index],
-                        "logprobs": [-0.5],
-                        "text": str(job.prompt),
-                        "finish_reason": "length",
-                        "versions": [[3, 0, 1]],
-                    },
+                completion = Completion(
+                    token_ids=(job.index,),
+                    logprobs=(-0.5,),
+                    text=str(job.prompt),
+                    finish_reason="length",
+                    versions=((3, 0, 1),),
                 )
+                yield job, completion
         finally:
             self.running = 0
 
@@ -88,16 +86,12 @@ class FakeEngine:
 
 @pytest.fixture
 def engine(kit: Any) -> FakeEngine:
-    return FakeEngine(
-        RequestReader(
-            kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig(), find_calls=vllm_api.find_calls
-        )
-    )
+    return FakeEngine(kit.make_sampler())
 
 
 @pytest.fixture
-async def http(engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
-    door = assemble(FastAPI(), engine, Config())
+async def http(kit: Any, engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
+    door = kit.wrap(FastAPI(), engine)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
         yield client
 
@@ -202,14 +196,14 @@ async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engi
     assert (await http.get(f"/sessions/{failed}")).json()["error"]["code"] == "no_session"
 
 
-async def test_only_its_own_key_opens_a_session(engine: FakeEngine) -> None:
+async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) -> None:
     app = FastAPI()
 
     @app.api_route("/v1/models")
     async def models() -> str:
         return "reached"
 
-    door = assemble(app, engine, Config.model_validate({"server": {"token": "the token"}}))
+    door = kit.wrap(app, engine, token="the token")
     request = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as http:
 
@@ -232,7 +226,7 @@ async def test_only_its_own_key_opens_a_session(engine: FakeEngine) -> None:
         assert await ask("GET", f"{its}/v1/models", key) == 401
 
 
-async def test_docs_describe_the_bodies_that_routes_read_themselves(http: httpx.AsyncClient) -> None:
+async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
     for path, model in (
         ("/generate", "GenerateRequest"),
@@ -247,14 +241,14 @@ async def test_docs_describe_the_bodies_that_routes_read_themselves(http: httpx.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_the_work(engine: FakeEngine, stream: bool) -> None:
+async def test_a_client_that_leaves_ends_the_work(kit: Any, engine: FakeEngine, stream: bool) -> None:
     started, ended = asyncio.Event(), asyncio.Event()
 
-    async def endless(jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
+    async def endless(jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
         started.set()
         try:
             await asyncio.sleep(60)
-            yield jobs[0], {}
+            yield jobs[0], Completion(token_ids=(), logprobs=(), text="", finish_reason="stop", versions=())
         finally:
             ended.set()
 
@@ -281,7 +275,7 @@ async def test_a_client_that_leaves_ends_the_work(engine: FakeEngine, stream: bo
         "http_version": "1.1",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
     }
-    await asyncio.wait_for(assemble(FastAPI(), engine, Config())(scope, receive, send), 10)
+    await asyncio.wait_for(kit.wrap(FastAPI(), engine)(scope, receive, send), 10)
     await asyncio.wait_for(ended.wait(), 10)
 
 

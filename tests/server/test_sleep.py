@@ -118,8 +118,7 @@ def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_generati
     post(server, "/wake_up", tags=["weights"])
     version, server.next_version = server.next_version, server.next_version + 1
     kit.publish(server.model, server.root / f"v{version:06d}", version)
-    (server.root / f"v{version:06d}" / "UNVERIFIED").touch()
-    (server.root / f"v{version:06d}" / "model.safetensors").write_bytes(b"broken")
+    kit.flip_a_byte(server.root / f"v{version:06d}")
     assert server.reload(version, f"v{version:06d}").status_code == 500
     assert refusal(server, "/wake_up") == (409, "no_weights")
     assert server.health()["status"] == "failed"

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from hocket import config as config_module
 from hocket.protocol import SleepRequest, WakeRequest
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
@@ -54,10 +53,8 @@ def llm() -> FakeLLM:
 
 
 @pytest.fixture
-def engine(llm: FakeLLM) -> Engine:
-    engine = Engine(llm, config_module.load(None, ["launch.share_gpu=true", "sync.timeout_s=0.2"]))
-    engine._status = "ready"
-    return engine
+def engine(kit: Any, llm: FakeLLM) -> Engine:
+    return kit.make_engine(llm, "launch.share_gpu=true", "sync.timeout_s=0.2")  # type: ignore[no-any-return]
 
 
 async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_up_in_two_parts(
