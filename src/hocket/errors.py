@@ -35,6 +35,11 @@ class ServerError(HocketError):
         self.code = code
         self.status = status
 
+    @property
+    def refused(self) -> bool:
+        """Whether the server is well, and answered that the request is wrong (4xx)."""
+        return self.status is not None and self.status < 500
+
 
 class SyncError(HocketError):
     """A published weight version did not land on a server, or can't be shown to have landed."""
