@@ -108,9 +108,11 @@ class Run:
                     after = await self._evaluate(step)
                     metrics |= after
             metrics |= step_metrics(metrics)
-            if batch.draws:  # a replay draws nothing
-                for draw, group in zip(batch.draws, batch.groups, strict=True):
-                    self.stream.settle(draw, outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0))
+            for group in batch.groups:
+                if group.draw is not None:  # a replay draws nothing
+                    fate = outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0)
+                    self.stream.settle(group.draw, fate)
+            if config.pipeline.replay is None:
                 self.recorder.ledger(step, self.stream.entries())
             self.recorder.metrics(step, metrics)  # 8 records      observe/
             self.checkpoints.complete(step, metrics)

@@ -6,16 +6,18 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 
 def rows_of(group: Group) -> Iterable[dict[str, Any]]:
     """Yields one row per rollout."""
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        others = {"others": [_sequence(other) for other in rollout.others]} if rollout.others else {}
+        *others, last = (
+            _sequence(sequence, name) for sequence, name in zip(rollout.sequences, rollout.sequence_ids, strict=True)
+        )
         yield {
             "id": rollout.id,
-            "group_id": rollout.group_id,
+            "group_id": group.id,
             "prompt_id": rollout.prompt.id,
             "prompt": rollout.prompt.text,
             "answer": rollout.prompt.answer,
@@ -23,23 +25,23 @@ def rows_of(group: Group) -> Iterable[dict[str, Any]]:
             "parts": dict(score.parts),
             "error": score.error,
             "num_tokens": rollout.num_sampled,
-            **_sequence(rollout),
-            **others,
+            **last,
+            **({"others": others} if others else {}),
         }
 
 
-def _sequence(rollout: Rollout) -> dict[str, Any]:
-    dialogue = {"dialogue": rollout.dialogue} if rollout.dialogue else {}
+def _sequence(sequence: TokenSequence, name: str) -> dict[str, Any]:
+    dialogue = {"dialogue": sequence.dialogue} if sequence.dialogue else {}
     return dialogue | {
-        "id": rollout.id,
-        "completion": rollout.text,
-        "finish_reason": rollout.finish_reason,
-        "turns": rollout.turns,
-        "version_min": rollout.version_min,
-        "version_max": rollout.version_max,
-        "token_ids": rollout.token_ids,
-        "logprobs": rollout.logprobs,
-        "mask": [int(sampled) for sampled in rollout.mask],
+        "id": name,
+        "completion": sequence.text,
+        "finish_reason": sequence.finish_reason,
+        "turns": sequence.turns,
+        "version_min": sequence.version_min,
+        "version_max": sequence.version_max,
+        "token_ids": sequence.token_ids,
+        "logprobs": sequence.logprobs,
+        "mask": [int(sampled) for sampled in sequence.mask],
     }
 
 
@@ -65,24 +67,24 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
 
 
 def _rollout(row: Mapping[str, Any]) -> Rollout:
-    mask = tuple(bool(sampled) for sampled in row["mask"])
-    token_ids = tuple(row["token_ids"])
-    before = mask.index(True) if True in mask else len(mask)
-    shared = {key: row[key] for key in ("group_id", "prompt_id", "prompt", "answer")}
-    return Rollout(
-        id=row["id"],
-        group_id=row["group_id"],
-        prompt=Prompt(id=row["prompt_id"], token_ids=token_ids[:before], text=row["prompt"], answer=row["answer"]),
-        token_ids=token_ids,
-        mask=mask,
+    sequences = tuple(_read_sequence(one) for one in (*row.get("others", ()), row))
+    last = sequences[-1]
+    before = last.mask.index(True) if True in last.mask else len(last.mask)
+    prompt = Prompt(id=row["prompt_id"], token_ids=last.token_ids[:before], text=row["prompt"], answer=row["answer"])
+    return Rollout(id=row["id"], prompt=prompt, sequences=sequences)
+
+
+def _read_sequence(row: Mapping[str, Any]) -> TokenSequence:
+    return TokenSequence(
+        token_ids=tuple(row["token_ids"]),
+        mask=tuple(bool(sampled) for sampled in row["mask"]),
         logprobs=tuple(row["logprobs"]),
         finish_reason=row["finish_reason"],
         version_min=row["version_min"],
         version_max=row["version_max"],
-        text=row["completion"],
         turns=row.get("turns", 1),
+        text=row["completion"],
         dialogue=tuple(row.get("dialogue", ())),
-        others=tuple(_rollout(shared | other) for other in row.get("others", ())),
     )
 
 

@@ -69,7 +69,7 @@ def test_a_hopeless_prompt_becomes_learnable_later() -> None:
         for draw in stream.take(2 if epoch in (0, 2, 3, 4) else 1):
             played.append((draw.epoch, draw.prompt.id))
             rate = 0.5 if draw.prompt.id == "1" or epoch >= 2 else 0.0
-            stream.settle(draw, Outcome(state="trained", pass_rate=rate))
+            stream.settle(draw.number, Outcome(state="trained", pass_rate=rate))
     assert sorted(played) == sorted(
         [(0, "0"), (1, "1"), *((e, i) for e in (0, 2, 3, 4) for i in "01" if (e, i) != (0, "0"))]
     )
@@ -214,7 +214,7 @@ def test_a_stage_that_nobody_is_in_holds_nobody_up() -> None:
     for _ in range(30):
         for draw in stream.take(4):
             played.add(draw.prompt.difficulty)
-            stream.settle(draw, Outcome(state="trained", pass_rate=1.0))
+            stream.settle(draw.number, Outcome(state="trained", pass_rate=1.0))
     assert played == {1.0, 2.0, 4.0, 5.0}
 
 
@@ -242,6 +242,6 @@ def test_a_curriculum_may_hand_out_its_own_state_and_plan_with_any_kind_of_numbe
     prompts = [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(6)]
     stream, again = (PromptStream(prompts, seed=0, curriculum=Counting()) for _ in range(2))
     for number, draw in enumerate(stream.take(9)):
-        stream.settle(draw, Outcome(state="trained", pass_rate=float(number % 2)))
+        stream.settle(draw.number, Outcome(state="trained", pass_rate=float(number % 2)))
     again.restore(json.loads(json.dumps(stream.state())))
     assert [d.prompt.id for d in again.take(20)] == [d.prompt.id for d in stream.take(20)]

@@ -7,22 +7,25 @@ import pytest
 from hocket import config as config_module
 from hocket.errors import ConfigError
 from hocket.observe.recorder import Recorder
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 PROMPT = Prompt(
     id="task:0", token_ids=(1, 2), messages=({"role": "user", "content": "sort ba"},), answer="ab", text="sort ba"
 )
 ROLLOUT = Rollout(
     id="step 1/0/0",
-    group_id="step 1/0",
     prompt=PROMPT,
-    token_ids=(1, 2, 3),
-    mask=(False, False, True),
-    logprobs=(0.0, 0.0, -0.5),
-    finish_reason="stop",
-    version_min=1,
-    version_max=2,
-    text="ab\u2028",
+    sequences=(
+        TokenSequence(
+            token_ids=(1, 2, 3),
+            mask=(False, False, True),
+            logprobs=(0.0, 0.0, -0.5),
+            finish_reason="stop",
+            version_min=1,
+            version_max=2,
+            text="ab\u2028",
+        ),
+    ),
 )
 GROUP = Group(
     id="step 1/0",

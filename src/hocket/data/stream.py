@@ -81,12 +81,12 @@ class PromptStream:
         draws = (self._next() for _ in range(num_prompts))
         return [draw for draw in draws if draw is not None]
 
-    def settle(self, draw: Draw, outcome: Outcome) -> None:
-        """Ends the flight of a draw. Raises ValueError where it is in flight no more."""
-        if draw.number not in self._in_flight:
-            raise ValueError(f"draw {draw.number} ({draw.prompt.id}) is not in flight: each is settled once")
-        epoch, index = self._in_flight.pop(draw.number)
-        entry = {"draw": draw.number, "epoch": epoch, "prompt": draw.prompt.id, "state": outcome.state}
+    def settle(self, number: int, outcome: Outcome) -> None:
+        """Settle the draw of this number. Raises ValueError where it is not in flight."""
+        if number not in self._in_flight:
+            raise ValueError(f"draw {number} is not in flight: each is settled once")
+        epoch, index = self._in_flight.pop(number)
+        entry = {"draw": number, "epoch": epoch, "prompt": self._prompts[index].id, "state": outcome.state}
         if outcome.why:
             entry["why"] = outcome.why
         if outcome.pass_rate is not None:

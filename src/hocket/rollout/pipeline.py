@@ -25,7 +25,7 @@ MAX_WAVES = 8
 
 @dataclasses.dataclass(slots=True)
 class Batch:
-    """What one step trains on. `groups[i]` played `draws[i]`.
+    """What one step trains on.
 
     Attributes:
         metrics: how long the step has waited for it, and what else was going on.
@@ -152,7 +152,9 @@ class Pipeline:
             for task in waves:
                 task.cancel()
             await asyncio.gather(*waves, return_exceptions=True)
-        batch.groups = in_order(batch.groups)
+        numbers = [draw.number for draw in batch.draws]
+        groups = zip(in_order(batch.groups), numbers, strict=True)
+        batch.groups = [dataclasses.replace(group, draw=number) for group, number in groups]
         self._finished = time.perf_counter()
 
     def _play(self, step: int, batch: Batch, draws: Sequence[Draw]) -> AsyncIterator[Group]:
