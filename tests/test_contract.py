@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
-    {"errors", "types", "system", "presets", "seeds"},
+    {"errors", "types", "system", "presets"},
     {"registry", "config", "protocol", "installer"},
     {"manifest", "tokenizer", "bootstrap"},
-    {"transfer", "delta", "records"},
+    {"weight_group", "delta"},
     {"algorithm", "rewards", "envs", "data", "observe", "doctor"},
     {"client"},
     {"members"},

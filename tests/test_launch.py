@@ -74,7 +74,7 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
         "import time; from pathlib import Path; from hocket.launch import Child\n"
-        "inner = 'from hocket.launch import die_with_parent; die_with_parent();"
+        "inner = 'from hocket.launch import die_with_launcher; die_with_launcher();"
         "import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
         f"Child(['-c', inner], env={{}}, log=Path({str(log)!r})); time.sleep(600)"
     )

@@ -16,8 +16,7 @@ import pytest
 import fakes
 from hocket.errors import ServerError, SyncError
 from hocket.pool import Member, ServerPool
-from hocket.protocol import ErrorBody, GenerateRequest, Health, SessionRequest, ToolParsing
-from hocket.types import Completion, SamplingParams, Toolbox
+from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SamplingParams, SessionRequest, Toolbox
 
 SEED = 1000
 SAMPLING = SamplingParams(max_tokens=10, seed=SEED)
@@ -237,7 +236,7 @@ async def test_every_pair_has_the_same_seed_whoever_plays_it(servers: list[FakeS
 
 
 async def test_seeds_of_the_prompts_own_and_tools_go_where_the_prompts_go(servers: list[FakeServer]) -> None:
-    toolbox = Toolbox(parser="hermes", schemas=({"type": "function"},))
+    toolbox = Toolbox(parser="hermes", tools=({"type": "function"},))
     servers[0].cut_after = 1
     async with make_pool(servers) as pool:
         prompts, seeds = [[i] for i in range(4)], [70, 50, 60, 80]
@@ -245,7 +244,7 @@ async def test_seeds_of_the_prompts_own_and_tools_go_where_the_prompts_go(server
         assert len([item async for item in done]) == 4
     assert sorted(servers[0].played + servers[1].played) == [(0, 70), (1, 50), (2, 60), (3, 80)]
     sent = [request.tools for server in servers for request in server.requests]
-    assert sent == [ToolParsing(parser="hermes", tools=[{"type": "function"}])] * 3  # two shares, and what was lost
+    assert sent == [Toolbox(parser="hermes", tools=({"type": "function"},))] * 3  # two shares, and what was lost
 
 
 @pytest.mark.parametrize(("most_samples", "requests"), [(64, [(3, 2), (2, 2)]), (1, [(3, 1), (3, 1), (3, 1), (1, 1)])])

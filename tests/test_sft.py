@@ -12,7 +12,7 @@ from hocket import config as config_module
 from hocket import sft
 from hocket.config import DataConfig
 from hocket.errors import ConfigError, DataError
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
 from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
@@ -58,6 +58,14 @@ def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Con
     defaults = ("model.dtype=float32", "sft.batch_size=3", "trainer.steps=60", "trainer.learning_rate=0.02")
     places = (f"run.dir={tmp_path / 'run'}", f"model.path={model}", "data.source=rows.jsonl", "observe.console=plain")
     return config_module.load(None, [*defaults, *places, *settings])
+
+
+def test_sft_loss_is_the_mean_cross_entropy_of_the_unmasked_tokens() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, -math.inf]], requires_grad=True)
+    output = sft.sft_loss(logprobs, torch.tensor([[True, True, False]]), num_tokens=4)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, torch.tensor(0.75))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.25, -0.25, 0.0]]))
 
 
 def test_only_the_response_is_trained() -> None:
@@ -115,16 +123,16 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
     settings = ("trainer.steps=5", "sft.batch_size=2", "checkpoint.every_steps=3", "trainer.schedule=linear")
     sft.run(make_config(model, tmp_path, *settings, f"run.dir={tmp_path}/straight"))
 
-    record = Recorder.metrics
+    record = RunFolder.finish
 
-    def stop(self: Recorder, step: int, metrics: Any) -> None:
+    def stop(self: RunFolder, step: int, metrics: Any) -> None:
         record(self, step, metrics)
         if step == 4:
             raise KeyboardInterrupt
 
     resumable = make_config(model, tmp_path, *settings, "checkpoint.resume=true")
     with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "metrics", stop)
+        patch.setattr(RunFolder, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
             sft.run(resumable)
     sft.run(resumable)

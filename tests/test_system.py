@@ -10,13 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from hocket.system import aside, flush, free_memory, write_atomically
+from hocket.system import (
+    atomic_folder,
+    flush,
+    free_memory,
+    remove_folder,
+    run_in_thread,
+    write_atomically,
+)
 
-ORPHAN = "import os, signal; from hocket.system import end_with; end_with({parent}, signal.SIGKILL); print('went on')"
+ORPHAN = """
+import os, signal
+from hocket.system import die_with_parent
+die_with_parent({parent}, signal.SIGKILL)
+print('went on')
+"""
 PARENT = """
 import subprocess, sys
-code = "import os, signal, time; from hocket.system import end_with; end_with(os.getppid(), signal.{signum}); \
-print('tied', flush=True); time.sleep(600)"
+code = "import os, signal, time; from hocket.system import die_with_parent; \
+die_with_parent(os.getppid(), signal.{signum}); print('tied', flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
 child.stdout.readline()  # then this process ends; the child may not
 print(child.pid)
@@ -78,6 +90,39 @@ def test_files_and_folders_are_flushed(tmp_path: Path, monkeypatch: pytest.Monke
         flush(tmp_path / "b")
 
 
+def test_a_folder_appears_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    for content in ("old", "new"):
+        with atomic_folder(path) as partial:
+            (partial / "file").write_text(content)
+            (partial / "file").chmod(0o600)
+            assert not path.exists() or (path / "file").read_text() == "old"
+    assert (path / "file").read_text() == "new"
+    assert (path / "file").stat().st_mode & 0o777 == path.stat().st_mode & 0o666  # readable for whom the folder is
+
+    def fail() -> None:
+        with atomic_folder(path) as partial:
+            (partial / "file").touch()
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        fail()
+    assert (path / "file").read_text() == "new"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_removed_folder_is_never_seen_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "v1"
+    path.mkdir()
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed half-way
+    remove_folder(path)
+    assert not path.exists()
+    monkeypatch.undo()
+    path.mkdir()
+    remove_folder(path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("folder", ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"])
 def test_free_memory_is_what_the_machine_or_the_control_group_has_left(
     folder: str, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +146,7 @@ def test_free_memory_is_what_the_machine_or_the_control_group_has_left(
     assert free_memory() == 3000 * 1024
 
 
-async def test_what_runs_aside_has_ended_when_whoever_waited_for_it_is_cancelled() -> None:
+async def test_a_cancelled_call_ends_once_its_thread_has() -> None:
     begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -109,7 +154,7 @@ async def test_what_runs_aside_has_ended_when_whoever_waited_for_it_is_cancelled
         may_end.wait(30)
         ended.set()
 
-    task = asyncio.create_task(aside(work))
+    task = asyncio.create_task(run_in_thread(work))
     while not begun.is_set():
         await asyncio.sleep(0.001)
     task.cancel()
@@ -121,8 +166,8 @@ async def test_what_runs_aside_has_ended_when_whoever_waited_for_it_is_cancelled
     assert ended.is_set()
 
 
-async def test_aside_gives_what_the_function_returns_or_raises_and_leaves_asyncios_threads_alone() -> None:
-    assert await aside(divmod, 7, 2) == (3, 1)
+async def test_a_call_in_a_thread_returns_or_raises_and_leaves_asyncios_threads_alone() -> None:
+    assert await run_in_thread(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        await aside(divmod, 7, 0)
-    assert (await aside(threading.current_thread)).name.startswith("hocket")
+        await run_in_thread(divmod, 7, 0)
+    assert (await run_in_thread(threading.current_thread)).name.startswith("hocket")

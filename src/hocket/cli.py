@@ -20,9 +20,9 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 
 def main(argv: Sequence[str]) -> int:
     """Runs one command and returns its exit status; a known error is printed without a traceback."""
-    from hocket.launch import die_with_parent
+    from hocket.launch import die_with_launcher
 
-    die_with_parent()
+    die_with_launcher()
     # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
     args = _parser().parse_args([arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))])
     command: Callable[[argparse.Namespace], int] = args.run
@@ -146,13 +146,13 @@ def _sft(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     config, _ = read_settings(args.settings)
     from hocket.client import ServerClient
-    from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, Sampling
+    from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, SamplingParams
 
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
     inputs: list[PromptInput] = [p if args.text else [{"role": "user", "content": p}] for p in prompts]
-    sampling = Sampling(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
+    sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
     try:
         request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n)
     except ValidationError as error:

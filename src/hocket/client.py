@@ -16,7 +16,8 @@ import pydantic
 from hocket.errors import ServerError
 from hocket.manifest import ADAPTER_FILE, COMPLETE_FILE, MANIFEST_FILE
 from hocket.protocol import (
-    CompletionMessage,
+    AgentRecord,
+    Completion,
     ErrorBody,
     ErrorResponse,
     GenerateRequest,
@@ -26,20 +27,18 @@ from hocket.protocol import (
     Health,
     ReloadRequest,
     ReloadResponse,
-    Sampling,
-    SessionRecord,
+    SamplingParams,
     SessionRequest,
     SessionResponse,
     SleepRequest,
     SleepResponse,
     StreamEnd,
     StreamLine,
-    ToolParsing,
+    Toolbox,
     UploadResponse,
     WakeRequest,
 )
-from hocket.system import aside
-from hocket.types import AgentCall, AgentRecord, Completion, SamplingParams, Toolbox, ToolCall
+from hocket.system import run_in_thread
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -125,12 +124,12 @@ class ServerClient:
         """
         body = GenerateRequest(
             prompts=[list(ids) for ids in prompts],
-            sampling=_message(sampling),
+            sampling=sampling,
             n=n,
             stream=True,
             seeds=None if seeds is None else list(seeds),
             session=session,
-            tools=None if tools is None else ToolParsing(parser=tools.parser, tools=[dict(s) for s in tools.schemas]),
+            tools=tools,
         )
         received = 0
         async with (
@@ -151,7 +150,7 @@ class ServerClient:
                         )
                     return
                 received += 1
-                yield item.prompt, item.index, _completion(item.completion)
+                yield item.prompt, item.index, item.completion
         raise ServerError(
             f"{self.url}/generate was cut after {received} of {len(prompts) * n} completions; see the server's log",
             code="cut",
@@ -170,7 +169,7 @@ class ServerClient:
             session: the server must not have been started again since it had this one.
             bounds: the other fields of a SessionRequest.
         """
-        request = SessionRequest(sampling=_message(sampling), session=session, **bounds)
+        request = SessionRequest(sampling=sampling, session=session, **bounds)
         return await self._post("/sessions", request, SessionResponse, timeout_s)
 
     def session_url(self, name: str) -> str:
@@ -180,15 +179,7 @@ class ServerClient:
     async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
         """Ends a session and returns what it has recorded."""
         async with self._deadline(timeout_s, "/sessions"):
-            record = self._parse(SessionRecord, await self._http.delete(f"/sessions/{name}"))
-        calls = (
-            AgentCall(
-                prompt_token_ids=tuple(call.prompt_token_ids),
-                completion=None if call.completion is None else _completion(call.completion),
-            )
-            for call in record.calls
-        )
-        return AgentRecord(calls=tuple(calls), cut_off=record.cut_off)
+            return self._parse(AgentRecord, await self._http.delete(f"/sessions/{name}"))
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         """Has the server take over a weight version and returns what it then holds."""
@@ -263,31 +254,8 @@ class ServerClient:
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
-        while chunk := await aside(file.read, CHUNK_BYTES):
+        while chunk := await run_in_thread(file.read, CHUNK_BYTES):
             yield chunk
-
-
-def _message(sampling: SamplingParams) -> Sampling:
-    return Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=sampling.seed,
-    )
-
-
-def _completion(message: CompletionMessage) -> Completion:
-    return Completion(
-        token_ids=tuple(message.token_ids),
-        logprobs=tuple(message.logprobs),
-        finish_reason=message.finish_reason,
-        versions=tuple(message.versions),
-        text=message.text,
-        tool_calls=tuple(ToolCall(**call.model_dump()) for call in message.tool_calls),
-    )
 
 
 def _said(error: ErrorBody) -> str:

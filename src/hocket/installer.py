@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from hocket.errors import SetupError
-from hocket.system import end_with
+from hocket.system import die_with_parent
 
 LOCK_TIMEOUT_S = 3600.0
 STEP_TIMEOUT_S = 3600.0
@@ -146,7 +146,7 @@ def _run(command: list[str], log: TextIO, lock_fd: int, progress: Progress) -> i
         env=environment,
         pass_fds=(lock_fd,),
         # when run.py is killed: an orphan would go on writing into .venv
-        preexec_fn=functools.partial(end_with, os.getpid(), signal.SIGKILL),
+        preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
     )
     deadline = time.monotonic() + STEP_TIMEOUT_S
     try:

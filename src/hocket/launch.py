@@ -18,17 +18,17 @@ from pathlib import Path
 
 from hocket.config import Config
 from hocket.errors import ConfigError, ServerError
-from hocket.system import end_with
+from hocket.system import die_with_parent
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
 
 
-def die_with_parent() -> None:
-    """Has the kernel send SIGTERM to this process when the hocket process that started it is gone (Linux)."""
+def die_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this process when the hocket process that started it ends (Linux)."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
-        end_with(int(parent), signal.SIGTERM)
+        die_with_parent(int(parent), signal.SIGTERM)
 
 
 class Child:

@@ -16,8 +16,7 @@ from typing import Any
 from hocket.client import HEALTH_TIMEOUT_S
 from hocket.errors import ServerError
 from hocket.members import POLL_S, Member, Members
-from hocket.protocol import SessionResponse
-from hocket.types import AgentRecord, Completion, SamplingParams, Toolbox
+from hocket.protocol import AgentRecord, Completion, SamplingParams, SessionResponse, Toolbox
 
 MAX_LOSSES = 3
 """A completion or an episode on which so many servers were lost is not played again: it may be what they die of."""
@@ -112,7 +111,7 @@ class ServerPool(Members):
         """
         if seeds is None and sampling.seed is not None:
             seeds = [sampling.seed + i * n for i in range(len(prompts))]
-        sampling = dataclasses.replace(sampling, seed=None)
+        sampling = sampling.model_copy(update={"seed": None})
         end = time.monotonic() + timeout_s
         work = _Work(prompts=prompts, sampling=sampling, n=n, end=end, seeds=seeds, tools=tools)
         waiting = [(i, j) for i in range(len(prompts)) for j in range(n)]

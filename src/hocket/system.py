@@ -1,13 +1,16 @@
-"""What several parts ask of the operating system. Standard library only."""
+"""Run threads and tasks, tie processes to their parent, write files atomically, derive seeds. Standard library only."""
 
 import asyncio
 import ctypes
 import functools
+import hashlib
 import os
+import shutil
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -53,11 +56,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Returns function(*args, **kwargs) from a thread, so that the event loop goes on.
+async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return function(*args, **kwargs) from a thread, so that the event loop goes on.
 
-    The threads are hocket's own: a user's tools that hang may hold all of asyncio's. Where it is cancelled, it ends
-    once the function has: nobody may begin something else with what that still works on.
+    The threads are hocket's own: a user's tools that hang may hold all of asyncio's. A cancelled call ends once the
+    function has: its objects are in use until then.
     """
     call = functools.partial(function, *args, **kwargs)
     running = asyncio.get_running_loop().run_in_executor(_THREADS, call)
@@ -68,8 +71,8 @@ async def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         raise
 
 
-async def as_they_end(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
-    """Runs all of these at once, and yields what each returns as it ends; leaving early ends the others."""
+async def as_completed(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
+    """Run coroutines at once and yield each result when it is there; leaving early cancels the others."""
     ended: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     for task in tasks:
@@ -83,32 +86,29 @@ async def as_they_end(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGene
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def end_with(parent: int, signum: signal.Signals) -> None:
-    """Has the kernel send `signum` to this process when its parent ends (Linux; elsewhere nothing happens).
+def die_with_parent(parent: int, signum: signal.Signals) -> None:
+    """Have the kernel send `signum` to this process when process `parent`, which started it, ends (Linux only).
 
-    Exits where that has happened already.
-
-    Args:
-        parent: pid of the process that started this one.
+    Exits where the parent is gone already.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it went before the kernel was told
+    if os.getppid() != parent:  # it ended before prctl
         sys.exit(f"the process that started this one (pid {parent}) is gone")
 
 
-def tied(command: Sequence[str]) -> list[str]:
-    """Returns the command line of a program that is killed when this process ends, whatever ends it (Linux).
+def kill_with_parent(command: Sequence[str]) -> list[str]:
+    """Return the command line of a program that is killed with all it started when this process ends (Linux).
 
-    With it goes all that it has started; so it does when it ends by itself, or the command gets a SIGTERM. The exit
-    status is the program's own, 128 and the signal's number where one ended it.
+    Its descendants are also killed when it ends by itself or the command gets a SIGTERM. The exit status is the
+    program's own, or 128 plus the number of the signal that ended it.
     """
     return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
 
 
 def flush(path: Path) -> None:
-    """Returns once a file, or a folder's list of names, is on the disk."""
+    """Sync a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -117,17 +117,65 @@ def flush(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old or the new content, never a part.
+    """Replace a file's content; a reader sees the old or the new one, never a part.
 
-    Half a surrogate pair, which JSON allows in a string, has no encoding: it becomes a question mark.
+    Half a surrogate pair, which JSON allows in a string, has no encoding and becomes a question mark.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     partial.write_text(text, encoding="utf-8", errors="replace")
     os.replace(partial, path)
 
 
+def partial_of(path: Path) -> Path:
+    """Return the hidden name under which a file or folder is written until it is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `path` after the body (`complete_folder`); a failing body leaves nothing."""
+    partial = partial_of(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        complete_folder(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def complete_folder(path: Path) -> None:
+    """Sync the partial folder of `path` to the disk and rename it to `path`, in place of an older folder."""
+    partial, old = partial_of(path), path.with_name(f".{path.name}.old")
+    mode = partial.stat().st_mode & 0o666  # safetensors writes for the owner alone; a server may run as another user
+    for file in filter(Path.is_file, partial.iterdir()):
+        file.chmod(mode)
+        flush(file)
+    flush(partial)
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder; it is renamed first, so that no reader takes half of it for complete."""
+    partial = partial_of(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    path.rename(partial)
+    shutil.rmtree(partial)
+
+
+def seed_of(*parts: object) -> int:
+    """Return a 48-bit seed derived from a SHA-256 hash of the parts."""
+    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:6], "big")
+
+
 def free_memory() -> int:
-    """Returns the bytes of memory that this machine, or the control group that this process is in, has left (Linux)."""
+    """Return the bytes of memory left to this machine, or to the control group of this process (Linux)."""
     info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(info["MemAvailable"].split()[0]) << 10
     for folder, limit, used in (

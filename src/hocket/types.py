@@ -45,81 +45,6 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the engine samples. A temperature of 0 is greedy decoding."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_tokens: int = 16
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Toolbox:
-    """The functions that a model may call, and how it writes a call.
-
-    Attributes:
-        parser: vLLM's name for the way in which calls are written, "hermes".
-        schemas: each function as OpenAI's API describes one, {"type": "function", "function": {...}}.
-    """
-
-    parser: str
-    schemas: tuple[Mapping[str, Any], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call that the model wrote: `arguments` is the JSON text, `id` is empty where its way of writing has none."""
-
-    name: str
-    arguments: str
-    id: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What the engine sampled for one prompt.
-
-    Attributes:
-        token_ids: sampled tokens, the end-of-sequence token included.
-        logprobs: natural log-probability of each token under the distribution it was sampled from.
-        finish_reason: the engine's own word for why it ended.
-        versions: spans of (weight version, start, end) that cover the tokens.
-        text: decoded tokens without the stop token, for rewards and people.
-        tool_calls: what was found of them in the text, where they were asked for.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]
-    text: str
-    tool_calls: tuple[ToolCall, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_lengths(token_ids=self.token_ids, logprobs=self.logprobs)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AgentCall:
-    """What an agent asked the model, token by token. There is no completion where the call was broken off."""
-
-    prompt_token_ids: tuple[int, ...]
-    completion: Completion | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRecord:
-    """An agent's calls in the order in which they began; `cut_off`: a limit has refused it another one."""
-
-    calls: tuple[AgentCall, ...]
-    cut_off: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
     """One flat sequence, prompt first, exactly as the engine read and sampled it."""
 
@@ -154,7 +79,7 @@ class Rollout:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """ "stop" where the episode was done, "length" where a limit cut it off."""
+        """How the last turn ended: "length" where a limit cut the episode off."""
         return self.sequences[-1].finish_reason
 
     @property

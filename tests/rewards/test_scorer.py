@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, RewardError
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import REWARDS, reward
-from hocket.types import Rollout
+from hocket.rewards.scorer import refuse_failing
+from hocket.types import Group, Rollout, Score
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
@@ -235,6 +236,14 @@ async def test_a_plugin_that_only_loads_here_says_so_once_and_for_all(
     scorer = scorer_of({"vanishing": 1.0})
     for _ in range(2):
         assert "can't load it" in await scorer_error(scorer, make_rollout())
+
+
+def test_too_many_failed_scores_stop_the_run_with_the_first_cause(make_rollout: Make) -> None:
+    scores = (Score(total=1.0), Score(total=0.0, error="math: hung"), Score(total=0.0, error="math: raised"))
+    group = Group(id="g", rollouts=(make_rollout(),) * 3, scores=scores)
+    refuse_failing([group], 0.7)  # two of three
+    with pytest.raises(RewardError, match=r"2 of 3 scores failed.*math: hung"):
+        refuse_failing([group], 0.6)
 
 
 def test_the_names_that_ship_are_these() -> None:

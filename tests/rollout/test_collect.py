@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from hocket.config import RolloutConfig
-from hocket.errors import RewardError, ServerError
-from hocket.rollout.collect import in_order, play, refuse_failing, sampling_params, to_rollout
+from hocket.errors import ServerError
+from hocket.protocol import Completion, SamplingParams
+from hocket.rollout.collect import in_order, play, sampling_params, to_rollout
 from hocket.rollout.played import Wave
-from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
+from hocket.types import Group, Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id="p0", token_ids=(1, 2)), Prompt(id="p1", token_ids=(3,))]
 
@@ -171,12 +172,3 @@ def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:
 def test_groups_are_ordered_by_number_not_by_name_or_completion() -> None:
     groups = [Group(id=f"step 1/{i}", rollouts=(), scores=()) for i in (10, 2, 0)]
     assert [group.id for group in in_order(groups)] == ["step 1/0", "step 1/2", "step 1/10"]
-
-
-def test_too_many_failed_scores_stop_the_run_with_the_first_cause() -> None:
-    rollout = to_rollout(PROMPTS[0], completion(1), "g/0")
-    scores = (Score(total=1.0), Score(total=0.0, error="math: hung"), Score(total=0.0, error="math: raised"))
-    group = Group(id="g", rollouts=(rollout,) * 3, scores=scores)
-    refuse_failing([group], 0.7)  # two of three
-    with pytest.raises(RewardError, match=r"2 of 3 scores failed.*math: hung"):
-        refuse_failing([group], 0.6)

@@ -21,12 +21,13 @@ from hocket.data.ledger import accounts
 from hocket.envs import Action, Environment, Observation, Step, tool
 from hocket.envs.base import bind
 from hocket.errors import ServerError
+from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
 from hocket.rollout import coalescer
 from hocket.rollout.collect import play
 from hocket.rollout.episode import Limits
 from hocket.rollout.episodes import Episodes
 from hocket.rollout.played import Wave
-from hocket.types import Completion, Group, Message, Prompt, Rollout, SamplingParams, Score, Toolbox, ToolCall
+from hocket.types import Group, Message, Prompt, Rollout, Score
 
 END, ASSISTANT = 1, 4
 """Of checkpoints/tiny-tools: the token that ends a turn, and the one that begins the model's."""
@@ -480,7 +481,7 @@ class Caller(FakeEngine):
     async def generate(self, *args: Any, **rest: Any) -> AsyncIterator[tuple[int, int, Completion]]:
         async for i, j, completion in super().generate(*args, **rest):
             call = ToolCall(name="hang_of_episodes", arguments="{}")
-            yield i, j, dataclasses.replace(completion, tool_calls=(call,))
+            yield i, j, completion.model_copy(update={"tool_calls": (call,)})
 
 
 async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(renderer: Renderer) -> None:

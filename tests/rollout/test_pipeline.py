@@ -11,9 +11,10 @@ from hocket import config as config_module
 from hocket.config import Config
 from hocket.data import PromptStream
 from hocket.errors import ServerError
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import sampling_params
 from hocket.rollout.pipeline import Batch, Pipeline
-from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
+from hocket.types import Group, Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
 

@@ -16,7 +16,7 @@ from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
-from hocket.trainer.critic import explained_variance
+from hocket.trainer.critic import explained_variance, value_loss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import StepStats, TokenSequence, TrainSample
@@ -99,6 +99,18 @@ def train(trainer: Trainer, returns: Returns, steps: int) -> list[StepStats]:
 def weights_of(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
     trainer.export(folder)
     return load_file(folder / "model.safetensors")
+
+
+def test_the_value_loss_takes_the_worse_of_free_and_clipped_and_has_no_slope_where_that_is_clipped() -> None:
+    # V, V_old, return: (1, 0, 2): clipped .5: worse (.5 − 2)² = 2.25, no slope. (−1, 0, 2): free (−3)² = 9, slope −3.
+    # (.2, 0, 1): both (.8)² = .64, slope −.8. The masked one is not seen
+    values = torch.tensor([[1.0, -1.0, 0.2, math.inf]], requires_grad=True)
+    old, returns = torch.tensor([[0.0, 0.0, 0.0, math.nan]]), torch.tensor([[2.0, 2.0, 1.0, 0.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    output = value_loss(values, old, returns, mask, clip=0.5, num_tokens=4)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, torch.tensor(0.5 * (2.25 + 9 + 0.64) / 4))
+    torch.testing.assert_close(values.grad, torch.tensor([[0.0, -3.0, -0.8, 0.0]]) / 4)
 
 
 def test_a_critic_begins_at_zero_and_learns_a_constant(ranks: Ranks, tied_model: str) -> None:

@@ -229,24 +229,6 @@ def _measured(
     }
 
 
-def value_loss(
-    values_bt: Tensor, old_values_bt: Tensor, returns_bt: Tensor, mask_bt: Tensor, *, clip: float, num_tokens: int
-) -> LossOutput:
-    """Returns ½ Σ mask · max((V − ret)², (V_old + clip(V − V_old, ±clip) − ret)²) / num_tokens (arXiv 1707.06347).
-
-    A value that has moved by more than `clip` away from the one before the step gains nothing by moving on.
-    """
-    values_bt, old_values_bt, returns_bt = (x.where(mask_bt, 0.0) for x in (values_bt, old_values_bt, returns_bt))
-    clipped_bt = old_values_bt + (values_bt - old_values_bt).clamp(-clip, clip)
-    worst_bt = torch.maximum((values_bt - returns_bt).square(), (clipped_bt - returns_bt).square())
-    return LossOutput(loss=0.5 * worst_bt.sum() / max(num_tokens, 1), metrics={})
-
-
-def sft_loss(logprobs_bt: Tensor, mask_bt: Tensor, *, num_tokens: int) -> LossOutput:
-    """Returns −Σ mask · logprobs / num_tokens: the mean cross-entropy of the demonstrated tokens, in nats."""
-    return LossOutput(loss=-logprobs_bt.where(mask_bt, 0.0).sum() / max(num_tokens, 1), metrics={})
-
-
 def effective_sample_size(metrics: Mapping[str, float]) -> float:
     """Returns (Σw)² / (n·Σw²) of the uncapped importance weights w from aggregated metrics; 1 means all equal."""
     return metrics["importance_mean"] ** 2 / metrics["importance_square"]

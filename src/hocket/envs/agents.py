@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from hocket.envs.base import Environment, environment, invoke
 from hocket.registry import Registry
-from hocket.system import tied
+from hocket.system import kill_with_parent
 from hocket.types import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -127,7 +127,12 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
         stdin.write(json.dumps(given, default=str).encode())
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *tied(command), stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+            *kill_with_parent(command),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            start_new_session=True,
         )
         try:
             status = await _status(process, stdout, stderr)

@@ -30,8 +30,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hocket.config import EnvConfig
+from hocket.protocol import Toolbox, ToolCall
 from hocket.registry import Registry
-from hocket.types import FinishReason, Message, Prompt, Toolbox, ToolCall
+from hocket.types import FinishReason, Message, Prompt
 
 E = TypeVar("E", bound="type[Environment]")
 

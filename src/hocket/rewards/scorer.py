@@ -3,12 +3,14 @@
 import asyncio
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from hocket.config import RewardsConfig
+from hocket.errors import RewardError
 from hocket.rewards.base import BoundReward, Outcome, bind, failure, outcome
 from hocket.rewards.worker import WorkerPool, module_of
-from hocket.types import Rollout, Score
+from hocket.types import Group, Rollout, Score
 
 MAX_WORKERS = 4
 
@@ -95,3 +97,14 @@ class RewardScorer:
         self._abandoned.discard(task)
         if not task.cancelled():
             task.exception()  # asyncio logs an exception that nobody has looked at
+
+
+def refuse_failing(groups: Sequence[Group], max_error_rate: float) -> None:
+    """Raise RewardError if more than this share of the scores failed: training on the rest would mislead."""
+    errors = [score.error for group in groups for score in group.scores if score.error is not None]
+    num_scores = sum(len(group.scores) for group in groups)
+    if len(errors) > max_error_rate * num_scores:
+        raise RewardError(
+            f"{len(errors)} of {num_scores} scores failed, more than rewards.max_error_rate={max_error_rate:g}; "
+            f"the first: {errors[0]}"
+        )

@@ -24,7 +24,7 @@ from typing import Any
 from hocket.errors import ConfigError, HocketError
 from hocket.registry import PLUGIN_PREFIX, load_plugins
 from hocket.rewards.base import REWARDS, Outcome, Reward, failure, outcome
-from hocket.system import end_with
+from hocket.system import die_with_parent
 
 START_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 10.0
@@ -163,7 +163,7 @@ def main() -> None:
     """The worker process; its command line is the pipe's file descriptor, the parent's pid, and the modules."""
     connection, parent, modules = Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
-    end_with(parent, signal.SIGKILL)
+    die_with_parent(parent, signal.SIGKILL)
     _send(connection, _load(modules))
     while True:
         try:

@@ -6,19 +6,19 @@ soon as its last score is there. Knows nothing of losses, trainers or files.
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from hocket.config import RolloutConfig
-from hocket.errors import RewardError, ServerError
+from hocket.errors import ServerError
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import Transcript
 from hocket.rollout.played import Played, Player, Wave
-from hocket.seeds import seed_of
-from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
+from hocket.system import seed_of
+from hocket.types import Group, Prompt, Rollout, Score
 
 
 class Scorer(Protocol):
@@ -93,7 +93,7 @@ async def _single_turns(wave: Wave, server: Generator) -> AsyncGenerator[Played,
     left = dict.fromkeys(wave.pairs)
     sampling = wave.sampling
     if sampling.seed is not None:
-        sampling = dataclasses.replace(sampling, seed=sampling.seed + wave.number(0, 0))
+        sampling = sampling.model_copy(update={"seed": sampling.seed + wave.number(0, 0)})
     prompts = [prompt.token_ids for prompt in wave.prompts]
     try:
         async for i, j, completion in server.generate(prompts, sampling, n=wave.group_size, timeout_s=wave.timeout_s):
@@ -116,17 +116,6 @@ async def _score(scorer: Scorer, rollout: Rollout) -> Score:
 def in_order(groups: Sequence[Group]) -> list[Group]:
     """Returns the groups of one `play` in the order of their prompts: a run must not depend on who was first."""
     return sorted(groups, key=lambda group: int(group.id.rpartition("/")[2]))
-
-
-def refuse_failing(groups: Sequence[Group], max_error_rate: float) -> None:
-    """Raises RewardError where more than this share of the scores failed; training on the rest would mislead."""
-    errors = [score.error for group in groups for score in group.scores if score.error is not None]
-    num_scores = sum(len(group.scores) for group in groups)
-    if len(errors) > max_error_rate * num_scores:
-        raise RewardError(
-            f"{len(errors)} of {num_scores} scores failed, more than rewards.max_error_rate={max_error_rate:g}; "
-            f"the first: {errors[0]}"
-        )
 
 
 async def _group(group_id: str, scored: list[tuple[int, Rollout, "asyncio.Task[Score]"]]) -> Group:

@@ -14,13 +14,13 @@ from hocket.data import Renderer
 from hocket.envs import Agent, Environment
 from hocket.envs.base import bind
 from hocket.errors import ServerError
+from hocket.protocol import Toolbox
 from hocket.rollout.agents import Agents
 from hocket.rollout.budget import Budget
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
 from hocket.rollout.played import Played, Player, Wave
-from hocket.system import as_they_end
-from hocket.types import Toolbox
+from hocket.system import as_completed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Episodes:
                     budget.change(-held)
                 return Played(prompt=i, sample=j, rollout=episode.transcript.rollout(wave.name(i, j), error))
 
-            episodes = as_they_end([one(i, j) for i, j in wave.pairs])
+            episodes = as_completed([one(i, j) for i, j in wave.pairs])
             async with contextlib.aclosing(episodes) as ended:
                 async for played in ended:
                     yield played
@@ -120,7 +120,7 @@ def episodes_of(config: Config, tokenizer: Any) -> Player | None:
     toolbox = made.toolbox
     return Episodes(
         make=make,
-        renderer=Renderer(config.data, tokenizer, () if toolbox is None else toolbox.schemas),
+        renderer=Renderer(config.data, tokenizer, () if toolbox is None else toolbox.tools),
         limits=limits,
         toolbox=toolbox,
         max_in_flight_tokens=config.rollout.max_in_flight_tokens,

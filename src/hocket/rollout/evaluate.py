@@ -5,8 +5,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from hocket.config import Config, RewardsConfig, RewardSpec
+from hocket.rewards.scorer import refuse_failing
 from hocket.rollout.coalescer import Generator
-from hocket.rollout.collect import Scorer, in_order, play, refuse_failing, sampling_params
+from hocket.rollout.collect import Scorer, in_order, play, sampling_params
 from hocket.rollout.pipeline import deadline_s
 from hocket.rollout.played import Player, Wave
 from hocket.types import Group, Prompt

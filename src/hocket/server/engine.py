@@ -21,7 +21,7 @@ from hocket.protocol import (
     Memory,
     ReloadRequest,
     ReloadResponse,
-    Sampling,
+    SamplingParams,
     SessionRequest,
     SleepRequest,
     SleepResponse,
@@ -34,7 +34,7 @@ from hocket.server.errors import ApiError
 from hocket.server.requests import Job
 from hocket.server.sampler import RESTART, Sampler
 from hocket.server.uploads import Uploads
-from hocket.system import as_they_end
+from hocket.system import as_completed
 from hocket.types import InFlight
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Engine:
         """Labels the first weights and generates once, so that no request pays for the first time."""
         await self._call("hocket_drop_adapter")
         await self.llm.update_weight_version(str(self._version))
-        sampling = Sampling(max_tokens=2)
+        sampling = SamplingParams(max_tokens=2)
         await self._sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling, seed=None))
         self._status = "ready"
 
@@ -151,11 +151,11 @@ class Engine:
                 await self.llm.abort(request_ids)
 
     def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
-        """Yields each job with its CompletionMessage as a plain dict, in the order in which they finish.
+        """Yields each job with its Completion as a plain dict, in the order in which they finish.
 
         Leaving the iteration early aborts what is still running. Raises ApiError where generation breaks off.
         """
-        return as_they_end([self._sampler.complete(job) for job in jobs])
+        return as_completed([self._sampler.complete(job) for job in jobs])
 
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connects the engine's workers with the trainer; repeating it does no harm.

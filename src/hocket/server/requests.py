@@ -8,7 +8,7 @@ import jinja2
 import pydantic
 
 from hocket.config import ServerConfig
-from hocket.protocol import GenerateRequest, PromptInput, Sampling, ToolParsing
+from hocket.protocol import GenerateRequest, PromptInput, SamplingParams, Toolbox
 from hocket.server.errors import from_validation, invalid
 
 MIN_TEMPERATURE = 0.01
@@ -18,7 +18,7 @@ OPTIONAL_MESSAGE_KEYS = frozenset({"name", "tool_calls", "tool_call_id"})
 
 
 FindCalls = Callable[[Sequence[int], bool], list[dict[str, str]]]
-"""(token ids, whether the last one ended the text) → ToolCallMessages as plain dicts."""
+"""(token ids, whether the last one ended the text) → ToolCalls as plain dicts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Job:
     prompt: int
     index: int
     token_ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int | None
     tools: "FindCalls | None" = None
 
@@ -50,7 +50,7 @@ class RequestReader:
         vocab_size: int,
         max_length: int,
         limits: ServerConfig,
-        find_calls: Callable[[Any, ToolParsing], FindCalls],
+        find_calls: Callable[[Any, Toolbox], FindCalls],
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -92,7 +92,7 @@ class RequestReader:
                 )
         return request, jobs
 
-    def _tools(self, tools: ToolParsing) -> FindCalls:
+    def _tools(self, tools: Toolbox) -> FindCalls:
         try:
             return self._find_calls(self._tokenizer, tools)
         except ValueError as error:
@@ -108,7 +108,7 @@ class RequestReader:
             _check_most(what, value, limit, key)
         self.check_sampling(request.sampling)
 
-    def check_sampling(self, sampling: Sampling) -> None:
+    def check_sampling(self, sampling: SamplingParams) -> None:
         """Raises ApiError where the engine could not sample in this way."""
         for what, stop in (("sampling.stop", sampling.stop), ("sampling.stop_token_ids", sampling.stop_token_ids)):
             _check_most(what, len(stop), self._limits.max_stop, "server.max_stop")

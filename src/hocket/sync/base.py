@@ -21,7 +21,7 @@ from hocket.sync.canary import logprob_gap
 from hocket.sync.delivery import Delivery
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns
-from hocket.system import aside
+from hocket.system import run_in_thread
 from hocket.types import Prompt, TrainSample
 
 
@@ -220,7 +220,7 @@ class WeightSync:
         return gap
 
     async def _score(self, samples: Sequence[TrainSample]) -> float:
-        return await aside(self._trainer.logprob_gap, samples)
+        return await run_in_thread(self._trainer.logprob_gap, samples)
 
 
 def _is_silent(answer: ReloadResponse | HocketError) -> bool:

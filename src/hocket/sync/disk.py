@@ -25,7 +25,7 @@ from hocket.config import Config
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.protocol import BaseVersion, Content, DiskSource, Manifest, ReloadRequest, ReloadResponse, TensorSpec
 from hocket.sync.delivery import Delivery
-from hocket.system import aside, flush
+from hocket.system import flush, run_in_thread
 
 
 class Exporter(Protocol):
@@ -67,15 +67,15 @@ class DiskTransport:
             SyncError: it could not be written.
         """
         start = time.perf_counter()
-        first = await aside(lambda: self._write_delta(version) or self._write_full(version))
+        first = await run_in_thread(lambda: self._write_delta(version) or self._write_full(version))
         written = time.perf_counter()
-        sent, notes = await asyncio.gather(self._send(first, servers), aside(self._prune))
+        sent, notes = await asyncio.gather(self._send(first, servers), run_in_thread(self._prune))
         answers = dict(zip(servers, sent, strict=True))
         num_bytes = first.num_bytes * len(servers)
         refused = [server for server in servers if first is self._delta and _refused(answers[server])]
         if refused:
             notes += [f"version {version} goes to {server.url} in full: {answers[server]}" for server in refused]
-            full = await aside(self._write_full, version)
+            full = await run_in_thread(self._write_full, version)
             answers |= zip(refused, await self._send(full, refused), strict=True)
             num_bytes += full.num_bytes * len(refused)
         return Delivery(

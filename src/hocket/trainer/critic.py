@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.algorithm.losses import LossOutput, value_loss
+from hocket.algorithm.losses import LossOutput
 from hocket.config import Config
 from hocket.tokenizer import check_same_ids
 from hocket.trainer.batching import TrainBatch
@@ -104,6 +104,19 @@ class Critic:
             num_tokens=batch.num_tokens_global,
         )
         return LossOutput(loss=output.loss, metrics=moments(values_bt, returns_bt, batch))
+
+
+def value_loss(
+    values_bt: Tensor, old_values_bt: Tensor, returns_bt: Tensor, mask_bt: Tensor, *, clip: float, num_tokens: int
+) -> LossOutput:
+    """Return ½ Σ mask · max((V − ret)², (V_old + clip(V − V_old, ±clip) − ret)²) / num_tokens (arXiv 1707.06347).
+
+    A value further than `clip` from the one before the step gains nothing by moving on.
+    """
+    values_bt, old_values_bt, returns_bt = (x.where(mask_bt, 0.0) for x in (values_bt, old_values_bt, returns_bt))
+    clipped_bt = old_values_bt + (values_bt - old_values_bt).clamp(-clip, clip)
+    worst_bt = torch.maximum((values_bt - returns_bt).square(), (clipped_bt - returns_bt).square())
+    return LossOutput(loss=0.5 * worst_bt.sum() / max(num_tokens, 1), metrics={})
 
 
 @torch.no_grad()
