@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -213,10 +214,10 @@ def _ledger(args: argparse.Namespace) -> int:
     accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
     if args.json:
         for account in accounts:
-            print(json.dumps(account.as_dict()))
+            print(json.dumps(dataclasses.asdict(account)))
     else:
         print(ledger.table(accounts))
-    return 0 if all(account.balanced for account in accounts) else 1
+    return 1 if any(account.problems for account in accounts) else 0
 
 
 def _config(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import informative, outcome, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
-from hocket.data import EXHAUSTED, PromptStream
+from hocket.data.stream import EXHAUSTED, PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metrics, train_metrics
 from hocket.observe.run_folder import RunFolder

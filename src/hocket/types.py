@@ -121,21 +121,6 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a prompt that was drawn.
-
-    Attributes:
-        state: "filtered" where its group teaches nothing, "failed" where there was nothing to learn from.
-        why: it was not trained.
-        pass_rate: share of its rollouts that solved it, of those with a score; None without any.
-    """
-
-    state: Literal["trained", "filtered", "failed"]
-    why: str = ""
-    pass_rate: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
     """One sequence with what it is trained on. Every tuple: [t], 0.0 where the mask is False, () if unused."""
 

@@ -6,7 +6,8 @@ import pytest
 from hocket import config as config_module
 from hocket.algorithm.samples import informative, is_measured, outcome, overlong_penalty, silence, train_samples
 from hocket.config import Config
-from hocket.types import FinishReason, Group, Measured, Outcome, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.data.stream import Outcome
+from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 
 def settings(*overrides: str) -> Config:

@@ -24,7 +24,8 @@ from hocket.algorithm.advantages import (
 )
 from hocket.algorithm.kl import kl_penalty, masked_log_ratio
 from hocket.config import AlgorithmConfig, Config
-from hocket.types import Group, Measured, Outcome, Rollout, Score, TokenSequence, TrainSample
+from hocket.data.stream import Outcome
+from hocket.types import Group, Measured, Rollout, Score, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
 
