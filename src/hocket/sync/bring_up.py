@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import SyncError
 from hocket.members import Member
-from hocket.protocol import Health
+from hocket.protocol import Health, SamplingParams
 from hocket.sync.publish import Publisher, TrainerTurn
 from hocket.system import run_in_thread
-from hocket.types import Prompt, SamplingParams, TrainSample
+from hocket.types import Prompt, TokenSequence, TrainSample
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -115,9 +115,11 @@ class Canary:
             context, sampled = self._prompts[index].token_ids, completion.token_ids
             samples.append(
                 TrainSample(
-                    token_ids=context + sampled,
-                    mask=(False,) * len(context) + (True,) * len(sampled),
-                    rollout_logprobs=(0.0,) * len(context) + completion.logprobs,
+                    sequence=TokenSequence(
+                        token_ids=context + sampled,
+                        mask=(False,) * len(context) + (True,) * len(sampled),
+                        logprobs=(0.0,) * len(context) + completion.logprobs,
+                    ),
                     advantages=(0.0,) * (len(context) + len(sampled)),
                 )
             )
