@@ -50,7 +50,13 @@ class World:
         yield
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[Sequence[int]],
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         self.diary.append(("generate", len(prompts), n, self.version))
         for i in range(len(prompts)):
