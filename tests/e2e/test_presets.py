@@ -118,7 +118,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Runs the loop and returns its summary."""
     tokenizer = tokenizers.load(config.model.path)
     prompts, held_out = (
-        load_prompts(data, tokenizer, max_prompt_tokens=64).prompts for data in (config.data, config.eval.data)
+        load_prompts(data, tokenizer, max_prompt_tokens=64)[0] for data in (config.data, config.eval.data)
     )
     with (
         Trainer(config, ranks=ranks) as trainer,
