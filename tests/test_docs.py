@@ -11,9 +11,10 @@ from hocket import config
 from hocket.envs import Action, Task
 from hocket.envs.base import bind
 from hocket.observe import metrics
+from hocket.protocol import ToolCall
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
-from hocket.types import Prompt, Rollout, ToolCall
+from hocket.types import Prompt, Rollout
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,9 +17,10 @@ from hocket.data import PromptStream
 from hocket.errors import RewardError, TrainerError
 from hocket.loop import Run
 from hocket.observe.console import Console
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.pipeline import Pipeline
-from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
+from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -138,7 +139,7 @@ async def trained(
     world.reference = reference
     world.fails = fails
     with (
-        Recorder(config) as recorder,
+        RunFolder(config) as folder,
         Console("plain", config.trainer.steps) as console,
         Checkpoints(config, world, {}) as kept,
     ):
@@ -160,7 +161,7 @@ async def trained(
             judge=world,
             sync=world,
             kl=KlController(config.algorithm),
-            recorder=recorder,
+            folder=folder,
             console=console,
             checkpoints=kept,
         ).train()
@@ -288,22 +289,20 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
 async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Path) -> None:
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1", held_out=0, score_s=0.3)
     (first, step) = metrics
-    shares = {name: value for name, value in step.items() if name.startswith("share/")}
-    assert "share/other" not in first
-    assert sum(shares.values()) == pytest.approx(1)
+    assert "time/step" not in first
     assert step["time/generate"] < 0.3 <= step["time/reward"]  # the scores are waited for when all tokens are there
-    assert step["share/reward"] == pytest.approx(step["time/reward"] / step["time/step"])
+    assert step["pipeline/wait_for_rewards"] == pytest.approx(step["time/reward"] / step["time/step"])
     assert step["step/tokens_per_s"] == pytest.approx(8 / step["time/step"])
     assert world.keep == [tmp_path / "runs/a/skipped/step_000001.json"]
 
 
 async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_adapts(tmp_path: Path) -> None:
-    settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1", "algorithm.kl_horizon=40"]
+    settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1"]
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), *settings, held_out=0, reference=(-0.4, -0.5))
     assert world.diary[2:6] == [("generate", 2, 2, 5), ("measure", 4), ("train", 4, [5]), ("publish", 6)]
     assert [line["rollout/kl"] for line in metrics[1:]] == pytest.approx([0.3, 0.3])  # −0.1 + 0.4 and −0.2 + 0.5
-    # 0.3 is too far by more than 20 %: · (1 + 0.2 · 4 rollouts / 40)
-    assert [line["rollout/kl_coef"] for line in metrics[1:]] == pytest.approx([0.01, 0.0102])
+    # 0.3 is too far by more than 20 %: · (1 + 0.2 · 4 rollouts / 10,000)
+    assert [line["rollout/kl_coef"] for line in metrics[1:]] == pytest.approx([0.01, 0.0100008])
 
 
 async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:

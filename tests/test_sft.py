@@ -12,7 +12,7 @@ from hocket import config as config_module
 from hocket import sft
 from hocket.config import DataConfig
 from hocket.errors import ConfigError, DataError
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
 from hocket.types import TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
@@ -121,16 +121,16 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
     settings = ("trainer.steps=5", "sft.batch_size=2", "checkpoint.every_steps=3", "trainer.schedule=linear")
     sft.run(make_config(model, tmp_path, *settings, f"run.dir={tmp_path}/straight"))
 
-    record = Recorder.metrics
+    record = RunFolder.finish
 
-    def stop(self: Recorder, step: int, metrics: Any) -> None:
+    def stop(self: RunFolder, step: int, metrics: Any) -> None:
         record(self, step, metrics)
         if step == 4:
             raise KeyboardInterrupt
 
     resumable = make_config(model, tmp_path, *settings, "checkpoint.resume=true")
     with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "metrics", stop)
+        patch.setattr(RunFolder, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
             sft.run(resumable)
     sft.run(resumable)

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from hocket.types import Completion, Group, Prompt, Rollout, Score, TrainSample
+from hocket.protocol import Completion
+from hocket.types import Group, Prompt, Rollout, Score, TrainSample
 
 PROMPT = Prompt(id="sort:7", token_ids=(5, 6))
 ROLLOUT = Rollout(
@@ -38,7 +39,7 @@ def test_a_rollouts_fields_have_one_length(field: str) -> None:
 
 
 def test_a_completion_has_one_logprob_per_token() -> None:
-    with pytest.raises(ValueError, match="'token_ids': 2, 'logprobs': 1"):
+    with pytest.raises(ValueError, match="2 token_ids need as many logprobs, got 1"):
         Completion(token_ids=(1, 2), logprobs=(-0.1,), finish_reason="stop", versions=((1, 0, 2),), text="")
 
 

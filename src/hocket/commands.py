@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from hocket import checkpoints, records
+from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig
@@ -19,7 +19,7 @@ from hocket.launch import Child, free_port, refuse_dead, server_process
 from hocket.members import Member
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder, lines_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
@@ -85,7 +85,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     prompts = _load("train", config.data, config, tokenizer, console, episodes)
     held_out = _held_out(config, tokenizer, console, episodes)
     stream = _stream(config, prompts)
-    recorder = stack.enter_context(Recorder(config))
+    run_folder = stack.enter_context(RunFolder(config))
     tell = {"on_wait": console.doing, "say": console.say}
     asyncio.run(_make_room(config, **tell))
     console.doing(f"loading {config.model.path} into the trainer")
@@ -103,12 +103,12 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
 
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
     if not (saved or replay):
-        recorder.ledger(0, [{"num_prompts": len(prompts)}])
+        run_folder.ledger(0, [{"num_prompts": len(prompts)}])
     servers = _pool(config, () if replay else config.server_urls, **tell)
     turns = Turns(config, trainer, servers) if config.launch.share_gpu else None
     sync = _sync(config, trainer, servers, prompts, turns, console)
     kl = KlController(config.algorithm)
-    parts: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": sync, "recorder": recorder}
+    parts: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": sync, "recorder": run_folder}
     if saved is not None:
         saved.restore(parts)
     return Run(
@@ -130,7 +130,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         judge=judge,
         sync=sync,
         kl=kl,
-        recorder=recorder,
+        folder=run_folder,
         console=console,
         checkpoints=stack.enter_context(Checkpoints(config, trainer, parts, last=saved.step if saved else 0)),
         episodes=episodes,
@@ -177,7 +177,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
                 )
                 path = config.run_dir / "rollouts" / "eval.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, records.lines_of(groups))
+                write_atomically(path, lines_of(groups))
                 console.say(f"what was said, and its scores: {path}")
                 return metrics
 
@@ -199,7 +199,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         tokenizer = tokenizers.load(config.model.path)
         episodes = episodes_of(config, tokenizer)
         stream = _stream(config, _load("train", config.data, config, tokenizer, console, episodes))
-        recorder = stack.enter_context(Recorder(config))
+        run_folder = stack.enter_context(RunFolder(config))
 
         async def run() -> None:
             async with (
@@ -216,10 +216,10 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
             ):
                 for step in range(1, config.trainer.steps + 1):
                     batch = await pipeline.batch(step)
-                    recorder.rollouts(f"step_{step:06d}", batch.groups)
+                    run_folder.rollouts(f"step_{step:06d}", batch.groups)
                     refuse_failing(batch.groups, config.rewards.max_error_rate)
                     metrics = rollout_metrics(batch.groups) | batch.metrics
-                    recorder.metrics(step, metrics)
+                    run_folder.finish(step, metrics)
                     console.step(step, metrics)
 
         asyncio.run(run())

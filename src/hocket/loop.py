@@ -15,10 +15,10 @@ from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import informative, outcome, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
-from hocket.data import EXHAUSTED, PromptStream
+from hocket.data.stream import EXHAUSTED, PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metrics, train_metrics
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
 from hocket.pool import ServerPool
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.evaluate import evaluate
@@ -44,7 +44,7 @@ class Run:
         kl: weighs a KL in the rewards.
         episodes: how held-out episodes of several turns are played; None: the model answers once.
         turns: where server and trainer share a GPU; publishing ends the trainer's turn.
-        checkpoints: what the run can go on from; the recorder's history says how far it already is.
+        checkpoints: what the run can go on from; the folder's history says how far it already is.
     """
 
     config: Config
@@ -56,7 +56,7 @@ class Run:
     judge: RewardScorer
     sync: WeightSync
     kl: KlController
-    recorder: Recorder
+    folder: RunFolder
     console: Console
     episodes: Player | None = None
     turns: Turns | None = None
@@ -82,19 +82,16 @@ class Run:
     async def _train(self) -> dict[str, Any]:
         config, sync = self.config, self.sync
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
-        if not (history := self.recorder.history()):
-            self.recorder.metrics(0, await self._evaluate(step=0))
-            history = self.recorder.history()
-        before, after = history[0], next((record for record in history[::-1] if "eval/accuracy" in record), {})
-        start = time.perf_counter() - sum(record.get("time/step", 0.0) for record in history)
+        if not self.folder.history:
+            self.folder.finish(0, await self._evaluate(step=0))
 
-        for step in range(int(history[-1]["step"]) + 1, config.trainer.steps + 1):
+        for step in range(self.folder.last_step + 1, config.trainer.steps + 1):
             metrics: dict[str, float] = {}
             await self.servers.wait_up()  # who has come back is given the weights while the trainer is idle
             with timed(metrics, "time/step"):
                 batch = await self.pipeline.batch(step)  # 1 prompts  data/, 2 rollouts  rollout/, 3 scores  rewards/
                 last = step == config.trainer.steps or not batch.groups
-                self.recorder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
+                self.folder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
                 refuse_failing(batch.groups, config.rewards.max_error_rate)
                 kept, signal = informative(batch.groups, config)
                 metrics |= batch.metrics | signal | rollout_metrics(batch.groups)
@@ -104,14 +101,13 @@ class Run:
                 async with sync.training():  # meanwhile later batches are played, with pipeline.max_staleness
                     metrics |= await (self._learn(step, kept) if kept else self._rest(step, last=last))
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or last:
-                    after = await self._evaluate(step)
-                    metrics |= after
+                    metrics |= await self._evaluate(step)
             metrics |= step_metrics(metrics)
             if batch.draws:  # a replay draws nothing
                 for draw, group in zip(batch.draws, batch.groups, strict=True):
                     self.stream.settle(draw, outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0))
-                self.recorder.ledger(step, self.stream.entries())
-            self.recorder.metrics(step, metrics)  # 8 records      observe/
+            entries = self.stream.entries() if batch.draws else ()
+            self.folder.finish(step, metrics, entries)  # 8 records      observe/run_folder.py
             self.checkpoints.complete(step, metrics)
             self.console.step(step, metrics)
             if not batch.groups:
@@ -119,14 +115,7 @@ class Run:
                 break
 
         sync.save()
-        return self.recorder.summary(
-            before=before.get("eval/accuracy"),
-            after=after.get("eval/accuracy"),
-            steps=self.recorder.history()[-1]["step"],
-            train_seconds=time.perf_counter() - start,
-            seed=config.trainer.seed,
-            final_version=sync.version,
-        )
+        return self.folder.summary(seed=config.trainer.seed, final_version=sync.version)
 
     async def _learn(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Trains on the groups, publishes the new weights and returns what was measured on the way."""
@@ -139,7 +128,7 @@ class Run:
             measured = await run_in_thread(self.trainer.measure, sequences)
         samples, shaping = train_samples(groups, measured, self.config, self.kl.coef)  # 4 advantages   algorithm/
         self.kl.update(shaping.get("rollout/kl"), len(samples))
-        keep = self.recorder.skipped(step)
+        keep = self.folder.skipped(step)
         stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
         metrics |= shaping | train_metrics(stats) | await run_in_thread(self.checkpoints.copy, step)
         with timed(metrics, "time/sync"):
@@ -173,7 +162,7 @@ class Run:
                 label=f"eval {step}",
                 episodes=self.episodes,
             )
-        self.recorder.rollouts(f"eval_{step:06d}", groups)
+        self.folder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured
 
     async def _beat(self) -> None:

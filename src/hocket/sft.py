@@ -18,7 +18,7 @@ from hocket.config import Config
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
 from hocket.observe.metrics import train_metrics
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
 from hocket.trainer.checkpoint import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
@@ -51,9 +51,9 @@ def run(config: Config) -> None:
         raise DataError(f"{config.data.source} has no demonstration of at most {max_length} tokens to learn from")
     with (
         Console(config.observe.console, config.trainer.steps) as console,
-        Recorder(config) as recorder,
+        RunFolder(config) as run_folder,
         make_trainer(config) as trainer,
-        Checkpoints(config, trainer, parts := _parts(recorder, samples), last=saved.step if saved else 0) as kept,
+        Checkpoints(config, trainer, parts := _parts(run_folder, samples), last=saved.step if saved else 0) as kept,
     ):
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
@@ -62,7 +62,7 @@ def run(config: Config) -> None:
             f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters, on {trainer.num_ranks} rank(s)"
         )
         console.say(trainer.memory)
-        train(trainer, samples, config, recorder, console, kept)
+        train(trainer, samples, config, run_folder, console, kept)
         export(trainer, output)
         console.say(f"wrote {output}")
 
@@ -86,20 +86,20 @@ def train(
     trainer: Trainer,
     samples: Sequence[TrainSample],
     config: Config,
-    recorder: Recorder,
+    run_folder: RunFolder,
     console: Console,
     kept: Checkpoints,
 ) -> None:
     """Takes what is left of trainer.steps steps and records each."""
     steps, batch_size = config.trainer.steps, config.sft.batch_size
-    done = len(recorder.history())
+    done = len(run_folder.history)
     rows = itertools.islice(in_epochs(samples, config.trainer.seed), done * batch_size, None)
     start, num_tokens = time.perf_counter(), 0
     for step in range(done + 1, steps + 1):
         console.progress(step, "training")
-        stats = trainer.step(list(itertools.islice(rows, batch_size)), keep=recorder.skipped(step))
+        stats = trainer.step(list(itertools.islice(rows, batch_size)), keep=run_folder.skipped(step))
         metrics = train_metrics(stats) | kept.copy(step)
-        recorder.metrics(step, metrics)
+        run_folder.finish(step, metrics)
         kept.complete(step, metrics)
         num_tokens += stats.num_tokens
         if step in (done + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
@@ -150,8 +150,8 @@ class Demonstrations:
                 )
 
 
-def _parts(recorder: Recorder, samples: Sequence[TrainSample]) -> dict[str, Part]:
-    return {"recorder": recorder, "demonstrations": Demonstrations(samples)}
+def _parts(run_folder: RunFolder, samples: Sequence[TrainSample]) -> dict[str, Part]:
+    return {"recorder": run_folder, "demonstrations": Demonstrations(samples)}
 
 
 def export(trainer: Trainer, folder: Path) -> None:

@@ -45,81 +45,6 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the engine samples. A temperature of 0 is greedy decoding."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_tokens: int = 16
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Toolbox:
-    """The functions that a model may call, and how it writes a call.
-
-    Attributes:
-        parser: vLLM's name for the way in which calls are written, "hermes".
-        schemas: each function as OpenAI's API describes one, {"type": "function", "function": {...}}.
-    """
-
-    parser: str
-    schemas: tuple[Mapping[str, Any], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call that the model wrote: `arguments` is the JSON text, `id` is empty where its way of writing has none."""
-
-    name: str
-    arguments: str
-    id: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What the engine sampled for one prompt.
-
-    Attributes:
-        token_ids: sampled tokens, the end-of-sequence token included.
-        logprobs: natural log-probability of each token under the distribution it was sampled from.
-        finish_reason: the engine's own word for why it ended.
-        versions: spans of (weight version, start, end) that cover the tokens.
-        text: decoded tokens without the stop token, for rewards and people.
-        tool_calls: what was found of them in the text, where they were asked for.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]
-    text: str
-    tool_calls: tuple[ToolCall, ...] = ()
-
-    def __post_init__(self) -> None:
-        _same_length(token_ids=self.token_ids, logprobs=self.logprobs)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AgentCall:
-    """What an agent asked the model, token by token. There is no completion where the call was broken off."""
-
-    prompt_token_ids: tuple[int, ...]
-    completion: Completion | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRecord:
-    """An agent's calls in the order in which they began; `cut_off`: a limit has refused it another one."""
-
-    calls: tuple[AgentCall, ...]
-    cut_off: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One episode as ONE flat sequence, prompt first; where an agent did not go on from what was said, as several.
 
@@ -185,21 +110,6 @@ class Group:
 
     def __post_init__(self) -> None:
         _same_length(rollouts=self.rollouts, scores=self.scores)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a prompt that was drawn.
-
-    Attributes:
-        state: "filtered" where its group teaches nothing, "failed" where there was nothing to learn from.
-        why: it was not trained.
-        pass_rate: share of its rollouts that solved it, of those with a score; None without any.
-    """
-
-    state: Literal["trained", "filtered", "failed"]
-    why: str = ""
-    pass_rate: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

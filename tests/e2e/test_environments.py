@@ -17,11 +17,12 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from hocket import config, tokenizer
 from hocket.data import load_prompts
 from hocket.pool import ServerPool
+from hocket.protocol import SamplingParams
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import in_order, play, sampling_params
 from hocket.rollout.episodes import episodes_of
 from hocket.rollout.played import Wave
-from hocket.types import Group, Rollout, SamplingParams
+from hocket.types import Group, Rollout
 
 pytestmark = pytest.mark.e2e
 

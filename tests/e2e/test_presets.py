@@ -23,12 +23,12 @@ from hocket.config.algorithm import PRESETS, PresetName
 from hocket.data import PromptStream, load_prompts
 from hocket.loop import Run
 from hocket.observe.console import Console
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
+from hocket.protocol import Completion, SamplingParams
 from hocket.rewards import RewardScorer
 from hocket.rollout.pipeline import Pipeline
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")]
 
@@ -123,7 +123,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
     with (
         Trainer(config, ranks=ranks) as trainer,
         RewardScorer(config.rewards) as scorer,
-        Recorder(config) as recorder,
+        RunFolder(config) as folder,
         Console("plain", config.trainer.steps) as console,
         Checkpoints(config, trainer, {}) as checkpoints,
     ):
@@ -146,7 +146,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             judge=scorer,
             sync=copy,
             kl=KlController(config.algorithm),
-            recorder=recorder,
+            folder=folder,
             console=console,
             checkpoints=checkpoints,
         ).train()

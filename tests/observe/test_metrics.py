@@ -19,6 +19,20 @@ from hocket.observe.metrics import (
 )
 from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, StepStats
 
+STATS = StepStats(
+    loss=0.1,
+    grad_norm=1.0,
+    learning_rate=0.1,
+    skipped=False,
+    metrics={},
+    num_tokens=100,
+    num_positions=150,
+    num_sequences=10,
+    num_micro_batches=2,
+    mfu=0.25,
+    seconds=0.5,
+)
+
 
 def rollout(length: int, finish_reason: FinishReason, version_min: int) -> Rollout:
     return Rollout(
@@ -131,20 +145,8 @@ def loss_metrics() -> dict[str, float]:
 def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     known = {metric.name for metric in METRICS}
     group = Group(id="g", rollouts=(rollout(2, "stop", 1),), scores=(Score(total=1.0),))
-    stats = StepStats(
-        loss=0.1,
-        grad_norm=1.0,
-        learning_rate=0.1,
-        skipped=False,
-        metrics=loss_metrics(),
-        critic=dict.fromkeys(("loss", "grad_norm", "skipped", "explained_variance", "value_mean", "return_mean"), 1.0),
-        num_tokens=1,
-        num_sequences=1,
-        num_micro_batches=1,
-        num_positions=3,
-        mfu=0.25,
-        seconds=0.5,
-    )
+    critic = ("loss", "grad_norm", "skipped", "explained_variance", "value_mean", "return_mean")
+    stats = dataclasses.replace(STATS, metrics=loss_metrics(), critic=dict.fromkeys(critic, 1.0))
     settings = load(None, ["algorithm.preset=reinforce_pp", "algorithm.overlong_share=0.5"])
     shaping = train_samples([group], [Measured(ref_logprobs=(0.0, -1.0, -1.0))], settings, 0.01)[1]
     assert len(shaping) == 3
@@ -156,37 +158,19 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     assert all(f"| `{name}` |" in reference() for name in known)
 
 
-def test_rates_and_shares_of_a_step_by_hand() -> None:
-    stats = StepStats(
-        loss=0.1,
-        grad_norm=1.0,
-        learning_rate=0.1,
-        skipped=False,
-        metrics={},
-        num_tokens=100,
-        num_positions=150,
-        num_sequences=10,
-        num_micro_batches=2,
-        mfu=0.25,
-        seconds=0.5,
-    )
-    metrics = train_metrics(stats)
+def test_rates_of_a_step_by_hand() -> None:
+    metrics = train_metrics(STATS)
     assert metrics["train/tokens_per_s"] == 200
     assert metrics["train/positions_per_s"] == 300
     assert metrics["train/mfu"] == 0.25
-    # 8 seconds: 2 of sampling, 1 until the last score, ½ of training, ¼ of publishing, 4 of evaluation, ¼ of the rest.
-    metrics |= {"time/step": 8.0, "time/generate": 2.0, "time/reward": 1.0, "time/sync": 0.25, "time/eval": 4.0}
+    # 8 seconds: 2 of sampling, 1 until the last score, 4 of evaluation, 1 of the rest
+    metrics |= {"time/step": 8.0, "time/generate": 2.0, "time/reward": 1.0, "time/eval": 4.0}
     metrics |= {"rollout/tokens": 120.0, "time/batch": 3.0}  # the batch began while the step before was trained
     assert step_metrics(metrics) == {
         "step/tokens_per_s": 25.0,
         "rollout/tokens_per_s": 40.0,
         "pipeline/wait_for_batch": 0.375,
-        "share/generate": 0.25,
-        "share/reward": 0.125,
-        "share/train": 0.0625,
-        "share/sync": 0.03125,
-        "share/eval": 0.5,
-        "share/other": 0.03125,
+        "pipeline/wait_for_rewards": 0.125,
     }
 
 

@@ -16,11 +16,12 @@ import pytest
 
 from hocket.envs import Task
 from hocket.errors import ServerError
+from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import play
 from hocket.rollout.episode import Limits
 from hocket.rollout.played import Wave
-from hocket.types import AgentCall, AgentRecord, Completion, Group, Prompt, Rollout, SamplingParams, Score
+from hocket.types import Group, Prompt, Rollout, Score
 
 SAMPLING = SamplingParams(max_tokens=8, seed=77)
 
@@ -170,7 +171,7 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     assert (task.base_url, task.api_key, task.model) == ("http://fake/0", "key 0", "the model")
     assert servers.bounds == [{"tokens": 10, "max_length": 64, "max_calls": 6, "idle_timeout_s": 65.0}]
     session = servers.sessions["http://fake/0"]
-    assert dataclasses.replace(session.sampling, seed=77) == SAMPLING
+    assert session.sampling.model_copy(update={"seed": 77}) == SAMPLING
     done = [call.completion.token_ids for call in session.calls if call.completion]
     (rollout,), (score,) = group.rollouts, group.scores
     assert (rollout.id, rollout.group_id, score.total, rollout.reward) == ("s/3/0", "s/3", 0.75, 0.75)

@@ -7,9 +7,10 @@ import pytest
 
 from hocket.config import RolloutConfig
 from hocket.errors import ServerError
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import in_order, play, sampling_params, to_rollout
 from hocket.rollout.played import Wave
-from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
+from hocket.types import Group, Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id="p0", token_ids=(1, 2)), Prompt(id="p1", token_ids=(3,))]
 

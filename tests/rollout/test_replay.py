@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hocket.errors import DataError
-from hocket.records import lines_of
+from hocket.observe.run_folder import lines_of
 from hocket.rollout.replay import Replay
 from hocket.types import Group, Prompt, Rollout, Score
 

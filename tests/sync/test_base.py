@@ -12,10 +12,10 @@ import fakes
 from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
 from hocket.pool import ServerPool
-from hocket.protocol import Health, ReloadResponse, TensorLayout, TensorSpec
+from hocket.protocol import Completion, Health, ReloadResponse, SamplingParams, TensorLayout, TensorSpec
 from hocket.sync.base import WeightSync
 from hocket.sync.delivery import Delivery
-from hocket.types import Completion, Prompt, SamplingParams, TrainSample
+from hocket.types import Prompt, TrainSample
 
 URLS = ("http://a", "http://b")
 GONE = ServerError("can't reach it", code="unreachable")

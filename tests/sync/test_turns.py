@@ -16,14 +16,24 @@ from hocket.data import PromptStream
 from hocket.errors import ServerError, SyncError
 from hocket.loop import Run
 from hocket.observe.console import Console
-from hocket.observe.recorder import Recorder
+from hocket.observe.run_folder import RunFolder
 from hocket.pool import ServerPool
-from hocket.protocol import Health, ReloadRequest, ReloadResponse, SleepRequest, SleepResponse, TensorSpec, WakeRequest
+from hocket.protocol import (
+    Completion,
+    Health,
+    ReloadRequest,
+    ReloadResponse,
+    SamplingParams,
+    SleepRequest,
+    SleepResponse,
+    TensorSpec,
+    WakeRequest,
+)
 from hocket.rollout.pipeline import Pipeline
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns, put_to_sleep
-from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
+from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TrainSample
 
 
 class World:
@@ -153,7 +163,7 @@ class Parts:
         world = self.world
         stream = PromptStream([Prompt(id=f"p{i}", token_ids=(1,)) for i in range(4)], seed=0)
         with (
-            Recorder(self.config) as recorder,
+            RunFolder(self.config) as folder,
             Console("plain", 2) as console,
             Checkpoints(self.config, world, {}) as kept,
         ):
@@ -167,7 +177,7 @@ class Parts:
                 judge=world,
                 sync=self.sync,
                 kl=KlController(self.config.algorithm),
-                recorder=recorder,
+                folder=folder,
                 console=console,
                 checkpoints=kept,
                 turns=self.turns,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hocket import config as config_module
 from hocket import tokenizer as tokenizers
-from hocket import transfer
+from hocket import weight_group
 from hocket.errors import ConfigError
 from hocket.trainer import lora
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
@@ -212,7 +212,7 @@ def test_targets_and_rank_are_what_the_config_says(ranks: Ranks, tied_model: str
     assert len(shapes) == 2 * 2 * 2
     assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"] == [3, 32]
     assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] == [64, 3]
-    assert transfer.num_bytes(buckets[0]) < 4 * (3 * 32 * 4 + 3 * 64 * 2 + 3 * 32 * 2) * 2
+    assert weight_group.num_bytes(buckets[0]) < 4 * (3 * 32 * 4 + 3 * 64 * 2 + 3 * 32 * 2) * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

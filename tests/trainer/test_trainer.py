@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fakes
 from hocket import config as config_module
-from hocket import manifest, transfer
+from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
@@ -214,7 +214,7 @@ def test_the_layout_is_that_of_the_stream_and_the_stream_that_of_the_export(
     with make_trainer(ranks, path, f"model.dtype={dtype}") as trainer:
         trainer.step(make_samples())
         buckets = stream(trainer, max_bytes)
-        assert [transfer.layout(bucket) for bucket in buckets] == trainer.layout(max_bytes)
+        assert [weight_group.layout(bucket) for bucket in buckets] == trainer.layout(max_bytes)
         specs = trainer.export(tmp_path / "model")
     streamed = dict(item for bucket in buckets for item in bucket)
     assert specs == manifest.specs(streamed.items())
@@ -274,7 +274,7 @@ def test_a_sink_that_raises_is_heard_and_the_trainer_goes_on(ranks: Ranks, tied_
         assert called == 2  # what was left was gathered, but not given to it
         assert not trainer.step(make_samples()).skipped
         buckets = stream(trainer, 4096)
-        assert [transfer.layout(bucket) for bucket in buckets] == trainer.layout(4096)
+        assert [weight_group.layout(bucket) for bucket in buckets] == trainer.layout(4096)
 
 
 @pytest.mark.parametrize(

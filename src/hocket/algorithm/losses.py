@@ -1,8 +1,8 @@
 """Compute the policy loss: ratio, clip, correction, aggregate. Suffixes: b rows, t next-token axis.
 
-What differs from the papers: denominators count all micro-batches and ranks of the optimiser step; a token's objective is
-multiplied by an importance weight between engine and trainer (`correction`); with a correction and one update per batch
-every ratio is 1, and the clip has no effect. To add a loss: a value of `clip` in config/algorithm.py and in `_objective`.
+What differs from the papers: denominators count all micro-batches and ranks of the optimiser step; each objective is
+multiplied by an importance weight between engine and trainer (`correction`); with a correction and one update per
+batch, every ratio is 1 and the clip has no effect. To add a loss: a new `clip` in config/algorithm.py and `_objective`.
 """
 
 import dataclasses

@@ -19,7 +19,8 @@ from hocket.algorithm.by_token import discounted_returns, gae, token_rewards, wh
 from hocket.algorithm.kl import kl_penalty
 from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig, Config
-from hocket.types import Group, Measured, Outcome, Rollout, Score, TrainSample
+from hocket.data.stream import Outcome
+from hocket.types import Group, Measured, Rollout, Score, TrainSample
 
 NO_SCORE = "no score"
 

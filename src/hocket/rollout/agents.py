@@ -18,13 +18,14 @@ from typing import Any, Protocol, runtime_checkable
 from hocket.envs import Agent, Task
 from hocket.errors import ServerError
 from hocket.pool import MAX_LOSSES
+from hocket.protocol import AgentRecord, SamplingParams
 from hocket.rollout.budget import Budget
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import EpisodeError, Limits, Transcript
 from hocket.rollout.joining import join
 from hocket.rollout.played import Played, Wave
 from hocket.system import as_completed, seed_of
-from hocket.types import AgentRecord, Prompt, Rollout, SamplingParams
+from hocket.types import Prompt, Rollout
 
 GRACE_S = 60.0
 """How long a server remembers a session after its agent's deadline: it is forgotten by us long before."""
@@ -118,7 +119,7 @@ class Agents:
             error = None
             at = end.at
             async with server.session(
-                dataclasses.replace(sampling, seed=seed_of(sampling.seed, number)),
+                sampling.model_copy(update={"seed": seed_of(sampling.seed, number)}),
                 tokens=len(prompt.token_ids) + sampling.max_tokens,
                 max_length=self._limits.max_length,
                 max_calls=self._limits.max_turns,

@@ -6,7 +6,6 @@ soon as its last score is there. Knows nothing of losses, trainers or files.
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -14,11 +13,12 @@ from typing import Protocol
 
 from hocket.config import RolloutConfig
 from hocket.errors import ServerError
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.episode import Transcript
 from hocket.rollout.played import Played, Player, Wave
 from hocket.system import seed_of
-from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
+from hocket.types import Group, Prompt, Rollout, Score
 
 
 class Scorer(Protocol):
@@ -93,7 +93,7 @@ async def _single_turns(wave: Wave, server: Generator) -> AsyncGenerator[Played,
     left = dict.fromkeys(wave.pairs)
     sampling = wave.sampling
     if sampling.seed is not None:
-        sampling = dataclasses.replace(sampling, seed=sampling.seed + wave.number(0, 0))
+        sampling = sampling.model_copy(update={"seed": sampling.seed + wave.number(0, 0)})
     prompts = [prompt.token_ids for prompt in wave.prompts]
     try:
         async for i, j, completion in server.generate(prompts, sampling, n=wave.group_size, timeout_s=wave.timeout_s):

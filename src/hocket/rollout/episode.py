@@ -16,8 +16,9 @@ from hocket.data import Renderer
 from hocket.data.rendering import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
+from hocket.protocol import Completion, SamplingParams
 from hocket.system import seed_of
-from hocket.types import Completion, FinishReason, Message, Prompt, Rollout, SamplingParams
+from hocket.types import FinishReason, Message, Prompt, Rollout
 
 
 class Ask(Protocol):
@@ -192,7 +193,7 @@ class Episode:
     def _next(self, observation: Observation, room: int) -> SamplingParams:
         wanted = self._sampling.max_tokens if observation.max_tokens is None else observation.max_tokens
         stop = self._sampling.stop if observation.stop is None else observation.stop
-        return dataclasses.replace(self._sampling, max_tokens=min(wanted, room), stop=tuple(stop))
+        return self._sampling.model_copy(update={"max_tokens": min(wanted, room), "stop": tuple(stop)})
 
     def _seed(self, turn: int) -> int:
         return seed_of(self._sampling.seed, self._number, turn)

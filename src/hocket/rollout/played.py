@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
+from hocket.protocol import SamplingParams
 from hocket.rollout.coalescer import Generator
-from hocket.types import Prompt, Rollout, SamplingParams
+from hocket.types import Prompt, Rollout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

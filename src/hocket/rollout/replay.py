@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-from hocket import records
 from hocket.errors import DataError
+from hocket.observe.run_folder import groups_of
 from hocket.rollout.pipeline import Batch
 
 
@@ -34,7 +34,7 @@ class Replay:
         path = self._folder / f"step_{step:06d}.jsonl"
         try:
             with path.open(encoding="utf-8") as lines:
-                groups = records.groups_of(lines)
+                groups = groups_of(lines)
             if not groups:
                 raise ValueError("it is empty")
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from hocket.config import RolloutConfig
 from hocket.members import Member
-from hocket.types import Prompt, SamplingParams, TrainSample
+from hocket.protocol import SamplingParams
+from hocket.types import Prompt, TrainSample
 
 MAX_TOKENS = 16
 SEED = 20

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from hocket import tokenizer as tokenizers
-from hocket import transfer
+from hocket import weight_group
 from hocket.algorithm.samples import is_measured
 from hocket.config import Config
 from hocket.errors import TrainerError
@@ -176,7 +176,7 @@ class Trainer:
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
         """Describes the buckets that `stream` will give; no rank but 0 is needed for it."""
         buckets = self.work.engine.layout(max_bytes)
-        return [transfer.layout(self.work.policy.as_published(bucket)) for bucket in buckets]
+        return [weight_group.layout(self.work.policy.as_published(bucket)) for bucket in buckets]
 
     def stream(self, max_bytes: int, sink: Sink) -> None:
         """Gives the weights to `sink`, bucket after bucket of about max_bytes at most, on the trainer's device.

@@ -1,0 +1,223 @@
+"""Write and read the files of a run: config, metrics, ledger, rollouts, summary, TensorBoard, report.
+
+A killed run leaves every line it wrote; whole files are replaced atomically.
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hocket import config as config_module
+from hocket.config import Config
+from hocket.errors import ConfigError
+from hocket.observe.report import read_lines, write_report
+from hocket.system import flush, write_atomically
+from hocket.types import Group, Prompt, Rollout, Score
+
+METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
+
+
+class RunFolder:
+    """Own the files of one run; a context manager, which writes the report of a run that fails.
+
+    Args:
+        config: the resolved config, written to config.yaml.
+
+    Attributes:
+        history: the records of metrics.jsonl, oldest first.
+
+    Raises:
+        ConfigError: the folder holds a run already, and checkpoint.resume is off.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.path = config.run_dir
+        if (self.path / METRICS).exists() and not config.checkpoint.resume:
+            raise ConfigError(
+                f"{self.path} holds a run already; continue it with checkpoint.resume=true, choose another run.dir, "
+                "or remove that folder"
+            )
+        (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / "config.yaml", config_module.dump(config))
+        (self.path / METRICS).touch()
+        self.history = read_lines(self.path / METRICS)
+        self._board = _tensorboard(self.path) if config.observe.tensorboard else None
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._board is not None:
+            self._board.close()
+        if exc_info[0] is not None:
+            write_report(self.path)
+
+    @property
+    def last_step(self) -> int:
+        """Return the newest recorded step; -1 before the first."""
+        return int(self.history[-1]["step"]) if self.history else -1
+
+    def finish(self, step: int, metrics: Mapping[str, float], entries: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Append one step to metrics.jsonl (null: not finite), TensorBoard and, entry by entry, ledger.jsonl."""
+        self.ledger(step, entries)
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self.history.append({"step": step, **finite})
+        self._append(METRICS, self.history[-1:])
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+
+    def ledger(self, step: int, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Append {"step": ..., **entry} for each entry to ledger.jsonl."""
+        if rows := [{"step": step, **entry} for entry in entries]:
+            self._append(LEDGER, rows)
+
+    def rollouts(self, name: str, groups: Sequence[Group]) -> None:
+        """Write rollouts/NAME.jsonl, one line per rollout; no file without groups."""
+        if groups:
+            write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
+
+    def skipped(self, step: int) -> Path:
+        """Return the file that keeps a step's batch if the step is skipped."""
+        return self.path / "skipped" / f"step_{step:06d}.json"
+
+    def summary(self, *, seed: int, final_version: int) -> dict[str, Any]:
+        """Write summary.json and report.html and return the summary: accuracies and seconds come from the history."""
+        evaluated = (record["eval/accuracy"] for record in reversed(self.history) if "eval/accuracy" in record)
+        values = {
+            "before": self.history[0].get("eval/accuracy"),
+            "after": next(evaluated, None),
+            "steps": self.last_step,
+            "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
+            "seed": seed,
+            "final_version": final_version,
+        }
+        write_atomically(self.path / "summary.json", json.dumps(values, indent=1) + "\n")
+        write_report(self.path)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """Flush the growing files to disk; return their lengths in bytes and the last step."""
+        paths = [path for name in (METRICS, LEDGER) if (path := self.path / name).exists()]
+        for path in paths:
+            flush(path)
+        return {"step": self.last_step, "bytes": {path.name: path.stat().st_size for path in paths}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Remove the records written after `state`. Raises ConfigError if older ones are missing."""
+        for path in (self.path / METRICS, self.path / LEDGER):
+            size = state["bytes"].get(path.name, 0)
+            if (path.stat().st_size if path.exists() else 0) < size:
+                raise ConfigError(
+                    f"{path} has lost records from before step {state['step']}, so the run in {self.path} can't "
+                    "continue; bring the file back, or start a new run.dir"
+                )
+            if path.exists():
+                os.truncate(path, size)
+        self.history = read_lines(self.path / METRICS)
+        (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end
+        for file in (self.path / "rollouts").glob("*_*.jsonl"):
+            if int(file.stem.rpartition("_")[2]) > state["step"]:
+                file.unlink()
+        if self._board is not None:
+            self._board.close()
+            self._board = _tensorboard(self.path, purge_step=state["step"] + 1)
+
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _tensorboard(folder: Path, purge_step: int | None = None) -> Any | None:
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    with contextlib.redirect_stderr(None):  # its import warns of a missing TensorFlow
+        from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)
+
+
+def lines_of(groups: Iterable[Group]) -> str:
+    """Format scored rollouts as the lines of a file, one JSON object per rollout."""
+    rows = (_row(*pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
+    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+def _row(rollout: Rollout, score: Score) -> dict[str, Any]:
+    others = {"others": [_sequence(other) for other in rollout.others]} if rollout.others else {}
+    return {
+        "id": rollout.id,
+        "group_id": rollout.group_id,
+        "prompt_id": rollout.prompt.id,
+        "prompt": rollout.prompt.text,
+        "answer": rollout.prompt.answer,
+        "reward": None if score.error is not None else score.total,
+        "parts": dict(score.parts),
+        "error": score.error,
+        "num_tokens": rollout.num_sampled,
+        **_sequence(rollout),
+        **others,
+    }
+
+
+def _sequence(rollout: Rollout) -> dict[str, Any]:
+    dialogue = {"dialogue": rollout.dialogue} if rollout.dialogue else {}
+    return dialogue | {
+        "id": rollout.id,
+        "completion": rollout.text,
+        "finish_reason": rollout.finish_reason,
+        "turns": rollout.turns,
+        "version_min": rollout.version_min,
+        "version_max": rollout.version_max,
+        "token_ids": rollout.token_ids,
+        "logprobs": rollout.logprobs,
+        "mask": [int(sampled) for sampled in rollout.mask],
+    }
+
+
+def groups_of(lines: Iterable[str]) -> list[Group]:
+    """Parse the lines of a rollouts file into groups; prompts come back without messages and columns.
+
+    Raises:
+        ValueError, KeyError, TypeError: a line is not such a row.
+    """
+    groups = []
+    for group_id, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
+        rows = list(together)
+        groups.append(Group(id=group_id, rollouts=tuple(map(_rollout, rows)), scores=tuple(map(_score, rows))))
+    return groups
+
+
+def _rollout(row: Mapping[str, Any]) -> Rollout:
+    mask = tuple(bool(sampled) for sampled in row["mask"])
+    token_ids = tuple(row["token_ids"])
+    prompt_length = mask.index(True) if True in mask else len(mask)
+    shared = {key: row[key] for key in ("group_id", "prompt_id", "prompt", "answer")}
+    return Rollout(
+        id=row["id"],
+        group_id=row["group_id"],
+        prompt=Prompt(
+            id=row["prompt_id"], token_ids=token_ids[:prompt_length], text=row["prompt"], answer=row["answer"]
+        ),
+        token_ids=token_ids,
+        mask=mask,
+        logprobs=tuple(row["logprobs"]),
+        finish_reason=row["finish_reason"],
+        version_min=row["version_min"],
+        version_max=row["version_max"],
+        text=row["completion"],
+        turns=row.get("turns", 1),
+        dialogue=tuple(row.get("dialogue", ())),
+        others=tuple(_rollout(shared | other) for other in row.get("others", ())),
+    )
+
+
+def _score(row: Mapping[str, Any]) -> Score:
+    total = math.nan if row["reward"] is None else row["reward"]
+    return Score(total=total, parts=row["parts"], error=row["error"])

@@ -1,0 +1,179 @@
+"""The run folder: records reach the disk at once and are taken back on resume; rollouts are read as written."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from hocket import config as config_module
+from hocket.config import Config
+from hocket.errors import ConfigError
+from hocket.observe.run_folder import RunFolder, groups_of, lines_of, read_lines
+from hocket.types import Group, Prompt, Rollout, Score
+
+
+def rollout(group: str, index: int, **changes: object) -> Rollout:
+    values: dict[str, object] = {
+        "id": f"{group}/{index}",
+        "group_id": group,
+        "prompt": Prompt(id=f"task:{group}", token_ids=(1, 2), text="sort ba", answer="ab"),
+        "token_ids": (1, 2, 3, 4, 5),
+        "mask": (False, False, True, False, True),  # between two turns the environment spoke
+        "logprobs": (0.0, 0.0, -0.1, 0.0, -0.123456789012345),
+        "finish_reason": "stop",
+        "version_min": 3,
+        "version_max": 4,
+        "text": "ab\u2028\r\n",
+        "turns": 2,
+        "dialogue": ({"role": "assistant", "content": "a"}, {"role": "environment", "content": "?"}),
+    }
+    return Rollout(**(values | changes))  # type: ignore[arg-type]
+
+
+GROUP = Group(
+    id="step 1/0",
+    rollouts=(rollout("step 1/0", 0, dialogue=()), rollout("step 1/0", 1)),
+    scores=(Score(total=1.0, parts={"m": 1.0}), Score(total=0.0, error="m: hung")),
+)
+
+
+def settings(tmp_path: Path, *more: str) -> Config:
+    return config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false", *more])
+
+
+def test_a_run_leaves_config_metrics_rollouts_and_summary(tmp_path: Path) -> None:
+    config = settings(tmp_path, "server.token=12345678")
+    with RunFolder(config) as folder:
+        assert folder.last_step == -1
+        folder.finish(0, {"eval/accuracy": 0.25})
+        folder.finish(1, {"eval/accuracy": 0.5, "train/grad_norm": math.nan, "time/step": 1.5})
+        folder.finish(2, {"time/step": 2.0})
+        folder.rollouts("step_000001", [GROUP])
+        summary = folder.summary(seed=0, final_version=2)
+    run = tmp_path / "runs" / "a"
+    assert read_lines(run / "metrics.jsonl") == [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "eval/accuracy": 0.5, "train/grad_norm": None, "time/step": 1.5},
+        {"step": 2, "time/step": 2.0},
+    ]
+    rows = [json.loads(line) for line in (run / "rollouts" / "step_000001.jsonl").open(encoding="utf-8")]
+    assert [(row["reward"], row["error"]) for row in rows] == [(1.0, None), (None, "m: hung")]
+    assert rows[0] == {
+        "id": "step 1/0/0",
+        "group_id": "step 1/0",
+        "prompt_id": "task:step 1/0",
+        "prompt": "sort ba",
+        "completion": "ab\u2028\r\n",
+        "answer": "ab",
+        "reward": 1.0,
+        "parts": {"m": 1.0},
+        "error": None,
+        "finish_reason": "stop",
+        "turns": 2,
+        "num_tokens": 2,
+        "version_min": 3,
+        "version_max": 4,
+        "token_ids": [1, 2, 3, 4, 5],
+        "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345],
+        "mask": [0, 0, 1, 0, 1],
+    }
+    assert summary == json.loads((run / "summary.json").read_text())
+    assert summary == {
+        "before": 0.25, "after": 0.5, "steps": 2, "train_seconds": 3.5, "seed": 0, "final_version": 2,
+    }  # fmt: skip
+    assert config_module.load(run / "config.yaml").run.dir == config.run.dir
+    assert "12345678" not in (run / "config.yaml").read_text()
+
+
+def test_a_step_is_on_disk_as_soon_as_it_is_recorded(tmp_path: Path) -> None:
+    with RunFolder(settings(tmp_path)) as folder:
+        folder.finish(1, {"x": 1.0})
+        assert (folder.path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
+
+
+def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
+    def run() -> None:
+        with RunFolder(settings(tmp_path)) as folder:
+            folder.finish(1, {"reward/mean": 0.5})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert "The run has not finished" in (tmp_path / "runs/a/report.html").read_text()
+
+
+def test_the_batch_of_a_skipped_step_is_named_after_it(tmp_path: Path) -> None:
+    with RunFolder(settings(tmp_path)) as folder:
+        assert folder.skipped(12) == tmp_path / "runs/a/skipped/step_000012.json"
+
+
+def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
+    run = tmp_path / "runs/a"
+    with RunFolder(settings(tmp_path)) as folder:
+        for step in range(4):
+            entries = [{"draw": 2 * step, "state": "trained"}, {"draw": 2 * step + 1}] if step else []
+            folder.finish(step, {"x": step + 0.5}, entries)
+            folder.rollouts(f"step_{step:06d}", [GROUP])
+            if step == 1:
+                state = json.loads(json.dumps(folder.state()))
+        folder.rollouts("eval_000001", [GROUP])
+        folder.rollouts("eval_000003", [GROUP])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "x"')  # the run was killed
+    resumed = settings(tmp_path, "checkpoint.resume=true")
+    with RunFolder(resumed) as folder:
+        folder.restore(state)
+        assert folder.last_step == 1
+        folder.finish(2, {"x": 9.0}, [{"draw": 9}])
+        assert folder.history == [{"step": 0, "x": 0.5}, {"step": 1, "x": 1.5}, {"step": 2, "x": 9.0}]
+        assert read_lines(run / "metrics.jsonl") == folder.history
+    rollouts = sorted(path.stem for path in (run / "rollouts").iterdir())
+    assert rollouts == ["eval_000001", "step_000000", "step_000001"]
+    assert read_lines(run / "ledger.jsonl") == [
+        {"step": 1, "draw": 2, "state": "trained"},
+        {"step": 1, "draw": 3},
+        {"step": 2, "draw": 9},
+    ]
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
+        with RunFolder(resumed) as folder, pytest.raises(ConfigError, match=f"{name} has lost records"):
+            folder.restore(state)
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    with RunFolder(settings(tmp_path)):
+        pass
+    with pytest.raises(ConfigError, match=r"holds a run already.*checkpoint\.resume=true"):
+        RunFolder(settings(tmp_path))
+
+
+def test_groups_come_back_as_they_were() -> None:
+    scores = (Score(total=0.1, parts={"math": 0.1}), Score(total=1.0))
+    first = Group(id="step 1/0", rollouts=GROUP.rollouts, scores=scores)
+    second = Group(id="step 1/1", rollouts=(rollout("step 1/1", 0),), scores=(Score(total=-2.5),))
+    assert groups_of(lines_of([first, second]).split("\n")[:3]) == [first, second]
+
+
+def test_the_sequences_of_an_agent_s_episode_stay_together() -> None:
+    others = (rollout("g", 0, id="g/0.0"), rollout("g", 0, id="g/0.1", turns=1, dialogue=(), text="other"))
+    group = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=(Score(total=1.0),) * 2)
+    lines = lines_of([group])
+    assert [json.loads(line)["num_tokens"] for line in lines.split("\n")[:-1]] == [6, 2]
+    assert groups_of(lines.split("\n")[:-1]) == [group]
+
+
+def test_a_score_that_failed_stays_one_and_a_rollout_may_have_no_sampled_token() -> None:
+    silent = rollout("g", 0, mask=(False,) * 5, logprobs=(0.0,) * 5, turns=0, dialogue=())
+    group = Group(id="g", rollouts=(silent,), scores=(Score(total=math.nan, error="math: hung"),))
+    (read,) = groups_of(lines_of([group]).split("\n")[:-1])
+    assert read.scores[0].error == "math: hung"
+    assert math.isnan(read.scores[0].total)
+    assert read.rollouts[0].prompt.token_ids == (1, 2, 3, 4, 5)  # all that is there was told
+
+
+def test_a_line_that_is_no_row_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        groups_of([json.dumps({"group_id": "g"})])
+    with pytest.raises(ValueError, match="Expecting"):
+        groups_of(["{"])
