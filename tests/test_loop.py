@@ -20,7 +20,7 @@ from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.pipeline import Pipeline
-from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TrainSample
+from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -68,7 +68,7 @@ class World:
                 )
 
     async def score(self, rollout: Rollout) -> Score:
-        what, step, *_ = rollout.group_id.replace("/", " ").split()
+        what, step, *_ = rollout.id.replace("/", " ").split()
         await asyncio.sleep(self.score_s)
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
         return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
@@ -78,15 +78,15 @@ class World:
             raise TrainerError("rank 0 lost the other ranks")
         self.beats += 1
 
-    def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
+    def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
         if self.reference is None:
             return []
-        self.diary.append(("measure", len(rollouts)))
-        return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in rollouts]
+        self.diary.append(("measure", len(sequences)))
+        return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in sequences]
 
     def step(self, samples: Sequence[TrainSample], *, keep: Path) -> StepStats:
         self.keep.append(keep)
-        self.diary.append(("train", len(samples), sorted({sample.version_min for sample in samples})))
+        self.diary.append(("train", len(samples), sorted({sample.sequence.version_min for sample in samples})))
         return StepStats(
             loss=0.5,
             grad_norm=1.0,
