@@ -291,11 +291,14 @@ async def _ask(member: Member, pairs: Sequence[Pair], work: _Work) -> AsyncItera
     whole = len(pairs) == work.n * len(prompts) and work.n <= MAX_SAMPLES
     # What is left of a prompt need not be in a row: each is then asked for alone.
     asked = [(i, 0) for i in prompts] if whole else list(pairs)
-    seeds = None if work.seeds is None else [work.seed(i, j) or 0 for i, j in asked]
+    n = work.n if whole else 1
+    seeds = None
+    if work.seeds is not None:
+        seeds = [[work.seed(i, first + j) or 0 for j in range(n)] for i, first in asked]
     answers = member.server.generate(
         [work.prompts[i] for i, _ in asked],
         work.sampling,
-        n=work.n if whole else 1,
+        n=n if seeds is None else 1,
         timeout_s=max(0.0, work.end - time.monotonic()),
         seeds=seeds,
         session=member.session,

@@ -19,11 +19,11 @@ from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import informative
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
+from hocket.config.algorithm import PRESETS, PresetName
 from hocket.data import PromptStream, load_prompts
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
-from hocket.presets import PRESETS, PresetName
 from hocket.protocol import Completion, SamplingParams
 from hocket.rewards import RewardScorer
 from hocket.rollout.pipeline import Pipeline
