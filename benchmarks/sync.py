@@ -33,7 +33,7 @@ from hocket import weight_group
 from hocket.client import ServerClient
 from hocket.errors import HocketError
 from hocket.sync.delivery import Delivery
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
@@ -220,7 +220,14 @@ def sample(seed: int) -> TrainSample:
     """A sequence that gives the step a gradient everywhere."""
     ids = tuple(random.Random(seed).choices(range(32_000), k=64))
     mask = (False,) * 8 + (True,) * 56
-    return TrainSample(token_ids=ids, mask=mask, rollout_logprobs=(-10.0,) * 64, advantages=(0.0,) * 8 + (1.0,) * 56)
+    return TrainSample(
+        sequence=TokenSequence(
+            token_ids=ids,
+            mask=mask,
+            logprobs=(-10.0,) * 64,
+        ),
+        advantages=(0.0,) * 8 + (1.0,) * 56,
+    )
 
 
 def report(name: str, rows: Sequence[dict[str, float]], ratios: dict[str, Callable[[dict[str, float]], float]]) -> None:

@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
-    {"errors", "types", "system", "presets"},
+    {"errors", "types", "system"},
     {"registry", "config", "protocol", "installer"},
-    {"manifest", "tokenizer", "bootstrap"},
+    {"manifest", "tokenizer", "bootstrap", "data"},
     {"weight_group", "delta"},
-    {"algorithm", "rewards", "envs", "data", "observe", "doctor"},
+    {"algorithm", "rewards", "envs", "observe", "doctor"},
     {"client"},
     {"members"},
     {"pool"},

@@ -20,7 +20,7 @@ from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.pipeline import Pipeline
-from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TrainSample
+from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -50,7 +50,13 @@ class World:
         yield
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[Sequence[int]],
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         self.diary.append(("generate", len(prompts), n, self.version))
         for i in range(len(prompts)):
@@ -68,7 +74,7 @@ class World:
                 )
 
     async def score(self, rollout: Rollout) -> Score:
-        what, step, *_ = rollout.group_id.replace("/", " ").split()
+        what, step, *_ = rollout.id.replace("/", " ").split()
         await asyncio.sleep(self.score_s)
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
         return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
@@ -78,15 +84,15 @@ class World:
             raise TrainerError("rank 0 lost the other ranks")
         self.beats += 1
 
-    def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
+    def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
         if self.reference is None:
             return []
-        self.diary.append(("measure", len(rollouts)))
-        return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in rollouts]
+        self.diary.append(("measure", len(sequences)))
+        return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in sequences]
 
     def step(self, samples: Sequence[TrainSample], *, keep: Path) -> StepStats:
         self.keep.append(keep)
-        self.diary.append(("train", len(samples), sorted({sample.version_min for sample in samples})))
+        self.diary.append(("train", len(samples), sorted({sample.sequence.version_min for sample in samples})))
         return StepStats(
             loss=0.5,
             grad_norm=1.0,
@@ -297,12 +303,12 @@ async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Pat
 
 
 async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_adapts(tmp_path: Path) -> None:
-    settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1", "algorithm.kl_horizon=40"]
+    settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1"]
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), *settings, held_out=0, reference=(-0.4, -0.5))
     assert world.diary[2:6] == [("generate", 2, 2, 5), ("measure", 4), ("train", 4, [5]), ("publish", 6)]
     assert [line["rollout/kl"] for line in metrics[1:]] == pytest.approx([0.3, 0.3])  # −0.1 + 0.4 and −0.2 + 0.5
-    # 0.3 is too far by more than 20 %: · (1 + 0.2 · 4 rollouts / 40)
-    assert [line["rollout/kl_coef"] for line in metrics[1:]] == pytest.approx([0.01, 0.0102])
+    # 0.3 is too far by more than 20 %: · (1 + 0.2 · 4 rollouts / 10,000)
+    assert [line["rollout/kl_coef"] for line in metrics[1:]] == pytest.approx([0.01, 0.0100008])
 
 
 async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hocket.observe.metrics import (
     step_metrics,
     train_metrics,
 )
-from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, StepStats
+from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, StepStats, TokenSequence
 
 STATS = StepStats(
     loss=0.1,
@@ -34,18 +34,21 @@ STATS = StepStats(
 )
 
 
-def rollout(length: int, finish_reason: FinishReason, version_min: int) -> Rollout:
+def rollout(length: int, finish_reason: FinishReason, version_min: int, turns: int = 1) -> Rollout:
     return Rollout(
         id="r",
-        group_id="g",
         prompt=Prompt(id="p", token_ids=(1,)),
-        token_ids=(1,) + (2,) * length,
-        mask=(False,) + (True,) * length,
-        logprobs=(0.0,) + (-1.0,) * length,
-        finish_reason=finish_reason,
-        version_min=version_min,
-        version_max=version_min,
-        text="",
+        sequences=(
+            TokenSequence(
+                token_ids=(1,) + (2,) * length,
+                mask=(False,) + (True,) * length,
+                logprobs=(0.0,) + (-1.0,) * length,
+                finish_reason=finish_reason,
+                version_min=version_min,
+                version_max=version_min,
+                turns=turns,
+            ),
+        ),
     )
 
 
@@ -91,9 +94,9 @@ def test_rollouts_within_the_bound_on_staleness_are_no_cause_for_alarm() -> None
 
 def test_turns_are_counted_where_there_are_several_and_an_episode_without_any_has_no_version() -> None:
     rollouts = (
-        dataclasses.replace(rollout(2, "stop", 5), turns=3),
+        rollout(2, "stop", 5, turns=3),
         rollout(2, "stop", 5),
-        dataclasses.replace(rollout(0, "stop", 0), turns=0),
+        rollout(0, "stop", 0, turns=0),
     )
     group = Group(id="g", rollouts=rollouts, scores=(Score(total=1.0),) * 3)
     assert rollout_metrics([group])["rollout/turns_mean"] == pytest.approx(4 / 3)
@@ -101,8 +104,9 @@ def test_turns_are_counted_where_there_are_several_and_an_episode_without_any_ha
 
 
 def test_an_episode_of_several_sequences_is_one_with_all_their_tokens_and_turns() -> None:
-    others = (dataclasses.replace(rollout(5, "stop", 3), turns=2), rollout(1, "length", 4))
-    rollouts = (dataclasses.replace(rollout(2, "stop", 5), others=others), rollout(4, "stop", 5))
+    episode = (rollout(5, "stop", 3, turns=2), rollout(1, "length", 4), rollout(2, "stop", 5))
+    joined = dataclasses.replace(episode[0], sequences=tuple(one.sequences[0] for one in episode))
+    rollouts = (joined, rollout(4, "stop", 5))
     group = Group(id="g", rollouts=rollouts, scores=(Score(total=1.0),) * 2)
     metrics = rollout_metrics([group]) | staleness_metrics([group], version=5, bound=2)
     wanted = {"tokens": 12.0, "length_mean": 6.0, "length_stopped": 6.0, "turns_mean": 2.5, "sequences_mean": 2.0}

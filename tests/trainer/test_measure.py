@@ -4,22 +4,11 @@ import torch
 
 from hocket.trainer import measure
 from hocket.trainer.batching import TrainBatch, pack
-from hocket.types import Measured, Prompt, Rollout
+from hocket.types import Measured, TokenSequence
 
 
-def make_rollout(token_ids: tuple[int, ...], mask: tuple[bool, ...]) -> Rollout:
-    return Rollout(
-        id="r",
-        group_id="g",
-        prompt=Prompt(id="p", token_ids=token_ids[:1]),
-        token_ids=token_ids,
-        mask=mask,
-        logprobs=tuple(-1.0 if m else 0.0 for m in mask),
-        finish_reason="stop",
-        version_min=0,
-        version_max=0,
-        text="",
-    )
+def make_rollout(token_ids: tuple[int, ...], mask: tuple[bool, ...]) -> TokenSequence:
+    return TokenSequence(token_ids=token_ids, mask=mask, logprobs=tuple(-1.0 if m else 0.0 for m in mask))
 
 
 def columns_of(batches: list[TrainBatch]) -> dict[str, list[torch.Tensor]]:

@@ -19,7 +19,7 @@ from hocket.trainer.memory import GIB, Estimate, Model, estimate, largest_micro_
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 CPU = torch.device("cpu")
@@ -49,9 +49,11 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
 def samples(num_positions: int) -> list[TrainSample]:
     length = 65
     one = TrainSample(
-        token_ids=tuple(range(length)),
-        mask=(True,) * length,
-        rollout_logprobs=(-3.0,) * length,
+        sequence=TokenSequence(
+            token_ids=tuple(range(length)),
+            mask=(True,) * length,
+            logprobs=(-3.0,) * length,
+        ),
         advantages=(1.0,) * length,
     )
     return [one] * (num_positions // 64)

@@ -229,10 +229,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "rollout/tokens": float(sum(lengths)),
     }
-    turns = [sum(sequence.turns for sequence in rollout.sequences) for rollout in rollouts]
+    turns = [rollout.turns for rollout in rollouts]
     if max(turns) > 1:
         metrics["rollout/turns_mean"] = statistics.fmean(turns)
-    if any(rollout.others for rollout in rollouts):
+    if any(len(rollout.sequences) > 1 for rollout in rollouts):
         metrics["rollout/sequences_mean"] = statistics.fmean(len(rollout.sequences) for rollout in rollouts)
     if stopped := [rollout.num_sampled for rollout in rollouts if rollout.finish_reason == "stop"]:
         metrics["rollout/length_stopped"] = statistics.fmean(stopped)

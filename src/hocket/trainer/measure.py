@@ -9,20 +9,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from hocket.trainer.batching import TrainBatch
-from hocket.types import Rollout, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 
-def samples_of(rollouts: Sequence[Rollout]) -> tuple[TrainSample, ...]:
-    """Returns the rollouts as they are packed: with nothing to learn from yet."""
-    return tuple(
-        TrainSample(
-            token_ids=rollout.token_ids,
-            mask=rollout.mask,
-            rollout_logprobs=rollout.logprobs,
-            advantages=(0.0,) * len(rollout.token_ids),
-        )
-        for rollout in rollouts
-    )
+def samples_of(sequences: Sequence[TokenSequence]) -> tuple[TrainSample, ...]:
+    """Returns the sequences as they are packed: with nothing to learn from yet."""
+    return tuple(TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in sequences)
 
 
 def unpack(

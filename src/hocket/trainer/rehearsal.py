@@ -19,7 +19,7 @@ from hocket.trainer.engine import DeepSpeedEngine, default_zero_stage
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.update import ShareOfLoss
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 LENGTH = 32
 """Positions of each made-up sequence."""
@@ -97,9 +97,7 @@ def _rehearse(engine: DeepSpeedEngine, loss_of: ShareOfLoss, device: torch.devic
     """Runs forward and backward of made-up sequences; a gradient that is not finite changes nothing."""
     zeros = (0.0,) * (LENGTH + 1)
     sample = TrainSample(
-        token_ids=(0,) * (LENGTH + 1),
-        mask=(True,) * (LENGTH + 1),
-        rollout_logprobs=zeros,
+        sequence=TokenSequence(token_ids=(0,) * (LENGTH + 1), mask=(True,) * (LENGTH + 1), logprobs=zeros),
         advantages=zeros,
         ref_logprobs=zeros,
     )

@@ -21,7 +21,7 @@ from hocket.trainer.batching import check_fits, num_positions
 from hocket.trainer.checkpoint import SavedTensors
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.work import BatchLoss, Sink, Work
-from hocket.types import Measured, Rollout, StepStats, TrainSample
+from hocket.types import Measured, StepStats, TokenSequence, TrainSample
 
 
 class Trainer:
@@ -132,24 +132,24 @@ class Trainer:
         result: StepStats = stats
         return result
 
-    def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
-        """Returns what the algorithm has to know of each rollout before the step, in their order; [] where nothing.
+    def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
+        """Returns what the algorithm has to know of each sequence before the step, in their order; [] where nothing.
 
-        A rollout that the algorithm makes no use of is not computed: nothing is known of it.
+        A sequence that the algorithm makes no use of is not computed: nothing is known of it.
 
         Raises:
-            TrainerError: a rollout is too long for a micro-batch.
+            TrainerError: a sequence is too long for a micro-batch.
         """
-        if not rollouts or not self.work.measures:
+        if not sequences or not self.work.measures:
             return []
-        used = [index for index, rollout in enumerate(rollouts) if is_measured(rollout, self._algorithm)]
+        used = [index for index, sequence in enumerate(sequences) if is_measured(sequence, self._algorithm)]
         if not used:
-            return [Measured()] * len(rollouts)
-        samples = measure.samples_of([rollouts[index] for index in used])
+            return [Measured()] * len(sequences)
+        samples = measure.samples_of([sequences[index] for index in used])
         check_fits(samples, self.work.micro_batch_tokens)
         measured: dict[int, Measured] = self._together("measure", samples)
         places = {index: place for place, index in enumerate(used)}
-        return [measured[places[index]] if index in places else Measured() for index in range(len(rollouts))]
+        return [measured[places[index]] if index in places else Measured() for index in range(len(sequences))]
 
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
         """Returns the mean absolute difference of the engine's log-probs and the trainer's, over the sampled tokens."""
