@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hocket import manifest
-from hocket.algorithm.losses import LossConfig, LossOutput, effective_sample_size, policy_loss
+from hocket.algorithm.diagnostics import effective_sample_size
+from hocket.algorithm.losses import LossOutput, policy_loss
 from hocket.config import Config, ModelConfig
 from hocket.manifest import dtype_name
 from hocket.protocol import TensorSpec
@@ -43,7 +44,7 @@ EXPORT_BYTES = 64 << 20
 
 def configured_loss(config: Config) -> BatchLoss:
     """Returns the configured policy loss as a function of a batch."""
-    settings = LossConfig.of(config)
+    settings = config.algorithm.loss(config.rollout.max_tokens)
 
     def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
         return policy_loss(
