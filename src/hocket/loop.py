@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import informative, outcome, train_samples
+from hocket.algorithm.samples import Shaped, fate, pass_rate_metrics, shape, signal_metrics, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data.stream import EXHAUSTED, PromptStream
@@ -29,7 +29,7 @@ from hocket.sync.base import WeightSync
 from hocket.sync.turns import Turns
 from hocket.system import run_in_thread
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group, Prompt
+from hocket.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,11 @@ class Run:
                 last = step == config.trainer.steps or not batch.groups
                 self.folder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
                 refuse_failing(batch.groups, config.rewards.max_error_rate)
-                kept, signal = informative(batch.groups, config)
-                metrics |= batch.metrics | signal | rollout_metrics(batch.groups)
+                shaped = [shape(group, config.algorithm, config.rollout.max_tokens) for group in batch.groups]
+                kept = [group for group in shaped if group.reason is None]
+                metrics |= batch.metrics | signal_metrics(shaped) | rollout_metrics(batch.groups)
+                if config.uses_pass_rates:
+                    metrics |= pass_rate_metrics(batch.groups, config.pass_reward)
                 if config.pipeline.replay is None:
                     bound = config.pipeline.max_staleness
                     metrics |= staleness_metrics(batch.groups, version=sync.version, bound=bound)
@@ -103,10 +106,11 @@ class Run:
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or last:
                     metrics |= await self._evaluate(step)
             metrics |= step_metrics(metrics)
-            for group in batch.groups:
+            skipped = metrics.get("train/skipped", 0.0) > 0
+            for group, after in zip(batch.groups, shaped, strict=True):
                 if group.draw is not None:  # a replay draws nothing
-                    fate = outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0)
-                    self.stream.settle(group.draw, fate)
+                    outcome = fate(group, after.reason, reward=config.pass_reward, skipped=skipped)
+                    self.stream.settle(group.draw, outcome)
             entries = () if config.pipeline.replay is not None else self.stream.entries()
             self.folder.finish(step, metrics, entries)  # 8 records      observe/run_folder.py
             self.checkpoints.complete(step, metrics)
@@ -118,16 +122,18 @@ class Run:
         sync.save()
         return self.folder.summary(seed=config.trainer.seed, final_version=sync.version)
 
-    async def _learn(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    async def _learn(self, step: int, groups: Sequence[Shaped]) -> dict[str, float]:
         """Trains on the groups, publishes the new weights and returns what was measured on the way."""
         metrics: dict[str, float] = {}
         self.console.progress(step, "training")
         if self.turns is not None:
             metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
         with timed(metrics, "time/measure"):
-            sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
+            sequences = [one for group in groups for rollout in group.group.rollouts for one in rollout.sequences]
             measured = await run_in_thread(self.trainer.measure, sequences)
-        samples, shaping = train_samples(groups, measured, self.config, self.kl.coef)  # 4 advantages   algorithm/
+        samples, shaping = train_samples(
+            groups, measured, self.config.algorithm, self.kl.coef
+        )  # 4 advantages   algorithm/
         self.kl.update(shaping.get("rollout/kl"), len(samples))
         keep = self.folder.skipped(step)
         stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
