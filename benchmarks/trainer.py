@@ -43,13 +43,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hocket import config as configs
-from hocket.algorithm.losses import LossOutput
+from hocket.algorithm.losses import LossConfig, LossOutput
 from hocket.trainer.batching import TrainBatch, num_positions, pack
 from hocket.trainer.flops import model_flops, peak_flops, step_flops
 from hocket.trainer.logprobs import token_logprobs
+from hocket.trainer.models import configured_loss
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.trainer import Trainer
-from hocket.trainer.work import configured_loss
 from hocket.types import TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,7 +122,7 @@ class Loop:
     def __init__(self, model: nn.Module, config: configs.Config) -> None:
         self.model = model.to(DEVICE)
         self.config = config
-        self.loss = configured_loss(config)
+        self.loss = configured_loss(LossConfig.of(config))
         self.dtype = getattr(torch, config.model.dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
 
@@ -227,7 +227,7 @@ def phases(config: configs.Config, samples: Sequence[TrainSample]) -> dict[str, 
 
         return wrapper
 
-    engine: Any = trainer.work.engine
+    engine: Any = trainer.engine
     for name in ("forward", "backward", "step"):
         setattr(engine, name, timed(name, getattr(engine, name)))
     start = now()

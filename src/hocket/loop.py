@@ -4,7 +4,6 @@ Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Ea
 read next.
 """
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,19 +66,6 @@ class Run:
 
         Where every prompt is retired before, the step that finds none is the last; it only saves and evaluates.
         """
-        tasks = asyncio.create_task(self._beat()), asyncio.create_task(self._train())
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            heart, work = tasks
-            if heart.done():
-                heart.result()  # the other ranks are lost
-            return work.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _train(self) -> dict[str, Any]:
         config, sync = self.config, self.sync
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
         if not self.folder.history:
@@ -164,13 +150,6 @@ class Run:
             )
         self.folder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured
-
-    async def _beat(self) -> None:
-        """Tells the other ranks again and again that rank 0 is well: they wait only so long for the next work."""
-        while True:
-            await asyncio.sleep(self.config.trainer.collective_timeout_s / 4)
-            async with self.sync.training():
-                await run_in_thread(self.trainer.beat)
 
 
 @contextmanager
