@@ -29,11 +29,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from hocket import config as configs
-from hocket import transfer
+from hocket import weight_group
 from hocket.client import ServerClient
 from hocket.errors import HocketError
 from hocket.sync.delivery import Delivery
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
@@ -91,16 +91,16 @@ def receive(port: int, sizes: Sequence[int], rounds: int) -> None:
     """The other end of the bare broadcast."""
     import torch
 
-    group = join(transfer.find_store("127.0.0.1", port, 60), rank=1)
+    group = join(weight_group.find_store("127.0.0.1", port, 60), rank=1)
     for _ in range(rounds):
         for size in sizes:
             group.broadcast(torch.empty(size, dtype=torch.uint8))
 
 
-def join(store: Any, rank: int) -> transfer.WeightGroup:
+def join(store: Any, rank: int) -> weight_group.WeightGroup:
     import torch
 
-    return transfer.WeightGroup(
+    return weight_group.WeightGroup(
         store,
         name="floor",
         rank=rank,
@@ -120,7 +120,7 @@ class Floors:
 
         self._url, self._folder, self._model = url, folder, model
         self._buckets = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
-        store = transfer.make_store("127.0.0.1", 60)
+        store = weight_group.make_store("127.0.0.1", 60)
         arguments = (store.port, sizes, ROUNDS + 1)
         self._peer = multiprocessing.get_context("spawn").Process(target=receive, args=arguments, daemon=True)
         self._peer.start()
@@ -220,7 +220,14 @@ def sample(seed: int) -> TrainSample:
     """A sequence that gives the step a gradient everywhere."""
     ids = tuple(random.Random(seed).choices(range(32_000), k=64))
     mask = (False,) * 8 + (True,) * 56
-    return TrainSample(token_ids=ids, mask=mask, rollout_logprobs=(-10.0,) * 64, advantages=(0.0,) * 8 + (1.0,) * 56)
+    return TrainSample(
+        sequence=TokenSequence(
+            token_ids=ids,
+            mask=mask,
+            logprobs=(-10.0,) * 64,
+        ),
+        advantages=(0.0,) * 8 + (1.0,) * 56,
+    )
 
 
 def report(name: str, rows: Sequence[dict[str, float]], ratios: dict[str, Callable[[dict[str, float]], float]]) -> None:
@@ -256,7 +263,7 @@ def run(folder: Path, overrides: Sequence[str]) -> None:
     with server(full, configs.load(None, full).own_url):
         transports = {"disk": (), "collective": ("sync.backend=nccl",), "delta": ("sync.delta=true",)}
         bench = Bench(full, transports)
-        sizes = [transfer.num_bytes(bucket) for bucket in bench.trainer.layout(32 << 20)]
+        sizes = [weight_group.num_bytes(bucket) for bucket in bench.trainer.layout(32 << 20)]
         floors = Floors(configs.load(None, full).own_url, folder, model, sizes)
         rows = asyncio.run(bench.rounds(["collective", "disk"], floors))
         rows |= asyncio.run(bench.rounds(["delta"]))  # alone: each one changes the version before

@@ -10,8 +10,7 @@ import pytest
 
 from hocket.client import ServerClient
 from hocket.errors import ServerError
-from hocket.protocol import DiskSource, GroupRequest, ReloadRequest
-from hocket.types import Completion, SamplingParams, Toolbox, ToolCall
+from hocket.protocol import Completion, DiskSource, GroupRequest, ReloadRequest, SamplingParams, Toolbox, ToolCall
 
 HEALTH = {
     "status": "ready",
@@ -126,9 +125,9 @@ async def test_seeds_and_the_session_go_with_the_request() -> None:
         return httpx.Response(200, content=lines({"prompt": 0, "index": 0, "completion": COMPLETION}, END))
 
     async with client(handler) as server:
-        await generate(server, seeds=[11], session="s1")
+        await generate(server, seeds=[[11]], session="s1")
         await generate(server)
-    assert [(body["seeds"], body["session"]) for body in seen] == [([11], "s1"), (None, None)]
+    assert [(body["seeds"], body["session"]) for body in seen] == [([[11]], "s1"), (None, None)]
 
 
 async def test_tools_go_with_the_request_and_calls_come_back() -> None:
@@ -142,7 +141,7 @@ async def test_tools_go_with_the_request_and_calls_come_back() -> None:
         return httpx.Response(200, content=lines({"prompt": 0, "index": 0, "completion": done}, END))
 
     async with client(handler) as server:
-        ((_, _, completion),) = await generate(server, tools=Toolbox(parser="hermes", schemas=(schema,)))
+        ((_, _, completion),) = await generate(server, tools=Toolbox(parser="hermes", tools=(schema,)))
     assert completion.tool_calls == (ToolCall(name="f", arguments='{"x": 1}'),)
     assert seen[0]["tools"] == {"parser": "hermes", "tools": [schema]}
 

@@ -13,9 +13,9 @@ SOURCE = ROOT / "src"
 LAYERS = (  # a module imports from layers above its own line, and from its own package
     {"errors", "types", "system", "presets"},
     {"registry", "config", "protocol", "installer"},
-    {"manifest", "tokenizer", "bootstrap"},
-    {"transfer", "delta"},
-    {"algorithm", "rewards", "envs", "data", "observe", "doctor"},
+    {"manifest", "tokenizer", "bootstrap", "data"},
+    {"weight_group", "delta"},
+    {"algorithm", "rewards", "envs", "observe", "doctor"},
     {"client"},
     {"members"},
     {"pool"},

@@ -18,8 +18,9 @@ from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.pipeline import Pipeline
-from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
+from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -66,20 +67,20 @@ class World:
                 )
 
     async def score(self, rollout: Rollout) -> Score:
-        what, step, *_ = rollout.group_id.replace("/", " ").split()
+        what, step, *_ = rollout.id.replace("/", " ").split()
         await asyncio.sleep(self.score_s)
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
         return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
 
-    def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
+    def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
         if self.reference is None:
             return []
-        self.diary.append(("measure", len(rollouts)))
-        return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in rollouts]
+        self.diary.append(("measure", len(sequences)))
+        return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in sequences]
 
     def step(self, samples: Sequence[TrainSample], *, keep: Path) -> StepStats:
         self.keep.append(keep)
-        self.diary.append(("train", len(samples), sorted({sample.version_min for sample in samples})))
+        self.diary.append(("train", len(samples), sorted({sample.sequence.version_min for sample in samples})))
         return StepStats(
             loss=0.5,
             grad_norm=1.0,
@@ -268,11 +269,9 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
 async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Path) -> None:
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1", held_out=0, score_s=0.3)
     (first, step) = metrics
-    shares = {name: value for name, value in step.items() if name.startswith("share/")}
-    assert "share/other" not in first
-    assert sum(shares.values()) == pytest.approx(1)
+    assert "time/step" not in first
     assert step["time/generate"] < 0.3 <= step["time/reward"]  # the scores are waited for when all tokens are there
-    assert step["share/reward"] == pytest.approx(step["time/reward"] / step["time/step"])
+    assert step["pipeline/wait_for_rewards"] == pytest.approx(step["time/reward"] / step["time/step"])
     assert step["step/tokens_per_s"] == pytest.approx(8 / step["time/step"])
     assert world.keep == [tmp_path / "runs/a/skipped/step_000001.json"]
 

@@ -7,13 +7,13 @@ import pytest
 
 from hocket.protocol import (
     CollectiveSource,
-    CompletionMessage,
+    Completion,
     DiskSource,
     GenerateRequest,
     GenerateResponse,
     Manifest,
     ReloadRequest,
-    Sampling,
+    SamplingParams,
     StreamEnd,
     StreamLine,
 )
@@ -54,8 +54,9 @@ def test_prompts_may_be_text_tokens_or_messages_and_stay_what_they_are() -> None
         {"prompts": ["a"], "sampling": {"stop": [""]}},
         {"prompts": ["a"], "sampling": {"seed": 2**63}},
         {"prompts": ["a"], "sampling": {"presence_penalty": 1.0}},
-        {"prompts": ["a"], "seeds": [-1]},
-        {"prompts": ["a"], "seeds": 3},
+        {"prompts": ["a"], "seeds": [[-1]]},
+        {"prompts": ["a"], "seeds": [[]]},
+        {"prompts": ["a"], "seeds": [3]},
         {"prompts": ["a"], "session": 3},
     ],
 )
@@ -70,21 +71,21 @@ def test_json_has_no_nan_either() -> None:
 
 
 def test_sampling_is_by_default_from_the_policy_itself() -> None:
-    assert (Sampling().temperature, Sampling().top_p, Sampling().top_k) == (1.0, 1.0, -1)
+    assert (SamplingParams().temperature, SamplingParams().top_p, SamplingParams().top_k) == (1.0, 1.0, -1)
 
 
 def test_an_answer_survives_the_wire() -> None:
     answer = GenerateResponse.model_validate_json(
         json.dumps({"version": 3, "model": "tiny", "completions": [[COMPLETION]]})
     )
-    assert answer.completions[0][0].versions == [(3, 0, 2)]
+    assert answer.completions[0][0].versions == ((3, 0, 2),)
     assert GenerateResponse.model_validate_json(answer.model_dump_json()) == answer
 
 
 @pytest.mark.parametrize("change", [{"finish_reason": "eos"}, {"logprobs": [float("nan"), 0.0]}, {"extra": 1}])
 def test_a_malformed_completion_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(pydantic.ValidationError):
-        CompletionMessage.model_validate_json(json.dumps({**COMPLETION, **change}))
+        Completion.model_validate_json(json.dumps({**COMPLETION, **change}))
 
 
 def test_the_last_line_of_a_stream_is_told_from_the_others() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -146,13 +147,13 @@ def _sft(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     config, _ = read_settings(args.settings)
     from hocket.client import ServerClient
-    from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, Sampling
+    from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, SamplingParams
 
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
     inputs: list[PromptInput] = [p if args.text else [{"role": "user", "content": p}] for p in prompts]
-    sampling = Sampling(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
+    sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
     try:
         request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n)
     except ValidationError as error:
@@ -213,10 +214,10 @@ def _ledger(args: argparse.Namespace) -> int:
     accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
     if args.json:
         for account in accounts:
-            print(json.dumps(account.as_dict()))
+            print(json.dumps(dataclasses.asdict(account)))
     else:
         print(ledger.table(accounts))
-    return 0 if all(account.balanced for account in accounts) else 1
+    return 1 if any(account.problems for account in accounts) else 0
 
 
 def _config(args: argparse.Namespace) -> int:

@@ -16,7 +16,8 @@ import pydantic
 from hocket.errors import ServerError
 from hocket.manifest import ADAPTER_FILE, COMPLETE_FILE, MANIFEST_FILE
 from hocket.protocol import (
-    CompletionMessage,
+    AgentRecord,
+    Completion,
     ErrorBody,
     ErrorResponse,
     GenerateRequest,
@@ -26,20 +27,18 @@ from hocket.protocol import (
     Health,
     ReloadRequest,
     ReloadResponse,
-    Sampling,
-    SessionRecord,
+    SamplingParams,
     SessionRequest,
     SessionResponse,
     SleepRequest,
     SleepResponse,
     StreamEnd,
     StreamLine,
-    ToolParsing,
+    Toolbox,
     UploadResponse,
     WakeRequest,
 )
 from hocket.system import run_in_thread
-from hocket.types import AgentCall, AgentRecord, Completion, SamplingParams, Toolbox, ToolCall
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -106,7 +105,7 @@ class ServerClient:
         *,
         n: int = 1,
         timeout_s: float,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
         session: str | None = None,
         tools: Toolbox | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
@@ -114,9 +113,9 @@ class ServerClient:
 
         Args:
             prompts: token ids of each prompt.
-            n: completions per prompt.
+            n: completions per prompt; without seeds.
             timeout_s: deadline for the whole answer.
-            seeds: one per prompt, instead of sampling.seed.
+            seeds: of each prompt, one per completion, instead of n and sampling.seed.
             session: the server must not have been started again since it had this one.
             tools: calls of these are looked for in the completions.
 
@@ -125,14 +124,14 @@ class ServerClient:
         """
         body = GenerateRequest(
             prompts=[list(ids) for ids in prompts],
-            sampling=_message(sampling),
+            sampling=sampling,
             n=n,
             stream=True,
-            seeds=None if seeds is None else list(seeds),
+            seeds=None if seeds is None else [list(mine) for mine in seeds],
             session=session,
-            tools=None if tools is None else ToolParsing(parser=tools.parser, tools=[dict(s) for s in tools.schemas]),
+            tools=tools,
         )
-        received = 0
+        received, expected = 0, len(prompts) * n if seeds is None else sum(map(len, seeds))
         async with (
             self._deadline(timeout_s, "/generate"),
             self._rollouts.stream("POST", "/generate", json=body.model_dump(mode="json")) as response,
@@ -145,15 +144,15 @@ class ServerClient:
                 if isinstance(item, StreamEnd):
                     if item.error is not None:
                         raise ServerError(f"{self.url}/generate broke off: {_said(item.error)}", code=item.error.code)
-                    if received != len(prompts) * n:
+                    if received != expected:
                         raise ServerError(
-                            f"{self.url}/generate ended with {received} of {len(prompts) * n} completions", code="cut"
+                            f"{self.url}/generate ended with {received} of {expected} completions", code="cut"
                         )
                     return
                 received += 1
-                yield item.prompt, item.index, _completion(item.completion)
+                yield item.prompt, item.index, item.completion
         raise ServerError(
-            f"{self.url}/generate was cut after {received} of {len(prompts) * n} completions; see the server's log",
+            f"{self.url}/generate was cut after {received} of {expected} completions; see the server's log",
             code="cut",
         )
 
@@ -170,7 +169,7 @@ class ServerClient:
             session: the server must not have been started again since it had this one.
             bounds: the other fields of a SessionRequest.
         """
-        request = SessionRequest(sampling=_message(sampling), session=session, **bounds)
+        request = SessionRequest(sampling=sampling, session=session, **bounds)
         return await self._post("/sessions", request, SessionResponse, timeout_s)
 
     def session_url(self, name: str) -> str:
@@ -180,15 +179,7 @@ class ServerClient:
     async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
         """Ends a session and returns what it has recorded."""
         async with self._deadline(timeout_s, "/sessions"):
-            record = self._parse(SessionRecord, await self._http.delete(f"/sessions/{name}"))
-        calls = (
-            AgentCall(
-                prompt_token_ids=tuple(call.prompt_token_ids),
-                completion=None if call.completion is None else _completion(call.completion),
-            )
-            for call in record.calls
-        )
-        return AgentRecord(calls=tuple(calls), cut_off=record.cut_off)
+            return self._parse(AgentRecord, await self._http.delete(f"/sessions/{name}"))
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         """Has the server take over a weight version and returns what it then holds."""
@@ -265,29 +256,6 @@ async def _chunks(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
         while chunk := await run_in_thread(file.read, CHUNK_BYTES):
             yield chunk
-
-
-def _message(sampling: SamplingParams) -> Sampling:
-    return Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=sampling.seed,
-    )
-
-
-def _completion(message: CompletionMessage) -> Completion:
-    return Completion(
-        token_ids=tuple(message.token_ids),
-        logprobs=tuple(message.logprobs),
-        finish_reason=message.finish_reason,
-        versions=tuple(message.versions),
-        text=message.text,
-        tool_calls=tuple(ToolCall(**call.model_dump()) for call in message.tool_calls),
-    )
 
 
 def _said(error: ErrorBody) -> str:

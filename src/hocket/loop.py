@@ -14,7 +14,7 @@ from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import informative, outcome, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
-from hocket.data import EXHAUSTED, PromptStream
+from hocket.data.stream import EXHAUSTED, PromptStream
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metrics, train_metrics
 from hocket.observe.run_folder import RunFolder
@@ -89,10 +89,11 @@ class Run:
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or last:
                     metrics |= await self._evaluate(step)
             metrics |= step_metrics(metrics)
-            if batch.draws:  # a replay draws nothing
-                for draw, group in zip(batch.draws, batch.groups, strict=True):
-                    self.stream.settle(draw, outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0))
-            entries = self.stream.entries() if batch.draws else ()
+            for group in batch.groups:
+                if group.draw is not None:  # a replay draws nothing
+                    fate = outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0)
+                    self.stream.settle(group.draw, fate)
+            entries = () if config.pipeline.replay is not None else self.stream.entries()
             self.folder.finish(step, metrics, entries)  # 8 records      observe/run_folder.py
             self.checkpoints.complete(step, metrics)
             self.console.step(step, metrics)

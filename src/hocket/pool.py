@@ -16,8 +16,7 @@ from typing import Any
 from hocket.client import HEALTH_TIMEOUT_S
 from hocket.errors import ServerError
 from hocket.members import POLL_S, Member, Members
-from hocket.protocol import SessionResponse
-from hocket.types import AgentRecord, Completion, SamplingParams, Toolbox
+from hocket.protocol import AgentRecord, Completion, SamplingParams, SessionResponse, Toolbox
 
 MAX_LOSSES = 3
 """A completion or an episode on which so many servers were lost is not played again: it may be what they die of."""
@@ -112,7 +111,7 @@ class ServerPool(Members):
         """
         if seeds is None and sampling.seed is not None:
             seeds = [sampling.seed + i * n for i in range(len(prompts))]
-        sampling = dataclasses.replace(sampling, seed=None)
+        sampling = sampling.model_copy(update={"seed": None})
         end = time.monotonic() + timeout_s
         work = _Work(prompts=prompts, sampling=sampling, n=n, end=end, seeds=seeds, tools=tools)
         waiting = [(i, j) for i in range(len(prompts)) for j in range(n)]
@@ -292,11 +291,14 @@ async def _ask(member: Member, pairs: Sequence[Pair], work: _Work) -> AsyncItera
     whole = len(pairs) == work.n * len(prompts) and work.n <= MAX_SAMPLES
     # What is left of a prompt need not be in a row: each is then asked for alone.
     asked = [(i, 0) for i in prompts] if whole else list(pairs)
-    seeds = None if work.seeds is None else [work.seed(i, j) or 0 for i, j in asked]
+    n = work.n if whole else 1
+    seeds = None
+    if work.seeds is not None:
+        seeds = [[work.seed(i, first + j) or 0 for j in range(n)] for i, first in asked]
     answers = member.server.generate(
         [work.prompts[i] for i, _ in asked],
         work.sampling,
-        n=work.n if whole else 1,
+        n=n if seeds is None else 1,
         timeout_s=max(0.0, work.end - time.monotonic()),
         seeds=seeds,
         session=member.session,

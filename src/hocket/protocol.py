@@ -3,12 +3,12 @@
 The server answers every error as {"error": {"code", "message", "hint"}}.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
 
-from hocket.types import FinishReason, InFlight
+from hocket.types import FinishReason, InFlight, VersionSpan
 
 TokenId = Annotated[int, Field(ge=0)]
 PromptInput = str | list[TokenId] | list[dict[str, Any]]
@@ -28,66 +28,65 @@ class Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Sampling(Strict):
-    """How to sample. The returned log-probs are of this very distribution, temperature included."""
+class SamplingParams(Strict):
+    """How to sample; temperature 0 is greedy. The returned log-probs are of this very distribution."""
 
     temperature: float = Field(1.0, ge=0.0, le=10.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(16, ge=1)
-    stop: list[Annotated[str, Field(min_length=1)]] = []
-    stop_token_ids: list[TokenId] = []
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     seed: Seed | None = None
 
 
-class ToolParsing(Strict):
-    """Has the server look for tool calls: `parser` is vLLM's name for how they are written ("hermes").
+class Toolbox(Strict):
+    """The functions that a model may call. The server looks for calls in the text; prompts are taken as they are."""
 
-    Each tool is a function as OpenAI's API describes one. Prompts are taken as they are: that they name the tools is
-    for the caller to see to.
-    """
-
-    parser: str = Field(min_length=1)
-    tools: list[dict[str, Any]] = Field(min_length=1)
+    parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
+    tools: tuple[dict[str, Any], ...] = Field(min_length=1)  # each as OpenAI's API describes a function
 
 
 class GenerateRequest(Strict):
     """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
 
-    `seeds` has one seed per prompt, so that a completion is the same whichever request carries its prompt: the j-th of
-    prompt i is sampled with seeds[i] + j, without it with sampling.seed + i·n + j. With `session` a server that was
-    started again since, and no longer holds the weights that the caller counts on, refuses.
+    With `seeds`, prompt i has one completion per seed in seeds[i], and a seed alone decides the random numbers of its
+    completion. Without them it has `n`, the j-th of which is sampled with sampling.seed + i·n + j. With `session` a
+    server that has restarted since, and lost the weights that the caller counts on, refuses.
     """
 
     prompts: list[PromptInput] = Field(min_length=1)
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     n: int = Field(1, ge=1)
     stream: bool = False
-    seeds: list[Seed] | None = None
+    seeds: list[Annotated[list[Seed], Field(min_length=1)]] | None = None
     session: str | None = None
-    tools: ToolParsing | None = None
+    tools: Toolbox | None = None
 
 
-class ToolCallMessage(Strict):
-    """A tool call in a completion; `arguments` is JSON as the model wrote it, `id` empty where it wrote none."""
+class ToolCall(Strict):
+    """A tool call that the model wrote."""
 
     name: str
-    arguments: str
-    id: str
+    arguments: str  # JSON as the model wrote it
+    id: str = ""  # empty where the model wrote none
 
 
-class CompletionMessage(Strict):
-    """One sampled completion; `versions` are spans [weight version, start, end] over its tokens.
+class Completion(Strict):
+    """One sampled completion. Raises ValueError unless it has one log-prob per token."""
 
-    `tool_calls` is there where the request has `tools`.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    text: str
+    token_ids: tuple[int, ...]  # the end-of-sequence token included
+    logprobs: tuple[float, ...]  # natural, under the distribution that the token was sampled from
+    text: str  # decoded without the stop token, for rewards and people
     finish_reason: FinishReason
-    versions: list[tuple[int, int, int]]
-    tool_calls: list[ToolCallMessage] = []
+    versions: tuple[VersionSpan, ...]  # [weight version, start, end] over the tokens
+    tool_calls: tuple[ToolCall, ...] = ()  # found in the text where the request has tools
+
+    @pydantic.model_validator(mode="after")
+    def _one_logprob_per_token(self) -> Self:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} token_ids need as many logprobs, got {len(self.logprobs)}")
+        return self
 
 
 class GenerateResponse(Strict):
@@ -95,7 +94,7 @@ class GenerateResponse(Strict):
 
     version: int
     model: str
-    completions: list[list[CompletionMessage]]
+    completions: list[list[Completion]]
 
 
 class StreamLine(Strict):
@@ -103,7 +102,7 @@ class StreamLine(Strict):
 
     prompt: int
     index: int
-    completion: CompletionMessage
+    completion: Completion
 
 
 class StreamEnd(Strict):
@@ -123,7 +122,7 @@ class SessionRequest(Strict):
     `session` is that of the server, as in a GenerateRequest.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     max_length: int = Field(ge=2)
     max_calls: int = Field(ge=1)
     idle_timeout_s: float = Field(gt=0)
@@ -141,22 +140,19 @@ class SessionResponse(Strict):
     model: str
 
 
-class RecordedCall(Strict):
-    """One call of an agent. There is no completion where it was broken off, failed, or has not ended."""
+class AgentCall(Strict):
+    """One call of an agent."""
 
-    prompt_token_ids: list[int]
-    seed: Seed | None
-    completion: CompletionMessage | None
+    prompt_token_ids: tuple[int, ...]
+    seed: Seed | None = None
+    completion: Completion | None  # None where it was broken off, failed, or has not ended
 
 
-class SessionRecord(Strict):
-    """Answer to GET and DELETE /sessions/ID: the calls in the order in which they began.
+class AgentRecord(Strict):
+    """Answer to GET and DELETE /sessions/ID: the calls in the order in which they began."""
 
-    `cut_off`: another one was refused, as it was one more than max_calls or its prompt longer than max_length.
-    """
-
-    calls: list[RecordedCall]
-    cut_off: bool
+    calls: tuple[AgentCall, ...]
+    cut_off: bool  # true if a further call was refused: more than max_calls, or a prompt longer than max_length
 
 
 class DiskSource(Strict):
@@ -189,7 +185,7 @@ class TensorLayout(Strict):
 
 
 class CollectiveSource(Strict):
-    """A version that comes through the weight group `session`, bucket after bucket (hocket.transfer).
+    """A version that comes through the weight group `session`, bucket after bucket (hocket.weight_group).
 
     `turn` counts the transfers of the group, so that both ends know which one they are waiting for. With `adapter` the
     tensors are those of an adapter.

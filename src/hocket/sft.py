@@ -21,7 +21,7 @@ from hocket.observe.metrics import train_metrics
 from hocket.observe.run_folder import RunFolder
 from hocket.trainer.checkpoint import SavedTensors
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,9 +114,11 @@ def demonstration(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tra
     """Returns the row as a sample in which only the response is trained."""
     length = len(prompt_ids) + len(response_ids)
     return TrainSample(
-        token_ids=(*prompt_ids, *response_ids),
-        mask=tuple(index >= len(prompt_ids) for index in range(length)),
-        rollout_logprobs=(0.0,) * length,
+        sequence=TokenSequence(
+            token_ids=(*prompt_ids, *response_ids),
+            mask=tuple(index >= len(prompt_ids) for index in range(length)),
+            logprobs=(0.0,) * length,
+        ),
         advantages=(0.0,) * length,
     )
 
@@ -133,7 +135,7 @@ class Demonstrations:
     def __init__(self, samples: Sequence[TrainSample]) -> None:
         digest = hashlib.sha256()
         for sample in samples:
-            digest.update(f"{sample.token_ids}\n{sample.mask}\n".encode())
+            digest.update(f"{sample.sequence.token_ids}\n{sample.sequence.mask}\n".encode())
         self._state = {"num_samples": len(samples), "fingerprint": digest.hexdigest()[:16]}
 
     def state(self) -> dict[str, Any]:

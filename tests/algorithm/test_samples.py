@@ -6,7 +6,8 @@ import pytest
 from hocket import config as config_module
 from hocket.algorithm.samples import informative, is_measured, outcome, overlong_penalty, silence, train_samples
 from hocket.config import Config
-from hocket.types import FinishReason, Group, Measured, Outcome, Prompt, Rollout, Score, TrainSample
+from hocket.data.stream import Outcome
+from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 
 def settings(*overrides: str) -> Config:
@@ -19,16 +20,24 @@ def make_rollout(
     """A prompt of two tokens, then one per log-prob; None is a token that the policy did not sample."""
     return Rollout(
         id=name,
-        group_id=name,
         prompt=Prompt(id=name, token_ids=(1, 2)),
-        token_ids=(1, 2, *(first + i for i in range(len(logprobs)))),
-        mask=(False, False, *(logprob is not None for logprob in logprobs)),
-        logprobs=(0.0, 0.0, *(logprob or 0.0 for logprob in logprobs)),
-        finish_reason=finish_reason,
-        version_min=3,
-        version_max=4,
-        text="x",
+        sequences=(
+            TokenSequence(
+                token_ids=(1, 2, *(first + i for i in range(len(logprobs)))),
+                mask=(False, False, *(logprob is not None for logprob in logprobs)),
+                logprobs=(0.0, 0.0, *(logprob or 0.0 for logprob in logprobs)),
+                finish_reason=finish_reason,
+                version_min=3,
+                version_max=4,
+                text="x",
+            ),
+        ),
     )
+
+
+def joined(*episodes: Rollout) -> Rollout:
+    """One episode with the sequences of them all; its name is the last one's."""
+    return dataclasses.replace(episodes[-1], sequences=tuple(one.sequences[0] for one in episodes))
 
 
 def score(reward: float | None) -> Score:
@@ -53,11 +62,11 @@ def test_each_rollout_gets_its_group_normalised_advantage() -> None:
     # mean 0.5, unbiased deviation of (0, 0, 1, 1) = sqrt(4 * 0.25 / 3) = 0.57735; 0.5 / 0.57735 = 0.866025
     samples, shaping = train_samples([group("a", [0.0, 0.0, 1.0, 1.0])], [], Config(), 0.0)
     assert last_advantages(samples) == pytest.approx([-0.866025, -0.866025, 0.866025, 0.866025], abs=1e-5)
-    assert [s.token_ids[-1] for s in samples] == [10, 11, 12, 13]
+    assert [s.sequence.token_ids[-1] for s in samples] == [10, 11, 12, 13]
     assert samples[0].advantages[:2] == (0.0, 0.0)
-    assert samples[0].mask == (False, False, True)
-    assert samples[0].rollout_logprobs == (0.0, 0.0, -0.5)
-    assert samples[0].version_min == 3
+    assert samples[0].sequence.mask == (False, False, True)
+    assert samples[0].sequence.logprobs == (0.0, 0.0, -0.5)
+    assert samples[0].sequence.version_min == 3
     assert (samples[0].ref_logprobs, samples[0].values, samples[0].returns) == ((), (), ())
     assert shaping == {}
 
@@ -171,13 +180,13 @@ def test_the_kl_of_all_tokens_of_a_rollout_is_taken_from_its_reward_before_it_is
 def test_a_rollout_without_a_score_is_left_out_of_samples_and_mean() -> None:
     # scored rewards 0 and 1: mean 0.5, deviation sqrt(0.5) = 0.707107
     samples, _ = train_samples([group("a", [0.0, None, math.nan, 1.0])], [], Config(), 0.0)
-    assert [s.token_ids[-1] for s in samples] == [10, 13]
+    assert [s.sequence.token_ids[-1] for s in samples] == [10, 13]
     assert last_advantages(samples) == pytest.approx([-0.707106, 0.707106], abs=1e-5)
 
 
 def test_only_scored_rollouts_of_a_group_are_kept() -> None:
     kept, _ = informative([group("a", [0.0, None, math.nan, 1.0])], Config())
-    assert [[r.token_ids[-1] for r in g.rollouts] for g in kept] == [[10, 13]]
+    assert [[r.sequences[0].token_ids[-1] for r in g.rollouts] for g in kept] == [[10, 13]]
     assert [[s.total for s in g.scores] for g in kept] == [[0.0, 1.0]]
 
 
@@ -307,7 +316,7 @@ def test_what_models_say_is_asked_for_only_where_something_depends_on_it(
     overrides: tuple[str, ...], measured: tuple[bool, ...]
 ) -> None:
     rollouts = make_rollout(-1.0), make_rollout(-1.0, finish_reason="length"), make_rollout(None)
-    assert tuple(is_measured(r, settings(*overrides).algorithm) for r in rollouts) == measured
+    assert tuple(is_measured(r.sequences[0], settings(*overrides).algorithm) for r in rollouts) == measured
 
 
 def test_a_masked_rollout_of_which_nothing_is_known_is_passed_over() -> None:
@@ -330,7 +339,7 @@ def test_only_tokens_of_the_highest_entropy_keep_their_advantage() -> None:
     samples, _ = train_samples([of_rollouts(*rollouts, rewards=[1.0, 0.0])], measured, config, 0.0)
     assert samples[0].advantages == (0.0, 0.0, 0.0, 0.0, 0.5, 0.0)
     assert samples[1].advantages == (0.0, 0.0, -0.5, 0.0)
-    assert samples[0].mask == rollouts[0].mask  # the denominators count them all
+    assert samples[0].sequence.mask == rollouts[0].sequences[0].mask  # the denominators count them all
 
 
 def test_advantages_do_not_depend_on_the_order_of_groups() -> None:
@@ -344,21 +353,21 @@ def test_an_episode_of_several_sequences_counts_once_and_all_of_them_are_trained
     # Rewards 1, 0, 0: mean 1/3, unbiased deviation sqrt(((2/3)² + 2 · (1/3)²) / 2) = 0.57735; 2/3 / 0.57735 = 1.154701.
     # Were each sequence an episode of its own, the mean would be 3/5.
     other, third = make_rollout(-0.1, -0.2, name="x"), make_rollout(-0.3, None, -0.4, name="y", finish_reason="length")
-    several = dataclasses.replace(make_rollout(-0.5, name="z"), others=(other, third))
+    several = joined(other, third, make_rollout(-0.5, name="z"))
     groups = [of_rollouts(several, make_rollout(-0.5), make_rollout(-0.5), rewards=[1.0, 0.0, 0.0])]
     assert informative(groups, Config())[0] == groups
     samples, _ = train_samples(groups, [], Config(), 0.0)
-    assert [sample.id for sample in samples] == ["x", "y", "z", "a", "a"]
+    assert [sample.id for sample in samples] == ["z.0", "z.1", "z", "a", "a"]
     assert last_advantages(samples) == pytest.approx([1.154701] * 3 + [-0.577350] * 2, abs=1e-5)
-    assert samples[1].mask == (False, False, True, False, True)
+    assert samples[1].sequence.mask == (False, False, True, False, True)
     assert samples[1].advantages == pytest.approx((0.0, 0.0, 1.154701, 0.0, 1.154701), abs=1e-5)
     cut, _ = train_samples(groups, [], settings("mask_truncated=true"), 0.0)
-    assert [sample.id for sample in cut] == ["x", "z", "a", "a"]
+    assert [sample.id for sample in cut] == ["z.0", "z", "a", "a"]
 
 
 def test_a_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None:
     config = settings("kl=k1", "kl_in=reward", "kl_coef=0.5", "scale=none")
-    several = dataclasses.replace(make_rollout(-0.5), others=(make_rollout(-0.5, name="x"),))
+    several = joined(make_rollout(-0.5), make_rollout(-0.5))
     groups = [of_rollouts(several, make_rollout(-0.5, name="b"), rewards=[1.0, 1.0])]
     # x = −0.5 − ref = 1 and 3 in the first episode, 1 in the second: rewards 1 − 0.5 · 4 = −1 and 0.5; mean −0.25
     measured = [Measured(ref_logprobs=(0.0, 0.0, ref)) for ref in (-1.5, -3.5, -1.5)]
@@ -369,6 +378,6 @@ def test_a_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None
 
 
 def test_the_longest_turn_of_an_episode_may_be_in_any_of_its_sequences() -> None:
-    several = dataclasses.replace(make_rollout(-0.5), others=(make_rollout(*[-0.5] * 90, None, *[-0.5] * 30),))
+    several = joined(make_rollout(*[-0.5] * 90, None, *[-0.5] * 30), make_rollout(-0.5))
     config = config_module.load(None, ["algorithm.overlong_share=0.5", "rollout.max_tokens=100"])
     assert overlong_penalty(several, config) == pytest.approx(0.8)  # (90 − 50) / 50

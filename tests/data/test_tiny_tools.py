@@ -34,7 +34,7 @@ def test_the_template_shows_the_calculator_as_the_demonstrations_do(tools_tokeni
     demonstrations = (row["prompt"] for row in TASKS.get("turns")("train", 0))
     shown = next(messages for messages in demonstrations if messages[0]["role"] == "system")
     without_tools = Renderer(DataConfig(), tools_tokenizer).render(shown)
-    assert Renderer(DataConfig(), tools_tokenizer, toolbox.schemas).render(shown[1:]) == without_tools
+    assert Renderer(DataConfig(), tools_tokenizer, toolbox.tools).render(shown[1:]) == without_tools
 
 
 def test_a_call_in_openais_form_is_rendered_as_the_model_writes_it(tools_tokenizer: Any) -> None:

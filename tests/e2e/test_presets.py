@@ -24,11 +24,11 @@ from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.presets import PRESETS, PresetName
+from hocket.protocol import Completion, SamplingParams
 from hocket.rewards import RewardScorer
 from hocket.rollout.pipeline import Pipeline
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")]
 

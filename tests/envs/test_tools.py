@@ -10,7 +10,7 @@ from hocket.envs import Action, tool
 from hocket.envs.base import bind
 from hocket.envs.tools import TOOLS, calculate
 from hocket.errors import ConfigError
-from hocket.types import ToolCall
+from hocket.protocol import ToolCall
 
 release, both = threading.Event(), threading.Barrier(2)
 
@@ -84,7 +84,7 @@ def test_the_model_is_shown_name_types_and_docstring() -> None:
     toolbox = bind("tools", {"tools": ["calculate", "weather_of_tests"], "parser": "hermes"})().toolbox
     assert toolbox is not None
     assert toolbox.parser == "hermes"
-    function = toolbox.schemas[1]["function"]
+    function = toolbox.tools[1]["function"]
     assert (function["name"], function["description"]) == ("weather_of_tests", "Tells the weather.")
     assert function["parameters"]["properties"]["days"] == {"type": "integer", "description": "How many."}
     assert function["parameters"]["required"] == ["city"]

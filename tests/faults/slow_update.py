@@ -4,10 +4,10 @@ import os
 import time
 from typing import Any
 
-from hocket import transfer
+from hocket import weight_group
 
 SECONDS = float(os.environ.get("SLOW_BUCKET_S", "0.5"))
-pack = transfer.pack
+pack = weight_group.pack
 
 
 def slow_pack(*args: Any) -> Any:
@@ -15,4 +15,4 @@ def slow_pack(*args: Any) -> Any:
     return pack(*args)
 
 
-transfer.pack = slow_pack
+weight_group.pack = slow_pack

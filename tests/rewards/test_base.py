@@ -11,7 +11,7 @@ from hocket.errors import ConfigError
 from hocket.registry import Registry
 from hocket.rewards import base
 from hocket.rewards.base import Outcome, Reward, bind, failure, outcome, reward
-from hocket.types import Rollout, Score
+from hocket.types import Rollout, Score, TokenSequence
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,9 @@ def test_token_ids_are_those_of_every_sequence_of_the_episode(make_rollout: Call
     def tokens(token_ids: Any) -> float:
         return 0.0
 
-    other = dataclasses.replace(make_rollout("ab"), token_ids=(7, 8, 9), mask=(False, True, True), logprobs=(0.0,) * 3)
-    rollout = dataclasses.replace(make_rollout("abdc"), others=(other,))
+    rollout = make_rollout("abdc")
+    other = TokenSequence(token_ids=(7, 8, 9), mask=(False, True, True), logprobs=(0.0,) * 3)
+    rollout = dataclasses.replace(rollout, sequences=(other, *rollout.sequences))
     assert bind("tokens", 1.0, {}).arguments(rollout) == {"token_ids": (8, 9, 10, 11, 12)}
 
 

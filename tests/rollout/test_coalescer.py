@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from hocket.errors import ServerError
+from hocket.protocol import Completion, SamplingParams, Toolbox
 from hocket.rollout.coalescer import MAX_REQUESTS, MAX_TURNS, Coalescer
-from hocket.types import Completion, SamplingParams, Toolbox
 
 SAMPLING = SamplingParams(max_tokens=4, seed=1)
-TOOLBOX = Toolbox(parser="hermes", schemas=({"type": "function"},))
+TOOLBOX = Toolbox(parser="hermes", tools=({"type": "function"},))
 
 
 class FakeServer:

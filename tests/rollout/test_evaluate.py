@@ -5,8 +5,9 @@ import pytest
 
 from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.evaluate import MAIN, evaluate, pass_at_k, rewards_of_eval
-from hocket.types import Completion, Prompt, Rollout, SamplingParams, Score
+from hocket.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
 

@@ -11,9 +11,10 @@ from hocket import config as config_module
 from hocket.config import Config
 from hocket.data import PromptStream
 from hocket.errors import ServerError
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import sampling_params
 from hocket.rollout.pipeline import Batch, Pipeline
-from hocket.types import Completion, Group, Prompt, Rollout, SamplingParams, Score
+from hocket.types import Group, Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
 
@@ -73,12 +74,12 @@ def pipeline(config: Config, server: FakeServer, informative: Callable[[Group], 
 
 
 def order() -> list[str]:
-    return [draw.prompt.id for draw in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]
+    return [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS)).values()]
 
 
 def ids(batch: Batch) -> list[str]:
-    assert [group.rollouts[0].prompt for group in batch.groups] == [draw.prompt for draw in batch.draws]
-    return [draw.prompt.id for draw in batch.draws]
+    assert [group.rollouts[0].prompt for group in batch.groups] == list(batch.draws.values())
+    return [prompt.id for prompt in batch.draws.values()]
 
 
 @pytest.mark.parametrize(("max_staleness", "begun"), [(0, [1, 2, 3, 4]), (1, [2, 3, 4, 4]), (2, [3, 4, 4, 4])])

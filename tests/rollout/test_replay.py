@@ -7,21 +7,24 @@ import pytest
 from hocket.errors import DataError
 from hocket.observe.run_folder import lines_of
 from hocket.rollout.replay import Replay
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 
 def group(step: int) -> Group:
     rollout = Rollout(
         id=f"step {step}/0/0",
-        group_id=f"step {step}/0",
         prompt=Prompt(id="p", token_ids=(1,)),
-        token_ids=(1, 2),
-        mask=(False, True),
-        logprobs=(0.0, -0.5),
-        finish_reason="length",
-        version_min=step,
-        version_max=step,
-        text="x",
+        sequences=(
+            TokenSequence(
+                token_ids=(1, 2),
+                mask=(False, True),
+                logprobs=(0.0, -0.5),
+                finish_reason="length",
+                version_min=step,
+                version_max=step,
+                text="x",
+            ),
+        ),
     )
     return Group(id=f"step {step}/0", rollouts=(rollout,), scores=(Score(total=float(step)),))
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hocket import config, manifest, transfer
+from hocket import config, manifest, weight_group
 from hocket.client import ServerClient
 from hocket.protocol import AdapterConfig, ReloadResponse
 from hocket.sync.collective import CollectiveTransport
@@ -40,7 +40,7 @@ class Adapter:
         return torch.device("cpu")
 
     def layout(self, max_bytes: int) -> list[Any]:
-        return [transfer.layout(bucket) for bucket in self.buckets()]
+        return [weight_group.layout(bucket) for bucket in self.buckets()]
 
     def stream(self, max_bytes: int, sink: Any) -> None:
         for bucket in self.buckets():

@@ -18,7 +18,7 @@ from tests.server.test_adapters import adapters_come_and_are_used
 from transformers.core_model_loading import revert_weight_conversion
 
 from hocket import config as config_module
-from hocket import transfer
+from hocket import weight_group
 from hocket.client import ServerClient
 from hocket.errors import HocketError
 from hocket.protocol import ReloadResponse, TensorLayout
@@ -41,7 +41,7 @@ class Source:
         self.before: Callable[[int], None] = lambda number: None
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
-        return [transfer.layout(bucket) for bucket in self.buckets]
+        return [weight_group.layout(bucket) for bucket in self.buckets]
 
     def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
         for number, bucket in enumerate(self.buckets, 1):
@@ -174,7 +174,7 @@ def test_a_tensor_that_changes_on_its_way_is_named_and_the_next_update_heals(
 ) -> None:
     new = kit.make_model(tied=True, seed=320)
     source = Source(new)
-    pack, packed = transfer.pack, []
+    pack, packed = weight_group.pack, []
 
     def corrupt(named: Any, device: torch.device) -> Any:
         flat, specs = pack(named, device)
@@ -184,7 +184,7 @@ def test_a_tensor_that_changes_on_its_way_is_named_and_the_next_update_heals(
             flat[-(-first.nbytes // 16) * 16] ^= 1
         return flat, specs
 
-    monkeypatch.setattr(transfer, "pack", corrupt)
+    monkeypatch.setattr(weight_group, "pack", corrupt)
     with transport(source) as made:
         failure = send(server, made, new_version(server)).answers[0]
         assert isinstance(failure, HocketError)

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from hocket.protocol import SessionRecord
+from hocket.protocol import AgentRecord
 
 pytestmark = pytest.mark.engine
 
@@ -35,8 +35,8 @@ def opened(server: Any) -> tuple[str, openai.OpenAI]:
     return session_id, openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=120)
 
 
-def close(server: Any, session_id: str) -> SessionRecord:
-    return SessionRecord.model_validate_json(server.client.delete(f"/sessions/{session_id}").content)
+def close(server: Any, session_id: str) -> AgentRecord:
+    return AgentRecord.model_validate_json(server.client.delete(f"/sessions/{session_id}").content)
 
 
 def counted(server: Any, name: str) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from hocket import config as config_module
 from hocket import manifest
-from hocket.protocol import DiskSource, ReloadRequest, Sampling
+from hocket.protocol import DiskSource, ReloadRequest, SamplingParams
 from hocket.server import worker
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
@@ -118,7 +118,7 @@ async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_lo
     assert "resume" not in llm.calls
     assert engine.health().status == "failed"
     # A request that was let in just before: nothing would ever end it.
-    job = Job(prompt=0, index=0, token_ids=[5], sampling=Sampling(), seed=None)
+    job = Job(prompt=0, index=0, token_ids=[5], sampling=SamplingParams(), seed=None)
     with pytest.raises(ApiError, match=r"no room for layers\.1"):
         await asyncio.wait_for(engine._sampler.complete(job), 5)
     llm.failing = {}

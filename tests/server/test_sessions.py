@@ -13,14 +13,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from hocket.config import ServerConfig
-from hocket.protocol import Sampling, SessionRecord, SessionRequest
+from hocket.protocol import AgentRecord, SamplingParams, SessionRequest
 from hocket.server import sessions as module
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError
 from hocket.server.requests import RequestReader
 from hocket.server.sessions import CURRENT, SessionDoor, Sessions
 
-REQUEST = SessionRequest(sampling=Sampling(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
+REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
 
 
 def test_a_call_is_sampled_as_the_session_says_within_the_room_there_is() -> None:
@@ -92,8 +92,8 @@ def test_only_a_call_that_ended_well_has_a_completion() -> None:
     assert session.running == []
     completion = good.recorded().completion
     assert completion is not None
-    assert (completion.token_ids, completion.logprobs, completion.text) == ([7, 8, 9], [-0.5, -0.25, -1.0], "xyz")
-    assert (completion.finish_reason, completion.versions) == ("stop", [(4, 0, 3)])
+    assert (completion.token_ids, completion.logprobs, completion.text) == ((7, 8, 9), (-0.5, -0.25, -1.0), "xyz")
+    assert (completion.finish_reason, completion.versions) == ("stop", ((4, 0, 3),))
     assert broken.recorded().completion is None
 
 
@@ -196,8 +196,8 @@ def test_sessions_are_checked_like_requests(kit: Any) -> None:
     reader = RequestReader(
         kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig(), find_calls=vllm_api.find_calls
     )
-    reader.check_sampling(Sampling(temperature=0.0, top_k=96))
-    for wrong in (Sampling(temperature=0.001), Sampling(top_k=97), Sampling(stop=["x"] * 17)):
+    reader.check_sampling(SamplingParams(temperature=0.0, top_k=96))
+    for wrong in (SamplingParams(temperature=0.001), SamplingParams(top_k=97), SamplingParams(stop=("x",) * 17)):
         with pytest.raises(ApiError):
             reader.check_sampling(wrong)
 
@@ -217,9 +217,9 @@ def opened(server: Any) -> Iterator[tuple[str, openai.OpenAI]]:
         yield session_id, client
 
 
-def record_of(server: Any, session_id: str, method: str = "GET") -> SessionRecord:
+def record_of(server: Any, session_id: str, method: str = "GET") -> AgentRecord:
     response = server.client.request(method, f"/sessions/{session_id}")
-    return SessionRecord.model_validate_json(response.content)
+    return AgentRecord.model_validate_json(response.content)
 
 
 def calls_of(server: Any, session_id: str, method: str = "GET") -> list[Any]:

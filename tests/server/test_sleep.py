@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from hocket.protocol import Health, SessionRecord, SleepResponse
+from hocket.protocol import AgentRecord, Health, SleepResponse
 
 pytestmark = pytest.mark.engine
 ALL = ["weights", "kv_cache"]
@@ -173,7 +173,7 @@ def test_an_agent_s_session_outlives_a_sleep_with_the_call_that_was_kept(server:
         post(server, "/wake_up")
         thread.join(60)
         client.completions.create(max_tokens=4, **body)
-    calls = SessionRecord.model_validate_json(server.client.delete(path).content).calls
+    calls = AgentRecord.model_validate_json(server.client.delete(path).content).calls
     assert [len(call.completion.token_ids) for call in calls if call.completion] == [200, 4]
     assert calls[0].completion is not None
     assert calls[0].completion.text == answers[0].choices[0].text

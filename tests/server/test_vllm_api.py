@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from hocket import tokenizer
 from hocket.config import load
-from hocket.protocol import AdapterConfig, Sampling, SessionRequest, ToolParsing
+from hocket.protocol import AdapterConfig, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api
 from hocket.server.app import assemble
 from hocket.server.errors import ApiError
@@ -149,17 +149,18 @@ def test_calls_take_the_arguments_we_give() -> None:
 
 def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does() -> None:
     from vllm.outputs import CompletionOutput
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmParams
 
-    wanted = SamplingParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1, seed=1, stop="x", logprobs=3, max_tokens=99)
+    wanted = VllmParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1, seed=1, stop="x", logprobs=3, max_tokens=99)
     wanted.output_kind = RequestOutputKind.DELTA
-    session = Sampling(temperature=0.7, max_tokens=6, seed=11, stop=["y"], stop_token_ids=[4])
+    session = SamplingParams(temperature=0.7, max_tokens=6, seed=11, stop=("y",), stop_token_ids=(4,))
     params = vllm_api.call_params(wanted, Call(request_id="r", number=0, prompt_token_ids=[1], sampling=session))
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.7, 1.0, -1, 0.0, 11)
     assert (params.max_tokens, params.logprobs, params.stop, params.stop_token_ids) == (6, 3, ["x", "y"], [4])
     assert params.output_kind is RequestOutputKind.DELTA
     vllm_api.refuse_constraints(wanted)  # none of these is one
-    fields = set(SamplingParams.__struct_fields__)
+    fields = set(VllmParams.__struct_fields__)
     assert set(vllm_api.CONSTRAINTS) | set(vllm_api.KEPT) <= fields
     assert {"token_ids", "logprobs", "text", "finish_reason", "weight_versions"} <= set(
         CompletionOutput.__dataclass_fields__
@@ -169,7 +170,7 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
 @pytest.mark.parametrize(
     ("last", "value", "completion"),
     [
-        ("stop", -1.0, ([7, 8, 9], [-0.5, -0.25, -1.0], "abc", "stop", [(3, 0, 2), (4, 2, 3)])),
+        ("stop", -1.0, ((7, 8, 9), (-0.5, -0.25, -1.0), "abc", "stop", ((3, 0, 2), (4, 2, 3)))),
         (None, -1.0, None),  # the agent left
         ("stop", float("nan"), "log-probs are not finite"),
     ],
@@ -185,7 +186,7 @@ async def test_pieces_of_a_stream_are_recorded_as_one_call(last: str | None, val
         yield piece([7, 8], [-0.5, -0.25], "ab", None)
         yield piece([9], [value], "c", last)
 
-    session = Session(SessionRequest(sampling=Sampling(), max_length=9, max_calls=1, idle_timeout_s=9))
+    session = Session(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
     call = session.begin([1], 4)
     told: list[Any] = []
     with pytest.raises(ApiError, match=completion) if isinstance(completion, str) else contextlib.nullcontext():
@@ -352,7 +353,9 @@ def test_an_adapter_lies_in_files_only_while_vllm_reads_them() -> None:
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:
-    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop=["x"], stop_token_ids=[2], seed=4)
+    sampling = SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop=("x",), stop_token_ids=(2,), seed=4
+    )
     made = vllm_api.sampling_params(Job(prompt=0, index=0, token_ids=[1], sampling=sampling, seed=9))
     assert (made.temperature, made.top_p, made.top_k, made.max_tokens) == (0.7, 0.9, 5, 3)
     assert (made.stop, made.stop_token_ids, made.seed, made.n) == (["x"], [2], 9, 1)
@@ -428,7 +431,7 @@ def tools_tokenizer() -> Any:
 def test_vllms_parsers_find_the_calls_in_token_ids(
     tools_tokenizer: Any, parser: str, text: str, calls: list[Any]
 ) -> None:
-    find = vllm_api.find_calls(tools_tokenizer, ToolParsing(parser=parser, tools=[CALCULATE]))
+    find = vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=(CALCULATE,)))
     token_ids = tools_tokenizer.encode(text)
     for found in (find(token_ids, False), find([*token_ids, 1], True), find(token_ids, False)):  # it keeps no state
         assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
@@ -447,4 +450,4 @@ def test_tools_that_could_not_be_parsed_are_refused(
     tools_tokenizer: Any, parser: str, tools: list[Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=f"(?s){said}"):
-        vllm_api.find_calls(tools_tokenizer, ToolParsing(parser=parser, tools=tools))
+        vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=tuple(tools)))

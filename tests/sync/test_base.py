@@ -12,10 +12,10 @@ import fakes
 from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
 from hocket.pool import ServerPool
-from hocket.protocol import Health, ReloadResponse, TensorLayout, TensorSpec
+from hocket.protocol import Completion, Health, ReloadResponse, SamplingParams, TensorLayout, TensorSpec
 from hocket.sync.base import WeightSync
 from hocket.sync.delivery import Delivery
-from hocket.types import Completion, Prompt, SamplingParams, TrainSample
+from hocket.types import Prompt, TokenSequence, TrainSample
 
 URLS = ("http://a", "http://b")
 GONE = ServerError("can't reach it", code="unreachable")
@@ -200,12 +200,19 @@ async def test_the_canary_scores_the_servers_own_completions_as_they_were_sample
     assert (sampling.temperature, sampling.max_tokens, session) == (0.7, 8, "s1")
     assert list(world.trainer.scored[0]) == [
         TrainSample(
-            token_ids=(4, 7, 8), mask=(False, True, True), rollout_logprobs=(0.0, -0.5, -0.25), advantages=(0.0,) * 3
+            sequence=TokenSequence(
+                token_ids=(4, 7, 8),
+                mask=(False, True, True),
+                logprobs=(0.0, -0.5, -0.25),
+            ),
+            advantages=(0.0,) * 3,
         ),
         TrainSample(
-            token_ids=(1, 2, 3, 7, 8),
-            mask=(False, False, False, True, True),
-            rollout_logprobs=(0.0, 0.0, 0.0, -0.5, -0.25),
+            sequence=TokenSequence(
+                token_ids=(1, 2, 3, 7, 8),
+                mask=(False, False, False, True, True),
+                logprobs=(0.0, 0.0, 0.0, -0.5, -0.25),
+            ),
             advantages=(0.0,) * 5,
         ),
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fakes
 from hocket import config as config_module
-from hocket import manifest, transfer
+from hocket import manifest, weight_group
 from hocket.errors import ServerError, SyncTimeout, TrainerError
 from hocket.protocol import (
     CollectiveSource,
@@ -46,7 +46,7 @@ class FakeTrainer:
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
         assert max_bytes == 3 << 20
-        return [transfer.layout(bucket) for bucket in BUCKETS]
+        return [weight_group.layout(bucket) for bucket in BUCKETS]
 
     def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
         for bucket in BUCKETS:
@@ -112,7 +112,7 @@ class FakeServer:
             if self.stopped == "receiving":
                 for worker in self.workers:
                     assert worker.hocket_group is not None
-                    worker.hocket_group[1].announce(transfer.receiving(request.source.turn))
+                    worker.hocket_group[1].announce(weight_group.receiving(request.source.turn))
             await asyncio.sleep(timeout_s)
             raise ServerError(f"{self.url}/reload_weights did not finish in {timeout_s:g} s", code="timeout")
         message = request.source.model_dump_json()
@@ -284,7 +284,7 @@ async def test_a_byte_that_changes_on_its_way_is_reported_by_the_receiving_side(
     monkeypatch: pytest.MonkeyPatch, bucket: int
 ) -> None:
     _, transport = make()
-    pack, packed = transfer.pack, 0
+    pack, packed = weight_group.pack, 0
 
     def spoiled(named: Sequence[tuple[str, Tensor]], device: torch.device) -> Any:
         nonlocal packed
@@ -293,7 +293,7 @@ async def test_a_byte_that_changes_on_its_way_is_reported_by_the_receiving_side(
         flat[5] ^= 0xFF if packed == bucket else 0
         return flat, specs
 
-    monkeypatch.setattr(transfer, "pack", spoiled)
+    monkeypatch.setattr(weight_group, "pack", spoiled)
     server = FakeServer()
     [answer] = (await deliver(transport, 1, server)).answers
     assert isinstance(answer, Exception)

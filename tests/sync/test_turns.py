@@ -18,12 +18,22 @@ from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.pool import ServerPool
-from hocket.protocol import Health, ReloadRequest, ReloadResponse, SleepRequest, SleepResponse, TensorSpec, WakeRequest
+from hocket.protocol import (
+    Completion,
+    Health,
+    ReloadRequest,
+    ReloadResponse,
+    SamplingParams,
+    SleepRequest,
+    SleepResponse,
+    TensorSpec,
+    WakeRequest,
+)
 from hocket.rollout.pipeline import Pipeline
 from hocket.sync.base import WeightSync
 from hocket.sync.disk import DiskTransport
 from hocket.sync.turns import Turns, put_to_sleep
-from hocket.types import Completion, Measured, Prompt, Rollout, SamplingParams, Score, StepStats, TrainSample
+from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TrainSample
 
 
 class World:

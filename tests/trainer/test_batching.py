@@ -5,15 +5,17 @@ import torch
 
 from hocket.errors import TrainerError
 from hocket.trainer.batching import TrainBatch, balance, pack, unpack
-from hocket.types import Measured, TrainSample
+from hocket.types import Measured, TokenSequence, TrainSample
 
 
 def sample(*token_ids: int, prompt: int = 1, advantage: float = 1.0) -> TrainSample:
     mask = tuple(index >= prompt for index in range(len(token_ids)))
     return TrainSample(
-        token_ids=token_ids,
-        mask=mask,
-        rollout_logprobs=tuple(-float(i) if m else 0.0 for i, m in zip(token_ids, mask, strict=True)),
+        sequence=TokenSequence(
+            token_ids=token_ids,
+            mask=mask,
+            logprobs=tuple(-float(i) if m else 0.0 for i, m in zip(token_ids, mask, strict=True)),
+        ),
         advantages=tuple(advantage if m else 0.0 for m in mask),
     )
 
@@ -73,17 +75,17 @@ def test_every_sample_is_in_exactly_one_segment_and_no_batch_is_too_big(
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for rank in ranks for batch in rank]
     assert max(batch.input_ids_bt.numel() for batch in batches) <= micro_batch_tokens
-    assert {batch.num_tokens_global for batch in batches} == {sum(sum(s.mask) for s in samples)}
+    assert {batch.num_tokens_global for batch in batches} == {sum(sum(s.sequence.mask) for s in samples)}
     assert {batch.num_sequences_global for batch in batches} == {37}
-    assert sum(int(batch.mask_bt.sum()) for batch in batches) == sum(sum(s.mask) for s in samples)
+    assert sum(int(batch.mask_bt.sum()) for batch in batches) == sum(sum(s.sequence.mask) for s in samples)
 
     found = sorted(segment for batch in batches for segment in segments(batch) if any(segment[2]))
     expected = sorted(
         (
-            list(s.token_ids[:-1]),
-            list(s.token_ids[1:]),
-            list(s.mask[1:]),
-            list(s.rollout_logprobs[1:]),
+            list(s.sequence.token_ids[:-1]),
+            list(s.sequence.token_ids[1:]),
+            list(s.sequence.mask[1:]),
+            list(s.sequence.logprobs[1:]),
             torch.tensor(s.advantages[1:]).tolist(),
         )
         for s in samples
@@ -156,7 +158,7 @@ def test_nothing_to_train_on_is_an_error() -> None:
 
 def masked(token_ids: tuple[int, ...], mask: tuple[bool, ...]) -> TrainSample:
     zeros = (0.0,) * len(token_ids)
-    return TrainSample(token_ids=token_ids, mask=mask, rollout_logprobs=zeros, advantages=zeros)
+    return TrainSample(sequence=TokenSequence(token_ids=token_ids, mask=mask, logprobs=zeros), advantages=zeros)
 
 
 def columns_of(batches: list[TrainBatch]) -> dict[str, list[torch.Tensor]]:

@@ -19,7 +19,7 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks, randomness, restore_randomness
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 IDS = torch.arange(12)[None]
@@ -42,9 +42,11 @@ def make_samples() -> list[TrainSample]:
     rng = random.Random(5)
     return [
         TrainSample(
-            token_ids=tuple(rng.randrange(62) for _ in range(9)),
-            mask=(False, False, *[True] * 7),
-            rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
+            sequence=TokenSequence(
+                token_ids=tuple(rng.randrange(62) for _ in range(9)),
+                mask=(False, False, *[True] * 7),
+                logprobs=(0.0, 0.0, *[-3.0] * 7),
+            ),
             advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
         )
         for _ in range(5)

@@ -20,7 +20,7 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import StepStats, TrainSample
+from hocket.types import StepStats, TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
@@ -40,9 +40,11 @@ def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | Non
 def sample(first: int, advantage: float = 1.0) -> TrainSample:
     """Nine tokens, the last seven of them trained."""
     return TrainSample(
-        token_ids=tuple(range(first, first + 9)),
-        mask=(False, False, *[True] * 7),
-        rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
+        sequence=TokenSequence(
+            token_ids=tuple(range(first, first + 9)),
+            mask=(False, False, *[True] * 7),
+            logprobs=(0.0, 0.0, *[-3.0] * 7),
+        ),
         advantages=(0.0, 0.0, *[advantage] * 7),
         id=f"step 1/0/{first}",
     )

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hocket import config as config_module
 from hocket import tokenizer as tokenizers
-from hocket import transfer
+from hocket import weight_group
 from hocket.errors import ConfigError
 from hocket.trainer import lora
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.engine import gathered
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 IDS = torch.arange(12)[None]
@@ -43,9 +43,11 @@ def make_samples() -> list[TrainSample]:
     rng = random.Random(5)
     return [
         TrainSample(
-            token_ids=tuple(rng.randrange(62) for _ in range(9)),
-            mask=(False, False, *[True] * 7),
-            rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
+            sequence=TokenSequence(
+                token_ids=tuple(rng.randrange(62) for _ in range(9)),
+                mask=(False, False, *[True] * 7),
+                logprobs=(0.0, 0.0, *[-3.0] * 7),
+            ),
             advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
         )
         for _ in range(5)
@@ -212,7 +214,7 @@ def test_targets_and_rank_are_what_the_config_says(ranks: Ranks, tied_model: str
     assert len(shapes) == 2 * 2 * 2
     assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"] == [3, 32]
     assert shapes["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] == [64, 3]
-    assert transfer.num_bytes(buckets[0]) < 4 * (3 * 32 * 4 + 3 * 64 * 2 + 3 * 32 * 2) * 2
+    assert weight_group.num_bytes(buckets[0]) < 4 * (3 * 32 * 4 + 3 * 64 * 2 + 3 * 32 * 2) * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

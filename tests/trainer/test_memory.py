@@ -24,7 +24,7 @@ from hocket.trainer.memory import GIB, Estimate, Model, estimate, fit_micro_batc
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 CPU = torch.device("cpu")
@@ -54,9 +54,11 @@ def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
 def samples(num_positions: int) -> list[TrainSample]:
     length = 65
     one = TrainSample(
-        token_ids=tuple(range(length)),
-        mask=(True,) * length,
-        rollout_logprobs=(-3.0,) * length,
+        sequence=TokenSequence(
+            token_ids=tuple(range(length)),
+            mask=(True,) * length,
+            logprobs=(-3.0,) * length,
+        ),
         advantages=(1.0,) * length,
     )
     return [one] * (num_positions // 64)
@@ -256,7 +258,13 @@ def test_the_largest_micro_batch_leaves_a_margin() -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rehearsed_step_leaves_no_trace(ranks: Ranks, tied_model: str, stage: int) -> None:
-    ids = [dataclasses.replace(sample, token_ids=tuple(t % 62 for t in sample.token_ids)) for sample in samples(512)]
+    ids = [
+        dataclasses.replace(
+            sample,
+            sequence=dataclasses.replace(sample.sequence, token_ids=tuple(t % 62 for t in sample.sequence.token_ids)),
+        )
+        for sample in samples(512)
+    ]
     losses = []
     for rehearsed in (False, True):
         with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}") as trainer:

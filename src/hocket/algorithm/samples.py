@@ -24,7 +24,8 @@ from hocket.algorithm.advantages import (
 )
 from hocket.algorithm.kl import kl_penalty, masked_log_ratio
 from hocket.config import AlgorithmConfig, Config
-from hocket.types import Group, Measured, Outcome, Rollout, Score, TrainSample
+from hocket.data.stream import Outcome
+from hocket.types import Group, Measured, Rollout, Score, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
 
@@ -39,7 +40,8 @@ class _Part:
         kl_n: what is taken from the reward of each sampled token, times its coefficient.
     """
 
-    rollout: Rollout
+    id: str
+    sequence: TokenSequence
     number: int
     group: int
     reward: float
@@ -49,12 +51,12 @@ class _Part:
 
     def sampled(self, values_t: Sequence[float]) -> Tensor:
         """Returns those of the values, one per token, that belong to sampled tokens."""
-        return torch.tensor(values_t, dtype=torch.float64)[torch.tensor(self.rollout.mask)]
+        return torch.tensor(values_t, dtype=torch.float64)[torch.tensor(self.sequence.mask)]
 
     def whole(self, values_n: Tensor) -> tuple[float, ...]:
         """Returns one value per token, 0.0 where none was sampled."""
-        values_t = torch.zeros(len(self.rollout.mask), dtype=torch.float64)
-        return tuple(values_t.masked_scatter(torch.tensor(self.rollout.mask), values_n).tolist())
+        values_t = torch.zeros(len(self.sequence.mask), dtype=torch.float64)
+        return tuple(values_t.masked_scatter(torch.tensor(self.sequence.mask), values_n).tolist())
 
 
 def informative(groups: Sequence[Group], config: Config) -> tuple[list[Group], dict[str, float]]:
@@ -148,15 +150,12 @@ def train_samples(
         advantages = _of_top_entropy(learners, advantages, algorithm.top_entropy)
     samples = [
         TrainSample(
-            token_ids=part.rollout.token_ids,
-            mask=part.rollout.mask,
-            rollout_logprobs=part.rollout.logprobs,
+            sequence=part.sequence,
             advantages=part.whole(advantages[index]),
             ref_logprobs=part.measured.ref_logprobs,
             values=part.measured.values,
             returns=part.whole(returns[index]) if returns else (),
-            version_min=part.rollout.version_min,
-            id=part.rollout.id,
+            id=part.id,
         )
         for index, part in enumerate(learners)
     ]
@@ -199,18 +198,18 @@ def _alike(rewards: Sequence[float]) -> bool:
     return bool(zero_variance_groups(rewards, [0] * len(rewards)).all())
 
 
-def is_measured(rollout: Rollout, algorithm: AlgorithmConfig) -> bool:
-    """Returns whether anything depends on what models say of the rollout: its own tokens, or its group's baseline."""
+def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
+    """Returns whether anything depends on what models say of the sequence: its own tokens, or its group's baseline."""
     in_baseline = algorithm.kl_in == "reward" and algorithm.baseline in ("mean", "leave_one_out")
-    return any(rollout.mask) and (in_baseline or not _is_cut(rollout, algorithm))
+    return any(sequence.mask) and (in_baseline or not _is_cut(sequence, algorithm))
 
 
-def _is_cut(rollout: Rollout, algorithm: AlgorithmConfig) -> bool:
-    return algorithm.mask_truncated and rollout.finish_reason == "length"
+def _is_cut(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
+    return algorithm.mask_truncated and sequence.finish_reason == "length"
 
 
-def _is_trained(rollout: Rollout, reward: float, algorithm: AlgorithmConfig) -> bool:
-    return any(rollout.mask) and not _is_cut(rollout, algorithm) and not math.isnan(reward)
+def _is_trained(sequence: TokenSequence, reward: float, algorithm: AlgorithmConfig) -> bool:
+    return any(sequence.mask) and not _is_cut(sequence, algorithm) and not math.isnan(reward)
 
 
 def _scored(group: Group, config: Config) -> Group:
@@ -226,13 +225,14 @@ def _parts(groups: Sequence[Group], measured: Sequence[Measured], config: Config
         for rollout, score in zip(group.rollouts, group.scores, strict=True)
     ]
     sequences = [
-        (sequence, number, index, reward)
+        (name, sequence, number, index, reward)
         for number, (index, rollout, reward) in enumerate(rollouts)
-        for sequence in rollout.sequences
+        for name, sequence in zip(rollout.sequence_ids, rollout.sequences, strict=True)
     ]
     return [
         _Part(
-            rollout=sequence,
+            id=name,
+            sequence=sequence,
             number=number,
             group=index,
             reward=reward,
@@ -240,20 +240,20 @@ def _parts(groups: Sequence[Group], measured: Sequence[Measured], config: Config
             measured=known,
             kl_n=_kl_in_reward(sequence, known, config.algorithm),
         )
-        for (sequence, number, index, reward), known in zip(
+        for (name, sequence, number, index, reward), known in zip(
             sequences, measured or [Measured()] * len(sequences), strict=True
         )
     ]
 
 
-def _kl_in_reward(rollout: Rollout, measured: Measured, algorithm: AlgorithmConfig) -> Tensor:
+def _kl_in_reward(sequence: TokenSequence, measured: Measured, algorithm: AlgorithmConfig) -> Tensor:
     """Returns the distance of the policy that sampled from the reference at each sampled token; 0 if it costs none."""
-    mask_t = torch.tensor(rollout.mask)
-    if algorithm.kl_in == "loss" or not is_measured(rollout, algorithm):
-        return torch.zeros(rollout.num_sampled, dtype=torch.float64)
+    mask_t = torch.tensor(sequence.mask)
+    if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
+        return torch.zeros(sum(sequence.mask), dtype=torch.float64)
     if not measured.ref_logprobs:
         raise ValueError(f"algorithm.kl={algorithm.kl} in the reward needs the reference's log-probs")
-    sampled_t, reference_t = (torch.tensor(x, dtype=torch.float64) for x in (rollout.logprobs, measured.ref_logprobs))
+    sampled_t, reference_t = (torch.tensor(x, dtype=torch.float64) for x in (sequence.logprobs, measured.ref_logprobs))
     return kl_penalty(masked_log_ratio(sampled_t, reference_t, mask_t)[mask_t], algorithm.kl)
 
 

@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 
 from hocket.envs.base import Action, Environment, Step, environment, invoke
 from hocket.errors import ConfigError
+from hocket.protocol import Toolbox, ToolCall
 from hocket.registry import Registry
-from hocket.types import Message, Toolbox, ToolCall
+from hocket.types import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,7 +59,7 @@ class Tools(Environment):
             raise ValueError(f"call_timeout_s must be above 0, got {call_timeout_s}")
         self._functions = {name: TOOLS.get(name) for name in tools}
         self.step_timeout_s = call_timeout_s
-        self.toolbox = Toolbox(parser=parser, schemas=tuple(_schema(function) for function in self._functions.values()))
+        self.toolbox = Toolbox(parser=parser, tools=tuple(map(_schema, self._functions.values())))
         self._num_calls = 0
 
     async def step(self, action: Action) -> Step:
@@ -129,13 +130,13 @@ def _value(node: ast.AST) -> Any:
 
 
 @functools.cache
-def _schema(function: Callable[..., Any]) -> Mapping[str, Any]:
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the function as OpenAI's API describes one. Raises ConfigError where hints or docstring are missing."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     try:
-        schema: Mapping[str, Any] = get_json_schema(function)
+        schema: dict[str, Any] = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ConfigError(f"tool {function.__name__!r} can't be shown to a model: {error}") from error
     return schema

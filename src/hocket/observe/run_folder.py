@@ -18,7 +18,7 @@ from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.observe.report import read_lines, write_report
 from hocket.system import flush, write_atomically
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
 
@@ -145,15 +145,15 @@ def _tensorboard(folder: Path, purge_step: int | None = None) -> Any | None:
 
 def lines_of(groups: Iterable[Group]) -> str:
     """Format scored rollouts as the lines of a file, one JSON object per rollout."""
-    rows = (_row(*pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
+    rows = (_row(group, *pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
-def _row(rollout: Rollout, score: Score) -> dict[str, Any]:
-    others = {"others": [_sequence(other) for other in rollout.others]} if rollout.others else {}
+def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
+    *others, last = map(_sequence, rollout.sequence_ids, rollout.sequences)
     return {
         "id": rollout.id,
-        "group_id": rollout.group_id,
+        "group_id": group.id,
         "prompt_id": rollout.prompt.id,
         "prompt": rollout.prompt.text,
         "answer": rollout.prompt.answer,
@@ -161,23 +161,23 @@ def _row(rollout: Rollout, score: Score) -> dict[str, Any]:
         "parts": dict(score.parts),
         "error": score.error,
         "num_tokens": rollout.num_sampled,
-        **_sequence(rollout),
-        **others,
+        **last,
+        **({"others": others} if others else {}),
     }
 
 
-def _sequence(rollout: Rollout) -> dict[str, Any]:
-    dialogue = {"dialogue": rollout.dialogue} if rollout.dialogue else {}
+def _sequence(name: str, sequence: TokenSequence) -> dict[str, Any]:
+    dialogue = {"dialogue": sequence.dialogue} if sequence.dialogue else {}
     return dialogue | {
-        "id": rollout.id,
-        "completion": rollout.text,
-        "finish_reason": rollout.finish_reason,
-        "turns": rollout.turns,
-        "version_min": rollout.version_min,
-        "version_max": rollout.version_max,
-        "token_ids": rollout.token_ids,
-        "logprobs": rollout.logprobs,
-        "mask": [int(sampled) for sampled in rollout.mask],
+        "id": name,
+        "completion": sequence.text,
+        "finish_reason": sequence.finish_reason,
+        "turns": sequence.turns,
+        "version_min": sequence.version_min,
+        "version_max": sequence.version_max,
+        "token_ids": sequence.token_ids,
+        "logprobs": sequence.logprobs,
+        "mask": [int(sampled) for sampled in sequence.mask],
     }
 
 
@@ -195,26 +195,25 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
 
 
 def _rollout(row: Mapping[str, Any]) -> Rollout:
-    mask = tuple(bool(sampled) for sampled in row["mask"])
-    token_ids = tuple(row["token_ids"])
-    prompt_length = mask.index(True) if True in mask else len(mask)
-    shared = {key: row[key] for key in ("group_id", "prompt_id", "prompt", "answer")}
-    return Rollout(
-        id=row["id"],
-        group_id=row["group_id"],
-        prompt=Prompt(
-            id=row["prompt_id"], token_ids=token_ids[:prompt_length], text=row["prompt"], answer=row["answer"]
-        ),
-        token_ids=token_ids,
-        mask=mask,
+    sequences = tuple(map(_read_sequence, (*row.get("others", ()), row)))
+    last = sequences[-1]
+    prompt_length = last.mask.index(True) if True in last.mask else len(last.mask)
+    token_ids = last.token_ids[:prompt_length]
+    prompt = Prompt(id=row["prompt_id"], token_ids=token_ids, text=row["prompt"], answer=row["answer"])
+    return Rollout(id=row["id"], prompt=prompt, sequences=sequences)
+
+
+def _read_sequence(row: Mapping[str, Any]) -> TokenSequence:
+    return TokenSequence(
+        token_ids=tuple(row["token_ids"]),
+        mask=tuple(bool(sampled) for sampled in row["mask"]),
         logprobs=tuple(row["logprobs"]),
         finish_reason=row["finish_reason"],
         version_min=row["version_min"],
         version_max=row["version_max"],
-        text=row["completion"],
         turns=row.get("turns", 1),
+        text=row["completion"],
         dialogue=tuple(row.get("dialogue", ())),
-        others=tuple(_rollout(shared | other) for other in row.get("others", ())),
     )
 
 

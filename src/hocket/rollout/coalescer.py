@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from hocket.types import Completion, SamplingParams, Toolbox
+from hocket.protocol import Completion, SamplingParams, Toolbox
 
 WINDOW_S = 0.002
 MAX_REQUESTS = 24
@@ -87,7 +87,7 @@ class Coalescer:
             ServerError: refused, not finished in time, or no server is left.
         """
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[dataclasses.replace(sampling, seed=None)].append(
+        self._waiting[sampling.model_copy(update={"seed": None})].append(
             _Turn(token_ids=token_ids, seed=seed, answer=answer)
         )
         self._schedule()

@@ -14,13 +14,13 @@ from hocket.data import Renderer
 from hocket.envs import Agent, Environment
 from hocket.envs.base import bind
 from hocket.errors import ServerError
+from hocket.protocol import Toolbox
 from hocket.rollout.agents import Agents
 from hocket.rollout.budget import Budget
 from hocket.rollout.coalescer import Coalescer, Generator
 from hocket.rollout.episode import Episode, EpisodeError, Limits
 from hocket.rollout.played import Played, Player, Wave
 from hocket.system import as_completed
-from hocket.types import Toolbox
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,7 @@ class Episodes:
                     error = f"the episode was not over within {wave.timeout_s:g} s (rollout.timeout_s): {failed}"
                 finally:
                     budget.change(-held)
-                rollout = episode.transcript.rollout(group_id=wave.group_id(i), index=j)
-                return Played(prompt=i, sample=j, rollout=rollout, error=error)
+                return Played(prompt=i, sample=j, rollout=episode.transcript.rollout(wave.name(i, j), error))
 
             episodes = as_completed([one(i, j) for i, j in wave.pairs])
             async with contextlib.aclosing(episodes) as ended:
@@ -121,7 +120,7 @@ def episodes_of(config: Config, tokenizer: Any) -> Player | None:
     toolbox = made.toolbox
     return Episodes(
         make=make,
-        renderer=Renderer(config.data, tokenizer, () if toolbox is None else toolbox.schemas),
+        renderer=Renderer(config.data, tokenizer, () if toolbox is None else toolbox.tools),
         limits=limits,
         toolbox=toolbox,
         max_in_flight_tokens=config.rollout.max_in_flight_tokens,

@@ -8,8 +8,9 @@ its own. Tokens are compared, never text, and none is encoded again.
 from collections.abc import Callable, Iterable, Sequence
 
 from hocket.envs import Observation
+from hocket.protocol import AgentCall
 from hocket.rollout.episode import Transcript
-from hocket.types import AgentCall, Prompt
+from hocket.types import Prompt
 
 
 def join(

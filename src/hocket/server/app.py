@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from hocket.config import Config
 from hocket.protocol import (
+    AgentRecord,
     ErrorBody,
     ErrorResponse,
     GenerateRequest,
@@ -25,7 +26,6 @@ from hocket.protocol import (
     Health,
     ReloadRequest,
     ReloadResponse,
-    SessionRecord,
     SessionRequest,
     SessionResponse,
     SleepRequest,
@@ -154,12 +154,12 @@ def _session_router(engine: Generator, sessions: Sessions) -> APIRouter:
         return SessionResponse(id=session.id, key=session.key, model=engine.model)
 
     @router.get("/sessions/{session_id}", responses=refusals)
-    async def read_session(session_id: str) -> SessionRecord:
+    async def read_session(session_id: str) -> AgentRecord:
         """Tells what has been sampled in a session."""
         return sessions.get(session_id).record()
 
     @router.delete("/sessions/{session_id}", responses=refusals)
-    async def close_session(session_id: str) -> SessionRecord:
+    async def close_session(session_id: str) -> AgentRecord:
         """Forgets a session, ends what still runs in it, and tells what had been sampled by then."""
         session = sessions.close(session_id)
         record = session.record()
@@ -183,10 +183,13 @@ def _parse(model: type[M], body: bytes) -> M:
 
 
 async def _all(engine: Generator, message: GenerateRequest, jobs: Sequence[Job]) -> Response:
-    completions: list[list[Any]] = [[None] * message.n for _ in message.prompts]
+    done: dict[tuple[int, int], Any] = {}
     async with contextlib.aclosing(engine.completions(jobs)) as finished:
         async for job, completion in finished:
-            completions[job.prompt][job.index] = completion
+            done[job.prompt, job.index] = completion
+    completions: list[list[Any]] = [[] for _ in message.prompts]
+    for prompt, index in sorted(done):
+        completions[prompt].append(done[prompt, index])
     return _json({"version": engine.version, "model": engine.model, "completions": completions})
 
 

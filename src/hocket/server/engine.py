@@ -21,7 +21,7 @@ from hocket.protocol import (
     Memory,
     ReloadRequest,
     ReloadResponse,
-    Sampling,
+    SamplingParams,
     SessionRequest,
     SleepRequest,
     SleepResponse,
@@ -86,7 +86,7 @@ class Engine:
         """Labels the first weights and generates once, so that no request pays for the first time."""
         await self._call("hocket_drop_adapter")
         await self.llm.update_weight_version(str(self._version))
-        sampling = Sampling(max_tokens=2)
+        sampling = SamplingParams(max_tokens=2)
         await self._sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling, seed=None))
         self._status = "ready"
 
@@ -151,7 +151,7 @@ class Engine:
                 await self.llm.abort(request_ids)
 
     def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
-        """Yields each job with its CompletionMessage as a plain dict, in the order in which they finish.
+        """Yields each job with its Completion as a plain dict, in the order in which they finish.
 
         Leaving the iteration early aborts what is still running. Raises ApiError where generation breaks off.
         """

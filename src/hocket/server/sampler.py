@@ -12,7 +12,7 @@ from typing import Any
 
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
-from hocket.protocol import ErrorBody, GenerateRequest, Sampling
+from hocket.protocol import ErrorBody, GenerateRequest, SamplingParams
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError
 from hocket.server.requests import Job, RequestReader
@@ -55,7 +55,7 @@ class Sampler:
         """Validates and tokenizes the body of /generate. Raises ApiError with a status of 4xx."""
         return await asyncio.get_running_loop().run_in_executor(self._reading, self._reader.read, body)
 
-    def check(self, sampling: Sampling) -> None:
+    def check(self, sampling: SamplingParams) -> None:
         """Raises ApiError where the engine could not sample in this way."""
         self._reader.check_sampling(sampling)
 
@@ -64,7 +64,7 @@ class Sampler:
         self._reading.shutdown(wait=False, cancel_futures=True)
 
     async def complete(self, job: Job) -> tuple[Job, dict[str, Any]]:
-        """Returns the job with its CompletionMessage as a plain dict. Raises ApiError where it breaks off."""
+        """Returns the job with its Completion as a plain dict. Raises ApiError where it breaks off."""
         if (broken := self._broken()) is not None:
             raise ApiError.of(503, broken)
         self.in_flight += 1

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hocket.protocol import CompletionMessage, RecordedCall, Sampling, SessionRecord, SessionRequest
+from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest
 from hocket.server.errors import ApiError
 from hocket.system import seed_of
 from hocket.types import FinishReason, VersionSpan
@@ -43,7 +43,7 @@ class Call:
     request_id: str
     number: int
     prompt_token_ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
@@ -56,18 +56,19 @@ class Call:
         self.logprobs += logprobs
         self.text += text
 
-    def recorded(self) -> RecordedCall:
+    def recorded(self) -> AgentCall:
         """Returns what an agent's client may be told."""
-        if self.versions is None:
-            return RecordedCall(prompt_token_ids=self.prompt_token_ids, seed=self.sampling.seed, completion=None)
-        completion = CompletionMessage(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            text=self.text,
-            finish_reason=self.finish_reason,
-            versions=list(self.versions),
-        )
-        return RecordedCall(prompt_token_ids=self.prompt_token_ids, seed=self.sampling.seed, completion=completion)
+        completion = None
+        if self.versions is not None:
+            completion = Completion(
+                token_ids=tuple(self.token_ids),
+                logprobs=tuple(self.logprobs),
+                text=self.text,
+                finish_reason=self.finish_reason,
+                versions=tuple(self.versions),
+            )
+        prompt = tuple(self.prompt_token_ids)
+        return AgentCall(prompt_token_ids=prompt, seed=self.sampling.seed, completion=completion)
 
 
 class Session:
@@ -148,9 +149,9 @@ class Session:
                 404, "no_session", "the session was closed, which ends its calls", "POST /sessions opens one"
             )
 
-    def record(self) -> SessionRecord:
+    def record(self) -> AgentRecord:
         """Returns what the trainer is told."""
-        return SessionRecord(calls=[call.recorded() for call in self.calls], cut_off=self.cut_off)
+        return AgentRecord(calls=tuple(call.recorded() for call in self.calls), cut_off=self.cut_off)
 
     @contextlib.contextmanager
     def serving(self, call: Call) -> Iterator[None]:

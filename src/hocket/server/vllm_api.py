@@ -20,7 +20,7 @@ from typing import Any, get_args
 from hocket import manifest
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
-from hocket.protocol import AdapterConfig, ToolParsing
+from hocket.protocol import AdapterConfig, Toolbox
 from hocket.server import versions
 from hocket.server.errors import ApiError
 from hocket.server.requests import FindCalls, Job
@@ -261,8 +261,8 @@ def sampling_params(job: Job) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
-        stop=sampling.stop or None,
-        stop_token_ids=sampling.stop_token_ids or None,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=list(sampling.stop_token_ids) or None,
         seed=job.seed,
         logprobs=0,
         flat_logprobs=True,
@@ -385,7 +385,7 @@ async def complete(llm: Any, job: Job, request_id: str) -> Any:
     return outputs[-1].outputs[0]
 
 
-def find_calls(tokenizer: Any, tools: ToolParsing) -> FindCalls:
+def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
     """Returns what finds calls of these tools in a completion, by vLLM's own parser; one thread at a time may use it.
 
     Raises:
@@ -396,7 +396,7 @@ def find_calls(tokenizer: Any, tools: ToolParsing) -> FindCalls:
 
     if tools.parser not in (known := ToolParserManager.list_registered()):
         raise ValueError(f"vLLM has no tool parser {tools.parser!r}; known: {', '.join(known)}")
-    request = ChatCompletionRequest(messages=[], tools=tools.tools)
+    request = ChatCompletionRequest(messages=[], tools=list(tools.tools))
     try:
         parser = ToolParserManager.get_tool_parser(tools.parser)(tokenizer, request.tools)
     except (ImportError, RuntimeError, ValueError) as error:  # a package or a token of its own is missing

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from hocket.protocol import AdapterConfig, CollectiveSource, TensorSpec
-    from hocket.transfer import WeightGroup
+    from hocket.weight_group import WeightGroup
 
 Part: TypeAlias = "tuple[Sequence[tuple[str, torch.Tensor]], dict[str, TensorSpec]]"
 """Tensors of a version with what their bytes are."""
@@ -80,7 +80,7 @@ class WorkerExtension:
         """
         import torch
 
-        from hocket import transfer
+        from hocket import weight_group
         from hocket.protocol import GroupRequest
 
         if self.hocket_group is not None:
@@ -88,19 +88,19 @@ class WorkerExtension:
             self.hocket_group = None
         request = GroupRequest.model_validate_json(message)
         device = self.device if self.device is not None and request.backend == "nccl" else torch.device("cpu")
-        if request.device is not None and transfer.gpu_id(device) == request.device:
+        if request.device is not None and weight_group.gpu_id(device) == request.device:
             raise RuntimeError(
                 "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
                 "(launch.server_gpus, launch.trainer_gpus), or set sync.backend=disk"
             )
-        group = transfer.WeightGroup(
-            transfer.find_store(request.host, request.port, request.timeout_s),
+        group = weight_group.WeightGroup(
+            weight_group.find_store(request.host, request.port, request.timeout_s),
             name=request.session,
             rank=1 + self.rank,
             size=size,
             backend=request.backend,
             device=device,
-            address=transfer.address_towards(request.host, request.port),
+            address=weight_group.address_towards(request.host, request.port),
             timeout_s=request.timeout_s,
         )
         self.hocket_group = (request.session, group)
@@ -202,11 +202,11 @@ def _receive(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Part]
     """Yields the tensors of each bucket, verified, with their specs. Raises RuntimeError that names the bucket."""
     import torch
 
-    from hocket import transfer
+    from hocket import weight_group
 
-    sizes = [transfer.num_bytes(bucket) for bucket in source.buckets]
+    sizes = [weight_group.num_bytes(bucket) for bucket in source.buckets]
     flat = torch.empty(sizes[0], dtype=torch.uint8, device=group.device)  # there must be room before anything is sent
-    group.announce(transfer.receiving(source.turn))
+    group.announce(weight_group.receiving(source.turn))
     for number, bucket in enumerate(source.buckets, 1):
         if number > 1:
             flat = torch.empty(sizes[number - 1], dtype=torch.uint8, device=group.device)
@@ -214,7 +214,7 @@ def _receive(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Part]
             group.broadcast(flat)
         except RuntimeError as error:
             raise RuntimeError(f"bucket {number}/{len(source.buckets)} did not come: {error}") from error
-        yield transfer.unpack(flat, bucket)
+        yield weight_group.unpack(flat, bucket)
 
 
 def _tensors(parts: Iterator[Part], specs: "dict[str, TensorSpec]") -> "Iterator[tuple[str, torch.Tensor]]":

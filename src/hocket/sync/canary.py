@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from hocket.config import RolloutConfig
 from hocket.members import Member
-from hocket.types import Prompt, SamplingParams, TrainSample
+from hocket.protocol import SamplingParams
+from hocket.types import Prompt, TokenSequence, TrainSample
 
 MAX_TOKENS = 16
 SEED = 20
@@ -34,9 +35,11 @@ async def logprob_gap(
     )
     samples = [
         TrainSample(
-            token_ids=prompts[i].token_ids + completion.token_ids,
-            mask=(False,) * len(prompts[i].token_ids) + (True,) * len(completion.token_ids),
-            rollout_logprobs=(0.0,) * len(prompts[i].token_ids) + completion.logprobs,
+            sequence=TokenSequence(
+                token_ids=prompts[i].token_ids + completion.token_ids,
+                mask=(False,) * len(prompts[i].token_ids) + (True,) * len(completion.token_ids),
+                logprobs=(0.0,) * len(prompts[i].token_ids) + completion.logprobs,
+            ),
             advantages=(0.0,) * (len(prompts[i].token_ids) + len(completion.token_ids)),
         )
         async for i, _, completion in answers

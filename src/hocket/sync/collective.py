@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from hocket import manifest, transfer
+from hocket import manifest, weight_group
 from hocket.client import ServerClient
 from hocket.config import Config
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout
@@ -105,7 +105,7 @@ class CollectiveTransport:
                 self._drop(sending.server)
         return Delivery(
             checksum=checksum,
-            num_bytes=sum(transfer.num_bytes(bucket) for bucket in self._buckets),
+            num_bytes=sum(weight_group.num_bytes(bucket) for bucket in self._buckets),
             prepare_s=begun - start,
             transfer_s=time.perf_counter() - begun,
             answers=tuple(answers[server] for server in servers),
@@ -133,7 +133,7 @@ class CollectiveTransport:
             running: list[concurrent.futures.Future[None]] = []
 
             def sink(named: Sequence[tuple[str, Tensor]]) -> None:
-                flat, added = transfer.pack(named, self._trainer.device)
+                flat, added = weight_group.pack(named, self._trainer.device)
                 specs.update(added)
                 for bucket in running:
                     bucket.result()
@@ -169,23 +169,23 @@ class CollectiveTransport:
     async def _join(self, server: ServerClient, session: str, workers: int, device: str) -> "_Link":
         timeout_s, mine = self._config.timeout_s, self._trainer.device
         parts = urlsplit(server.url)
-        address = transfer.address_towards(parts.hostname or "", parts.port or 80)
-        store = transfer.make_store(address, timeout_s)
-        backend: transfer.Backend = "nccl" if device == mine.type == "cuda" else "gloo"
+        address = weight_group.address_towards(parts.hostname or "", parts.port or 80)
+        store = weight_group.make_store(address, timeout_s)
+        backend: weight_group.Backend = "nccl" if device == mine.type == "cuda" else "gloo"
         request = GroupRequest(
             session=secrets.token_hex(8),
             host=address,
             port=store.port,
             backend=backend,
-            device=transfer.gpu_id(mine) if backend == "nccl" else None,
+            device=weight_group.gpu_id(mine) if backend == "nccl" else None,
             timeout_s=timeout_s,
         )
         joining = asyncio.create_task(server.init_weight_group(request, timeout_s=READY_SHARE * timeout_s))
         joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # looked at, even if not awaited
-        if not await _announced(store, request.session, transfer.JOINING, workers, joining):
+        if not await _announced(store, request.session, weight_group.JOINING, workers, joining):
             joining.result()  # raises what the server had to say
         group = await run_in_thread(
-            transfer.WeightGroup,
+            weight_group.WeightGroup,
             store,
             name=request.session,
             rank=0,
@@ -203,7 +203,7 @@ class CollectiveTransport:
 class _Link:
     """The connection to one process of a server (`session`): a group, and how many transfers it has seen."""
 
-    group: transfer.WeightGroup
+    group: weight_group.WeightGroup
     store: Any  # the members find each other there for as long as it lives
     session: str
     workers: int
@@ -243,7 +243,7 @@ class _Sending:
 
     async def wait(self, request: "asyncio.Task[Answer]") -> None:
         """Returns once the workers are about to receive, the server has answered already, or it has been too long."""
-        what, seconds = transfer.receiving(self._link.turns), READY_SHARE * self._timeout_s
+        what, seconds = weight_group.receiving(self._link.turns), READY_SHARE * self._timeout_s
         try:
             async with asyncio.timeout(seconds):
                 self._ready = await _announced(
@@ -283,7 +283,7 @@ class _Sending:
 
 async def _announced(store: Any, name: str, what: str, workers: int, until: "asyncio.Future[Any]") -> bool:
     """Waits until all workers of a group have announced something, or an answer has come; tells whether they have."""
-    while not (there := transfer.announced(store, name, what, range(1, 1 + workers))) and not until.done():
+    while not (there := weight_group.announced(store, name, what, range(1, 1 + workers))) and not until.done():
         await asyncio.sleep(POLL_S)
     return there
 

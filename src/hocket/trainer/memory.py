@@ -21,7 +21,7 @@ from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Learner
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
 LARGEST_MICRO_BATCH = 1 << 17
@@ -226,9 +226,7 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks) -> None:
     """Run forward and backward of made-up sequences with a gradient that is not finite, which changes nothing."""
     zeros = (0.0,) * (REHEARSED_LENGTH + 1)
     sample = TrainSample(
-        token_ids=(0,) * len(zeros),
-        mask=(True,) * len(zeros),
-        rollout_logprobs=zeros,
+        sequence=TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros),
         advantages=zeros,
         ref_logprobs=zeros,
     )

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hocket import manifest, transfer
+from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import effective_sample_size
 from hocket.algorithm.samples import is_measured
@@ -32,7 +32,7 @@ from hocket.trainer.on_all_ranks import OnAllRanks, in_words, on_all_ranks
 from hocket.trainer.policy import unshared, write_model
 from hocket.trainer.ranks import Ranks, randomness, restore_randomness
 from hocket.trainer.step import Update, update
-from hocket.types import Measured, Rollout, StepStats, TrainSample
+from hocket.types import Measured, StepStats, TokenSequence, TrainSample
 
 Sink = Callable[[Any], None]
 """Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
@@ -187,20 +187,21 @@ class Trainer(OnAllRanks):
             gradients=[f"{prefixes[name]}{key}" for name, done in updates.items() for key in done.bad_gradients],
         )
 
-    def measure(self, rollouts: Sequence[Rollout]) -> list[Measured]:
-        """Return per rollout what the algorithm needs to know before the step; [] where it needs nothing.
+    def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
+        """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing.
 
-        Rollouts that the algorithm doesn't use are not computed: their Measured is empty.
+        Sequences that the algorithm doesn't use are not computed: their Measured is empty.
 
         Raises:
-            TrainerError: a rollout is too long for a micro-batch.
+            TrainerError: a sequence is too long for a micro-batch.
         """
-        if not rollouts or not self.models.columns:
+        if not sequences or not self.models.columns:
             return []
-        used = [index for index, rollout in enumerate(rollouts) if is_measured(rollout, self._algorithm)]
-        measured = [Measured()] * len(rollouts)
+        used = [index for index, sequence in enumerate(sequences) if is_measured(sequence, self._algorithm)]
+        measured = [Measured()] * len(sequences)
         if used:
-            numbers = self._measure(tuple(_sample_of(rollouts[index]) for index in used))
+            own = [sequences[index] for index in used]
+            numbers = self._measure(tuple(TrainSample(sequence=s, advantages=(0.0,) * len(s.token_ids)) for s in own))
             for place, index in enumerate(used):
                 measured[index] = Measured(**numbers[place])
         return measured
@@ -276,7 +277,7 @@ class Trainer(OnAllRanks):
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
         """Describe the buckets that `stream` will give; rank 0 alone can."""
-        return [transfer.layout(self.policy.as_published(bucket)) for bucket in self.engine.layout(max_bytes)]
+        return [weight_group.layout(self.policy.as_published(bucket)) for bucket in self.engine.layout(max_bytes)]
 
     def stream(self, max_bytes: int, sink: Sink) -> None:
         """Give the weights to `sink` in buckets of about max_bytes at most, on the trainer's device.
@@ -398,13 +399,3 @@ class Trainer(OnAllRanks):
             vocab_size=self.policy.vocab_size,
             on_gpu=self.device.type == "cuda",
         )
-
-
-def _sample_of(rollout: Rollout) -> TrainSample:
-    """Return the rollout as a sample without advantages, to be packed and measured."""
-    return TrainSample(
-        token_ids=rollout.token_ids,
-        mask=rollout.mask,
-        rollout_logprobs=rollout.logprobs,
-        advantages=(0.0,) * len(rollout.token_ids),
-    )

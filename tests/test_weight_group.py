@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from hocket import manifest, transfer
+from hocket import manifest, weight_group
 from hocket.errors import SyncError
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ NAMED = [
 
 
 def test_a_bucket_has_each_tensor_at_a_multiple_of_16_bytes_and_then_a_checksum_each() -> None:
-    layout = transfer.layout(NAMED)
+    layout = weight_group.layout(NAMED)
     assert [(item.name, item.dtype, item.shape) for item in layout] == [
         ("matrix", "float32", [2, 3]),
         ("half", "bfloat16", [3]),
@@ -34,8 +34,8 @@ def test_a_bucket_has_each_tensor_at_a_multiple_of_16_bytes_and_then_a_checksum_
         ("empty", "float32", [0, 5]),
         ("turned", "float16", [2, 2]),
     ]
-    assert transfer.num_bytes(layout) == 32 + 16 + 16 + 0 + 16 + 5 * 8
-    flat, _ = transfer.pack(NAMED, CPU)
+    assert weight_group.num_bytes(layout) == 32 + 16 + 16 + 0 + 16 + 5 * 8
+    flat, _ = weight_group.pack(NAMED, CPU)
     assert (flat.dtype, flat.shape) == (torch.uint8, (120,))
     assert flat[:24].view(torch.float32).tolist() == [0, 1, 2, 3, 4, 5]
     assert flat[32:38].view(torch.bfloat16).tolist() == [1.5, -2.0, 3.25]
@@ -46,8 +46,8 @@ def test_a_bucket_has_each_tensor_at_a_multiple_of_16_bytes_and_then_a_checksum_
 
 
 def test_what_is_packed_is_unpacked_bit_by_bit_with_the_specs_of_both_ends_alike() -> None:
-    flat, sent = transfer.pack(NAMED, CPU)
-    named, received = transfer.unpack(flat, transfer.layout(NAMED))
+    flat, sent = weight_group.pack(NAMED, CPU)
+    named, received = weight_group.unpack(flat, weight_group.layout(NAMED))
     assert received == sent == {name: manifest.spec(tensor) for name, tensor in NAMED}
     for (name, tensor), (wanted_name, wanted) in zip(named, NAMED, strict=True):
         assert (name, tensor.dtype, tensor.shape) == (wanted_name, wanted.dtype, wanted.shape)
@@ -56,35 +56,35 @@ def test_what_is_packed_is_unpacked_bit_by_bit_with_the_specs_of_both_ends_alike
 
 
 def test_a_layout_needs_no_data() -> None:
-    assert transfer.layout([(name, tensor.to("meta")) for name, tensor in NAMED]) == transfer.layout(NAMED)
+    assert weight_group.layout([(name, tensor.to("meta")) for name, tensor in NAMED]) == weight_group.layout(NAMED)
 
 
 @pytest.mark.parametrize(
     ("place", "name"), [(0, "matrix"), (23, "matrix"), (37, "half"), (51, "scalar"), (65, "turned")]
 )
 def test_a_flipped_byte_is_found_and_its_tensor_named(place: int, name: str) -> None:
-    flat, _ = transfer.pack(NAMED, CPU)
+    flat, _ = weight_group.pack(NAMED, CPU)
     flat[place] ^= 0xFF
     with pytest.raises(SyncError, match=f"the bytes of tensor '{name}' changed on their way"):
-        transfer.unpack(flat, transfer.layout(NAMED))
+        weight_group.unpack(flat, weight_group.layout(NAMED))
 
 
 def test_a_flipped_checksum_is_found_too() -> None:
-    flat, _ = transfer.pack(NAMED, CPU)
+    flat, _ = weight_group.pack(NAMED, CPU)
     flat[80] ^= 1
     with pytest.raises(SyncError, match="'matrix'"):
-        transfer.unpack(flat, transfer.layout(NAMED))
+        weight_group.unpack(flat, weight_group.layout(NAMED))
 
 
-def join(store: Any, rank: int, *, timeout_s: float = 10.0, name: str = "g", size: int = 2) -> transfer.WeightGroup:
-    return transfer.WeightGroup(
+def join(store: Any, rank: int, *, timeout_s: float = 10.0, name: str = "g", size: int = 2) -> weight_group.WeightGroup:
+    return weight_group.WeightGroup(
         store, name=name, rank=rank, size=size, backend="gloo", device=CPU, address="127.0.0.1", timeout_s=timeout_s
     )
 
 
-def joined(store: Any, size: int = 2, **options: Any) -> list[transfer.WeightGroup]:
+def joined(store: Any, size: int = 2, **options: Any) -> list[weight_group.WeightGroup]:
     """Returns the groups of all ranks, each as in a process of its own: with its own connection to the store."""
-    stores = [store, *(transfer.find_store("127.0.0.1", store.port, 10) for _ in range(1, size))]
+    stores = [store, *(weight_group.find_store("127.0.0.1", store.port, 10) for _ in range(1, size))]
     with ThreadPoolExecutor(size) as threads:
         joining = [threads.submit(join, stores[rank], rank, size=size, **options) for rank in range(size)]
         return [group.result(30) for group in joining]
@@ -105,15 +105,15 @@ def started(call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
 
 
 def test_every_member_receives_what_rank_0_sends() -> None:
-    groups = joined(transfer.make_store("127.0.0.1", 10), size=3)
-    flat, specs = transfer.pack(NAMED, CPU)
+    groups = joined(weight_group.make_store("127.0.0.1", 10), size=3)
+    flat, specs = weight_group.pack(NAMED, CPU)
     for _ in range(2):
         received = [torch.empty_like(flat) for _ in groups[1:]]
         waiting = [started(group.broadcast, empty) for group, empty in zip(groups[1:], received, strict=True)]
         groups[0].broadcast(flat)
         for done, copy in zip(waiting, received, strict=True):
             done.result(10)
-            assert transfer.unpack(copy, transfer.layout(NAMED))[1] == specs
+            assert weight_group.unpack(copy, weight_group.layout(NAMED))[1] == specs
     for group in groups:
         group.close()
         group.close()  # which is no error
@@ -121,7 +121,7 @@ def test_every_member_receives_what_rank_0_sends() -> None:
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_whoever_waits_for_a_member_that_leaves_fails_at_once(gone: int) -> None:
-    groups = joined(transfer.make_store("127.0.0.1", 10), timeout_s=60.0)
+    groups = joined(weight_group.make_store("127.0.0.1", 10), timeout_s=60.0)
     waiting = started(groups[1 - gone].broadcast, torch.empty(64 << 20, dtype=torch.uint8))
     time.sleep(0.3)
     start = time.monotonic()
@@ -132,7 +132,7 @@ def test_whoever_waits_for_a_member_that_leaves_fails_at_once(gone: int) -> None
 
 
 def test_two_that_wait_for_each_other_can_both_leave() -> None:
-    groups = joined(transfer.make_store("127.0.0.1", 10), timeout_s=60.0)
+    groups = joined(weight_group.make_store("127.0.0.1", 10), timeout_s=60.0)
     waiting = started(groups[1].broadcast, torch.empty(16, dtype=torch.uint8))
     time.sleep(0.3)
     leaving = started(groups[1].close)
@@ -146,7 +146,7 @@ def test_two_that_wait_for_each_other_can_both_leave() -> None:
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_member_is_waited_for_until_the_deadline_and_no_longer(silent: int) -> None:
-    groups = joined(transfer.make_store("127.0.0.1", 10), timeout_s=1.0)
+    groups = joined(weight_group.make_store("127.0.0.1", 10), timeout_s=1.0)
     start = time.monotonic()
     # More than fits into the sockets' buffers, or a sender would have ended already.
     waiting = started(groups[1 - silent].broadcast, torch.empty(64 << 20, dtype=torch.uint8))
@@ -156,7 +156,7 @@ def test_a_silent_member_is_waited_for_until_the_deadline_and_no_longer(silent: 
 
 
 def test_a_member_that_never_comes_is_waited_for_until_the_deadline() -> None:
-    store = transfer.make_store("127.0.0.1", 1.0)
+    store = weight_group.make_store("127.0.0.1", 1.0)
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         started(lambda: join(store, 0, timeout_s=1.0)).result(30)
@@ -168,28 +168,28 @@ def test_a_store_that_nobody_has_made_is_waited_for_until_the_deadline() -> None
         port = probe.getsockname()[1]
     start = time.monotonic()
     with pytest.raises(RuntimeError):
-        started(transfer.find_store, "127.0.0.1", port, 1.0).result(30)
+        started(weight_group.find_store, "127.0.0.1", port, 1.0).result(30)
     assert time.monotonic() - start < 10
 
 
 def test_what_ranks_announce_is_seen_for_their_group_alone_and_without_waiting() -> None:
-    store = transfer.make_store("127.0.0.1", 10)
-    assert not transfer.announced(store, "g", transfer.JOINING, [1])
+    store = weight_group.make_store("127.0.0.1", 10)
+    assert not weight_group.announced(store, "g", weight_group.JOINING, [1])
     groups = joined(store, size=3)
-    assert transfer.announced(store, "g", transfer.JOINING, [0, 1, 2])
-    assert not transfer.announced(store, "g", transfer.JOINING, [1, 2, 3])
-    assert not transfer.announced(store, "other", transfer.JOINING, [1])
-    assert not transfer.announced(store, "g", transfer.receiving(1), [1])
-    groups[1].announce(transfer.receiving(1))
+    assert weight_group.announced(store, "g", weight_group.JOINING, [0, 1, 2])
+    assert not weight_group.announced(store, "g", weight_group.JOINING, [1, 2, 3])
+    assert not weight_group.announced(store, "other", weight_group.JOINING, [1])
+    assert not weight_group.announced(store, "g", weight_group.receiving(1), [1])
+    groups[1].announce(weight_group.receiving(1))
     end = time.monotonic() + 5
-    while not transfer.announced(store, "g", transfer.receiving(1), [1]):
+    while not weight_group.announced(store, "g", weight_group.receiving(1), [1]):
         assert time.monotonic() < end
-    assert not transfer.announced(store, "g", transfer.receiving(1), [1, 2])
-    assert not transfer.announced(store, "g", transfer.receiving(2), [1])
+    assert not weight_group.announced(store, "g", weight_group.receiving(1), [1, 2])
+    assert not weight_group.announced(store, "g", weight_group.receiving(2), [1])
 
 
 def test_store_and_group_listen_on_the_given_address_only() -> None:
-    store = transfer.make_store("127.0.0.1", 10)
+    store = weight_group.make_store("127.0.0.1", 10)
     groups = joined(store)
     listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert store.port in {address.port for address in listening}
@@ -200,10 +200,10 @@ def test_store_and_group_listen_on_the_given_address_only() -> None:
 
 
 def test_the_own_address_is_the_one_on_the_way_to_the_other_end() -> None:
-    assert transfer.address_towards("127.0.0.1", 80) == "127.0.0.1"
+    assert weight_group.address_towards("127.0.0.1", 80) == "127.0.0.1"
     with pytest.raises(OSError, match=r"not known|resolution"):
-        transfer.address_towards("no-such-host.invalid", 80)
+        weight_group.address_towards("no-such-host.invalid", 80)
 
 
 def test_a_cpu_has_no_gpu_id() -> None:
-    assert transfer.gpu_id(CPU) is None
+    assert weight_group.gpu_id(CPU) is None
