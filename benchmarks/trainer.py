@@ -43,7 +43,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hocket import config as configs
-from hocket.algorithm.losses import LossConfig, LossOutput
+from hocket.algorithm.losses import LossOutput
 from hocket.trainer.batching import TrainBatch, num_positions, pack
 from hocket.trainer.flops import model_flops, peak_flops, step_flops
 from hocket.trainer.logprobs import token_logprobs
@@ -124,7 +124,7 @@ class Loop:
     def __init__(self, model: nn.Module, config: configs.Config) -> None:
         self.model = model.to(DEVICE)
         self.config = config
-        self.loss = configured_loss(LossConfig.of(config))
+        self.loss = configured_loss(config.algorithm.loss(config.rollout.max_tokens))
         self.dtype = getattr(torch, config.model.dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
 

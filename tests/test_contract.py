@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
-    {"errors", "types", "system", "presets"},
+    {"errors", "types", "system"},
     {"registry", "config", "protocol", "installer"},
     {"manifest", "tokenizer", "bootstrap", "data"},
     {"weight_group", "delta"},

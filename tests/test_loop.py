@@ -277,12 +277,12 @@ async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Pat
 
 
 async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_adapts(tmp_path: Path) -> None:
-    settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1", "algorithm.kl_horizon=40"]
+    settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1"]
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), *settings, held_out=0, reference=(-0.4, -0.5))
     assert world.diary[2:6] == [("generate", 2, 2, 5), ("measure", 4), ("train", 4, [5]), ("publish", 6)]
     assert [line["rollout/kl"] for line in metrics[1:]] == pytest.approx([0.3, 0.3])  # −0.1 + 0.4 and −0.2 + 0.5
-    # 0.3 is too far by more than 20 %: · (1 + 0.2 · 4 rollouts / 40)
-    assert [line["rollout/kl_coef"] for line in metrics[1:]] == pytest.approx([0.01, 0.0102])
+    # 0.3 is too far by more than 20 %: · (1 + 0.2 · 4 rollouts / 10,000)
+    assert [line["rollout/kl_coef"] for line in metrics[1:]] == pytest.approx([0.01, 0.0100008])
 
 
 async def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:

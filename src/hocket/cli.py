@@ -11,7 +11,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hocket import config as config_module
-from hocket import presets
 from hocket.config import Config
 from hocket.errors import ConfigError, HocketError
 
@@ -228,7 +227,7 @@ def _config(args: argparse.Namespace) -> int:
 
         print(reference())
     elif args.presets:
-        print(presets.reference())
+        print(config_module.preset_table())
     else:
         print(config_module.dump(read_settings(args.settings)[0]), end="")
     return 0

@@ -353,13 +353,14 @@ def _load(
 ) -> tuple[Prompt, ...]:
     """Returns the prompts of a source that are short enough, and says how many were not."""
     longest = tokenizers.longest_sequence(config.model, config.trainer) - config.rollout.max_tokens
-    loaded = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=episodes.tools if episodes else ())
-    if loaded.num_dropped:
+    tools = episodes.tools if episodes else ()
+    prompts, num_dropped = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=tools)
+    if num_dropped:
         limit = min(longest, data.max_prompt_tokens or longest)
-        console.say(f"{what}: dropped {loaded.num_dropped} prompts of {data.source} with more than {limit} tokens")
-    if not loaded.prompts:
+        console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
+    if not prompts:
         raise ConfigError(
             f"{what}: no prompt of {data.source} is short enough; lower rollout.max_tokens, or raise "
             "trainer.micro_batch_tokens"
         )
-    return loaded.prompts
+    return prompts

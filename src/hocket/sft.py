@@ -19,6 +19,7 @@ from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
 from hocket.observe.metrics import train_metrics
 from hocket.observe.run_folder import RunFolder
+from hocket.registry import load_plugins
 from hocket.trainer.checkpoint import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
@@ -41,6 +42,7 @@ def run(config: Config) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         make_trainer(config).follow()
         return
+    load_plugins(config.plugins)  # data.source may be a task of one
     saved = checkpoints.find(config, print)
     output = Path(config.sft.output) if config.sft.output is not None else config.run_dir / "model"
     _check_replaceable(output)

@@ -257,20 +257,6 @@ def test_what_was_not_measured_is_asked_for() -> None:
         train_samples([group("a", [0.0, 1.0])], [], settings("preset=reinforce_pp"), 0.01)
 
 
-def test_rewards_are_clipped_before_they_are_compared() -> None:
-    # clipped to 0, 0.5, 1: mean 0.5, unbiased deviation 0.5; clipping afterwards would leave the outlier in both
-    samples, _ = train_samples([group("a", [-9.0, 0.5, 900.0])], [], settings("reward_clip=[0, 1]"), 0.0)
-    assert last_advantages(samples) == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
-    kept, _ = informative([group("a", [7.0, 900.0])], settings("reward_clip=[0, 1]"))
-    assert kept == []
-
-
-def test_advantages_are_limited_after_they_are_scaled() -> None:
-    config = settings("scale=none", "advantage_clip=1.5")
-    samples, _ = train_samples([group("a", [1.0, 2.0, 6.0])], [], config, 0.0)
-    assert last_advantages(samples) == pytest.approx([-1.5, -1.0, 1.5])
-
-
 @pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0)])
 def test_the_overlong_penalty_grows_over_the_last_part_of_the_length(length: int, penalty: float) -> None:
     config = config_module.load(None, ["rollout.max_tokens=10", "algorithm.overlong_share=0.4"])

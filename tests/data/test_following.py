@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hocket.config import DataConfig
 from hocket.data import Renderer
-from hocket.data.rendering import TooLongError
+from hocket.data.prompts import TooLongError
 
 CHATML = (
     "{% for m in messages %}{{ '<im_start>' + m.role + '\n' + m.content + '<im_end>\n' }}{% endfor %}"

@@ -22,7 +22,7 @@ ROWS = [{"prompt": "Sort: ba", "answer": "ab", "level": 1}, {"prompt": "Sort: dc
 
 def load(source: str, tokenizer: Any, *, max_prompt_tokens: int = 100, **settings: Any) -> tuple[Prompt, ...]:
     data = DataConfig(source=source, **settings)
-    return load_prompts(data, tokenizer, max_prompt_tokens=max_prompt_tokens).prompts
+    return load_prompts(data, tokenizer, max_prompt_tokens=max_prompt_tokens)[0]
 
 
 def check_rows(prompts: tuple[Prompt, ...]) -> None:
@@ -100,10 +100,10 @@ def test_numbers_are_answers(tokenizer: Any, write_jsonl: Write) -> None:
 def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, write_jsonl: Write) -> None:
     source = write_jsonl(*({"prompt": "a" * n} for n in (1, 7, 8, 50)))  # the template adds 3 tokens
     data = DataConfig(source=source, answer_column=None)
-    loaded = load_prompts(data, tokenizer, max_prompt_tokens=10)
-    assert ([len(p.token_ids) for p in loaded.prompts], loaded.num_dropped) == ([4, 10], 2)
+    prompts, num_dropped = load_prompts(data, tokenizer, max_prompt_tokens=10)
+    assert ([len(p.token_ids) for p in prompts], num_dropped) == ([4, 10], 2)
     lower = data.model_copy(update={"max_prompt_tokens": 4})
-    assert load_prompts(lower, tokenizer, max_prompt_tokens=10).num_dropped == 3
+    assert load_prompts(lower, tokenizer, max_prompt_tokens=10)[1] == 3
 
 
 def test_a_limit_takes_the_first_rows(tokenizer: Any, write_jsonl: Write) -> None:

@@ -12,8 +12,11 @@ from hocket.config import DataConfig
 from hocket.data import Renderer
 from hocket.data.tasks import TASKS
 from hocket.envs.base import bind
+from hocket.registry import load_plugins
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-tools"
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = ROOT / "checkpoints" / "tiny-tools"
+load_plugins([str(ROOT / "config" / "tiny_tools_task.py")])
 
 
 @pytest.fixture(scope="module")

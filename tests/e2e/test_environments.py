@@ -75,7 +75,7 @@ async def groups_of(
     tokens = tokenizer.load(settings.model.path)
     episodes = episodes_of(settings, tokens)
     assert episodes is not None
-    prompts = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=episodes.tools).prompts
+    prompts, _ = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=episodes.tools)
     async with ServerPool(settings.server_urls) as servers:
         for member in servers.members:
             member.holds((await member.server.health()).session)

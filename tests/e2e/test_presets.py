@@ -19,11 +19,11 @@ from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import informative
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
+from hocket.config.algorithm import PRESETS, PresetName
 from hocket.data import PromptStream, load_prompts
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
-from hocket.presets import PRESETS, PresetName
 from hocket.protocol import Completion, SamplingParams
 from hocket.rewards import RewardScorer
 from hocket.rollout.pipeline import Pipeline
@@ -118,7 +118,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Runs the loop and returns its summary."""
     tokenizer = tokenizers.load(config.model.path)
     prompts, held_out = (
-        load_prompts(data, tokenizer, max_prompt_tokens=64).prompts for data in (config.data, config.eval.data)
+        load_prompts(data, tokenizer, max_prompt_tokens=64)[0] for data in (config.data, config.eval.data)
     )
     with (
         Trainer(config, ranks=ranks) as trainer,

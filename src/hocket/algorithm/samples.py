@@ -14,15 +14,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from hocket.algorithm.advantages import (
-    discounted_returns,
-    gae,
-    group_advantages,
-    token_rewards,
-    whiten,
-    zero_variance_groups,
-)
-from hocket.algorithm.kl import kl_penalty, masked_log_ratio
+from hocket.algorithm.advantages import group_advantages, zero_variance_groups
+from hocket.algorithm.by_token import discounted_returns, gae, token_rewards, whiten
+from hocket.algorithm.kl import kl_penalty
+from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig, Config
 from hocket.data.stream import Outcome
 from hocket.types import Group, Measured, Rollout, Score, TokenSequence, TrainSample
@@ -144,8 +139,6 @@ def train_samples(
         advantages = _by_group(parts, algorithm, kl_coef)
     else:
         advantages, returns = _by_token(learners, algorithm, kl_coef)
-    if algorithm.advantage_clip is not None:
-        advantages = [a_n.clamp(-algorithm.advantage_clip, algorithm.advantage_clip) for a_n in advantages]
     if algorithm.top_entropy < 1:
         advantages = _of_top_entropy(learners, advantages, algorithm.top_entropy)
     samples = [
@@ -169,11 +162,8 @@ def train_samples(
 
 
 def shaped_reward(rollout: Rollout, score: Score, config: Config) -> float:
-    """Returns the clipped reward minus the penalty for length; nan without a score."""
-    if score.error is not None:
-        return math.nan
-    low, high = config.algorithm.reward_clip or (-math.inf, math.inf)
-    return min(max(score.total, low), high) - overlong_penalty(rollout, config)
+    """Returns the reward minus the penalty for length; nan without a score."""
+    return math.nan if score.error is not None else score.total - overlong_penalty(rollout, config)
 
 
 def overlong_penalty(rollout: Rollout, config: Config) -> float:

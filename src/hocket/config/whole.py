@@ -109,11 +109,8 @@ class Config(Section):
 
     def _has_its_reference(self) -> None:
         algorithm = self.algorithm
-        if algorithm.kl == "off" and (algorithm.reference is not None or algorithm.reference_reset_every):
-            raise ValueError(
-                "algorithm.reference and algorithm.reference_reset_every are of no use while algorithm.kl is off; "
-                "set algorithm.kl=k2, or leave them out"
-            )
+        if algorithm.kl == "off" and algorithm.reference_reset_every:
+            raise ValueError("algorithm.reference_reset_every has no effect with algorithm.kl=off; set kl=k2")
         if algorithm.reference_reset_every and self.model.lora is not None:
             raise ValueError(
                 "algorithm.reference_reset_every can't copy an adapter into its own base; merge what was trained with "

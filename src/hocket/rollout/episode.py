@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from hocket.data import Renderer
-from hocket.data.rendering import TooLongError
+from hocket.data.prompts import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams

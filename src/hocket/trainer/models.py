@@ -63,7 +63,7 @@ class Models:
 
         self.policy: Policy = load(POLICY)
         self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights over the ranks
-        self._loss = configured_loss(LossConfig.of(config)) if loss is None else loss
+        self._loss = configured_loss(algorithm.loss(config.rollout.max_tokens)) if loss is None else loss
         self._reset_every = algorithm.reference_reset_every
         self.critic: Critic | None = None
         self.columns: dict[str, Callable[[TrainBatch], Tensor]] = {}  # field of Measured → its numbers for a batch
