@@ -2,16 +2,14 @@ import dataclasses
 import gc
 import json
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.trainer.conftest import make_tokenizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from tests.trainer.counting import peak_bytes
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hocket import config as config_module
@@ -69,39 +67,6 @@ def bytes_held() -> int:
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and value.device == CPU]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values() if storage.resizable())
-
-
-class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Follows the storages that operators allocate: a CPU's allocator keeps no record."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self.alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {v.untyped_storage()._cdata for v in tree_iter((args, kwargs)) if isinstance(v, torch.Tensor)}
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self.alive:
-                    self.alive.add(storage._cdata)
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def gone(self, key: int, num_bytes: int) -> None:
-        self.alive.discard(key)
-        self.now -= num_bytes
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    counting = Counting()
-    with counting:
-        work()
-    return counting.peak
 
 
 def test_the_peak_is_that_of_the_worst_moment() -> None:
