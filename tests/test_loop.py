@@ -38,6 +38,8 @@ class World:
         self.version = 4  # the server was used before
         self.keep: list[Path] = []
         self.beats, self.fails = 0, False
+        self.lock = asyncio.Lock()
+        self.publishes: list[bool] = []  # each time that the trainer is held
         self.reference: tuple[float, float] | None = None  # its log-probs of every completion
 
     async def wait_up(self) -> None:
@@ -45,12 +47,23 @@ class World:
             self.diary.append("wait")
             await self.publish()  # the pool has whoever publishes bring a server up
 
+    @property
+    def current(self) -> int:
+        return self.version
+
     @contextlib.asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
-        yield
+    async def training(self, *, publishes: bool) -> AsyncIterator[dict[str, float]]:
+        self.publishes.append(publishes)
+        yield {}
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[Sequence[int]],
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         self.diary.append(("generate", len(prompts), n, self.version))
         for i in range(len(prompts)):
@@ -159,7 +172,8 @@ async def trained(
             pipeline=pipeline,
             held_out={"": [Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)]} if held_out else {},
             judge=world,
-            sync=world,
+            versions=world,
+            publisher=world,
             kl=KlController(config.algorithm),
             folder=folder,
             console=console,
@@ -280,6 +294,7 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
         ("publish", 6),
         ("save", 6),
     ]
+    assert world.publishes == [True]  # in the second step; in the first one the trainer was left alone
     assert metrics[1]["rollout/zero_variance"] == 1.0
     assert "train/loss" not in metrics[1]
     assert summary["final_version"] == 6
