@@ -163,7 +163,7 @@ async def trained(
             stream=stream,
             pipeline=pipeline,
             held_out={"": [Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)]} if held_out else {},
-            judge=world,
+            eval_scorer=world,
             versions=world,
             publisher=world,
             kl=KlController(config.algorithm),

@@ -39,7 +39,7 @@ class Run:
         stream: where the prompts of the batches come from; hears what became of each.
         pipeline: gives the batch of each step.
         held_out: prompts of the evaluation by dataset; none: no evaluation.
-        judge: the one reward whose mean over held-out prompts is the accuracy.
+        eval_scorer: the one reward whose mean over held-out prompts is the accuracy.
         kl: weighs a KL in the rewards.
         episodes: how held-out episodes of several turns are played; None: the model answers once.
         checkpoints: what the run can go on from; the folder's history says how far it already is.
@@ -51,7 +51,7 @@ class Run:
     stream: PromptStream
     pipeline: Pipeline | Replay
     held_out: Mapping[str, Sequence[Prompt]]
-    judge: RewardScorer
+    eval_scorer: RewardScorer
     versions: Versions
     publisher: Publisher
     kl: KlController
@@ -138,7 +138,7 @@ class Run:
             measured, groups = await evaluate(
                 self.held_out,
                 server=self.servers,
-                scorer=self.judge,
+                scorer=self.eval_scorer,
                 config=self.config,
                 label=f"eval {step}",
                 episodes=self.episodes,
