@@ -4,7 +4,6 @@ Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Ea
 read next.
 """
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ class Run:
         stream: where the prompts of the batches come from; hears what became of each.
         pipeline: gives the batch of each step.
         held_out: prompts of the evaluation by dataset; none: no evaluation.
-        judge: the one reward whose mean over held-out prompts is the accuracy.
+        eval_scorer: the one reward whose mean over held-out prompts is the accuracy.
         kl: weighs a KL in the rewards.
         episodes: how held-out episodes of several turns are played; None: the model answers once.
         checkpoints: what the run can go on from; the folder's history says how far it already is.
@@ -52,7 +51,7 @@ class Run:
     stream: PromptStream
     pipeline: Pipeline | Replay
     held_out: Mapping[str, Sequence[Prompt]]
-    judge: RewardScorer
+    eval_scorer: RewardScorer
     versions: Versions
     publisher: Publisher
     kl: KlController
@@ -66,19 +65,6 @@ class Run:
 
         Where every prompt is retired before, the step that finds none is the last; it only saves and evaluates.
         """
-        tasks = asyncio.create_task(self._beat()), asyncio.create_task(self._train())
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            heart, work = tasks
-            if heart.done():
-                heart.result()  # the other ranks are lost
-            return work.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _train(self) -> dict[str, Any]:
         config = self.config
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
         if not self.folder.history:
@@ -152,20 +138,13 @@ class Run:
             measured, groups = await evaluate(
                 self.held_out,
                 server=self.servers,
-                scorer=self.judge,
+                scorer=self.eval_scorer,
                 config=self.config,
                 label=f"eval {step}",
                 episodes=self.episodes,
             )
         self.folder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured
-
-    async def _beat(self) -> None:
-        """Tells the other ranks again and again that rank 0 is well: they wait only so long for the next work."""
-        while True:
-            await asyncio.sleep(self.config.trainer.collective_timeout_s / 4)
-            async with self.publisher.lock:
-                await run_in_thread(self.trainer.beat)
 
 
 @contextmanager
