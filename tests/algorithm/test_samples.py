@@ -78,7 +78,7 @@ def sampled(
 
 
 def kept(groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT) -> list[str]:
-    return [one.group.id for one in shaped(groups, algorithm) if one.reason is None]
+    return [one.id for one in groups if shape(one, algorithm, MAX_TOKENS).reason is None]
 
 
 def last_advantages(samples: list[TrainSample]) -> list[float]:
@@ -196,7 +196,7 @@ def test_a_rollout_without_a_score_is_left_out_of_samples_and_mean() -> None:
     samples, _ = sampled(groups)
     assert [s.sequence.token_ids[-1] for s in samples] == [10, 13]
     assert last_advantages(samples) == pytest.approx([-0.707106, 0.707106], abs=1e-5)
-    assert [s.total for s in shaped(groups)[0].group.scores] == [0.0, 1.0]
+    assert shaped(groups)[0].rewards == (0.0, 1.0)
 
 
 def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -> None:

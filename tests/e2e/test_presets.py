@@ -70,7 +70,13 @@ class Copy:
 
     @torch.no_grad()
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[Sequence[int]],
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         del timeout_s
         torch.manual_seed(sampling.seed or 0)
@@ -143,7 +149,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             stream=stream,
             pipeline=pipeline,
             held_out={"": held_out[: config.eval.num_prompts]},
-            judge=scorer,
+            eval_scorer=scorer,
             sync=copy,
             kl=KlController(config.algorithm),
             folder=folder,

@@ -30,7 +30,13 @@ class FakeServer:
         self.order, self.error = order, error
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[Sequence[int]],
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         self.asked = (prompts, sampling, n, timeout_s)
         for prompt, sample in self.order:

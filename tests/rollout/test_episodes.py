@@ -64,21 +64,20 @@ class FakeEngine:
         *,
         n: int = 1,
         timeout_s: float,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[Sequence[int]],
         tools: Toolbox | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
-        assert seeds is not None
         assert (n, sampling.seed, len(seeds)) == (1, None, len(prompts))
         self.requests.append(len(prompts))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            for i in random.Random(seeds[0]).sample(range(len(prompts)), len(prompts)):
+            for i in random.Random(seeds[0][0]).sample(range(len(prompts)), len(prompts)):
                 await asyncio.sleep(self.delay_s)
                 if self.fail_after is not None and len(self.turns) >= self.fail_after:
                     raise ServerError("the engine died", code="engine_dead")
-                completion = sampled(seeds[i], sampling.max_tokens)
-                self.turns.append(Turn(list(prompts[i]), sampling, seeds[i], completion))
+                completion = sampled(seeds[i][0], sampling.max_tokens)
+                self.turns.append(Turn(list(prompts[i]), sampling, seeds[i][0], completion))
                 yield i, 0, completion
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted += 1

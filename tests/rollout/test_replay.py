@@ -36,7 +36,7 @@ async def test_each_step_gets_what_was_played_for_it(tmp_path: Path) -> None:
     replay = Replay(tmp_path)
     for step in (1, 2):
         batch = await replay.batch(step)
-        assert (batch.draws, batch.groups) == ([], [group(step)])
+        assert (batch.draws, batch.groups) == ({}, [group(step)])
     with pytest.raises(DataError, match=r"no rollouts of step 3 .*it has steps 1 to 2: set trainer.steps"):
         await replay.batch(3)
 

@@ -6,6 +6,7 @@ soon as its last score is there. Knows nothing of losses, trainers or files.
 
 import asyncio
 import contextlib
+import functools
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -91,12 +92,13 @@ async def _single_turns(wave: Wave, server: Generator) -> AsyncGenerator[Played,
     """Yields what `Episodes.play` would of episodes of one turn, which are asked for together."""
     end = time.monotonic() + wave.timeout_s
     left = dict.fromkeys(wave.pairs)
-    sampling = wave.sampling
-    if sampling.seed is not None:
-        sampling = sampling.model_copy(update={"seed": sampling.seed + wave.number(0, 0)})
     prompts = [prompt.token_ids for prompt in wave.prompts]
+    seed = functools.partial(seed_of, wave.sampling.seed)  # (number, turn), as in episodes of several turns
+    seeds = [[seed(wave.number(i, j), 1) for j in range(wave.group_size)] for i in range(len(prompts))]
     try:
-        async for i, j, completion in server.generate(prompts, sampling, n=wave.group_size, timeout_s=wave.timeout_s):
+        async for i, j, completion in server.generate(
+            prompts, wave.sampling, n=wave.group_size, timeout_s=wave.timeout_s, seeds=seeds
+        ):
             del left[i, j]
             yield Played(prompt=i, sample=j, rollout=to_rollout(wave.prompts[i], completion, wave.name(i, j)))
     except ServerError as late:
