@@ -83,7 +83,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         stack: ends the parts that need it.
     """
     scorer = stack.enter_context(RewardScorer(config.rewards))
-    judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
+    eval_scorer = stack.enter_context(RewardScorer(rewards_of_eval(config)))
     tokenizer = tokenizers.load(config.model.path)
     episodes = episodes_of(config, tokenizer)
     prompts = _load("train", config.data, config, tokenizer, console, episodes)
@@ -95,7 +95,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     console.doing(f"loading {config.model.path} into the trainer")
 
     from hocket.algorithm.kl import KlController
-    from hocket.algorithm.samples import silence
+    from hocket.algorithm.samples import shape
     from hocket.loop import Run
     from hocket.trainer.checkpoint import SavedTensors
     from hocket.trainer.trainer import Trainer
@@ -125,12 +125,12 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
             stream,
             server=servers,
             scorer=scorer,
-            informative=lambda group: silence(group, config) is None,
+            informative=lambda group: shape(group, config.algorithm, config.rollout.max_tokens).reason is None,
             episodes=episodes,
             progress=console.progress,
         ),
         held_out={} if replay else held_out,
-        judge=judge,
+        eval_scorer=eval_scorer,
         versions=publisher.versions,
         publisher=publisher,
         kl=kl,
@@ -165,7 +165,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             config = config.model_copy(update=changed)
             arguments = [*arguments, f"model.path={model}", f"server.port={port}"]
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
-        judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
+        eval_scorer = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
         episodes = episodes_of(config, tokenizer)
         held_out = _held_out(config, tokenizer, console, episodes)
@@ -176,7 +176,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             async with _as_they_are(config, arguments, tokenizer, console) as servers:
                 console.say(f"evaluating on {sum(map(len, held_out.values()))} prompts")
                 metrics, groups = await evaluate(
-                    held_out, server=servers, scorer=judge, config=config, label="eval", episodes=episodes
+                    held_out, server=servers, scorer=eval_scorer, config=config, label="eval", episodes=episodes
                 )
                 path = config.run_dir / "rollouts" / "eval.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
