@@ -259,7 +259,7 @@ async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1  # the first byte behind the header: of the values
     path.write_bytes(content)
 
 
