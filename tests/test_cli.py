@@ -85,7 +85,10 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert main(["ledger", str(tmp_path), "--json"]) == 1
     first, *_ = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (first["missing"], first["states"]) == (["c"], [{"state": "trained", "why": "", "prompts": 2}])
+    assert (first["states"], first["problems"]) == (
+        {"trained": 2, "missing": 1},
+        ["1 prompts are not accounted for: c"],
+    )
 
 
 def test_what_has_no_ledger_is_refused_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,9 +125,9 @@ async def test_seeds_and_the_session_go_with_the_request() -> None:
         return httpx.Response(200, content=lines({"prompt": 0, "index": 0, "completion": COMPLETION}, END))
 
     async with client(handler) as server:
-        await generate(server, seeds=[11], session="s1")
+        await generate(server, seeds=[[11]], session="s1")
         await generate(server)
-    assert [(body["seeds"], body["session"]) for body in seen] == [([11], "s1"), (None, None)]
+    assert [(body["seeds"], body["session"]) for body in seen] == [([[11]], "s1"), (None, None)]
 
 
 async def test_tools_go_with_the_request_and_calls_come_back() -> None:

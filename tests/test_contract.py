@@ -11,15 +11,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
-    {"errors", "types", "system", "presets"},
+    {"errors", "types", "system"},
     {"registry", "config", "protocol", "environment"},
-    {"manifest", "tokenizer"},
+    {"manifest", "tokenizer", "data"},
     {"weight_group", "delta"},
-    {"algorithm", "rewards", "envs", "data", "observe", "doctor"},
+    {"algorithm", "rewards", "envs", "observe", "doctor"},
     {"client"},
     {"members"},
     {"pool"},
-    {"rollout", "sync", "trainer", "server"},
+    {"rollout", "trainer", "server"},
+    {"sync"},
     {"checkpoints"},
     {"loop", "sft", "launch"},
     {"commands"},

@@ -26,6 +26,11 @@ def error(code: str) -> dict[str, str]:
     return {"code": code, "message": f"it is {code}", "hint": "do something"}
 
 
+def count(request: GenerateRequest) -> int:
+    """Returns the completions of a request's first prompt."""
+    return request.n if request.seeds is None else len(request.seeds[0])
+
+
 class FakeServer:
     """Completes every prompt with a text that tells its first token and the seed; fails as it is told to.
 
@@ -112,7 +117,9 @@ class FakeServer:
         if self.end_with is not None:
             end, self.end_with = end | {"error": error(self.end_with)}, None
         else:
-            for number, (i, j) in enumerate((i, j) for i in range(len(request.prompts)) for j in range(request.n)):
+            seeds = request.seeds or [[None] * request.n for _ in request.prompts]
+            pairs = [(i, j) for i, mine in enumerate(seeds) for j in range(len(mine))]
+            for number, (i, j) in enumerate(pairs):
                 if number == self.cut_after:
                     self.cut_after = None
                     writer.transport.abort()
@@ -122,7 +129,7 @@ class FakeServer:
                 if writer.transport.is_closing():
                     self.dropped += 1
                     return
-                seed = None if request.seeds is None else request.seeds[i] + j
+                seed = seeds[i][j]
                 self.played.append((request.prompts[i][0], seed))  # type: ignore[arg-type]
                 done = {"token_ids": [5], "logprobs": [-0.5], "finish_reason": "stop", "versions": [[1, 0, 1]]}
                 text = f"{request.prompts[i][0]} {seed}"
@@ -197,7 +204,7 @@ async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: 
         assert [member.in_flight for member in pool.members] == [0, 0]
     assert outcome(done) == texts(prompts, 4)
     assert [len(server.requests) for server in servers] == [1, 1]
-    assert [server.requests[0].n for server in servers] == [4, 4]
+    assert [count(server.requests[0]) for server in servers] == [4, 4]
     mine = [{prompt[0] for prompt in server.requests[0].prompts} for server in servers]
     assert not mine[0] & mine[1]
     assert [len(server.requests[0].prompts) for server in servers] == [pytest.approx(50, rel=0.1)] * 2
@@ -231,7 +238,7 @@ async def test_every_pair_has_the_same_seed_whoever_plays_it(servers: list[FakeS
     for some in (servers[:1], servers):
         async with make_pool(some) as pool:
             assert outcome(await play(pool, prompts, n=3)) == texts(prompts, 3)
-    assert servers[0].requests[0].seeds == [1000, 1003, 1006, 1009, 1012]  # seed + i * n
+    assert servers[0].requests[0].seeds == [[1000 + 3 * i + j for j in range(3)] for i in range(5)]  # seed + i * n + j
     assert servers[0].requests[0].sampling.seed is None
 
 
@@ -239,7 +246,7 @@ async def test_seeds_of_the_prompts_own_and_tools_go_where_the_prompts_go(server
     toolbox = Toolbox(parser="hermes", tools=({"type": "function"},))
     servers[0].cut_after = 1
     async with make_pool(servers) as pool:
-        prompts, seeds = [[i] for i in range(4)], [70, 50, 60, 80]
+        prompts, seeds = [[i] for i in range(4)], [[70], [50], [60], [80]]
         done = pool.generate(prompts, SamplingParams(max_tokens=3), timeout_s=5, seeds=seeds, tools=toolbox)
         assert len([item async for item in done]) == 4
     assert sorted(servers[0].played + servers[1].played) == [(0, 70), (1, 50), (2, 60), (3, 80)]
@@ -256,7 +263,7 @@ async def test_what_is_too_much_for_one_request_goes_in_several(
     prompts = [[i] for i in range(1, 6)]
     async with make_pool(servers[:1]) as pool:
         assert outcome(await play(pool, prompts, n=2)) == texts(prompts, 2)
-    asked = [(len(request.prompts), request.n) for request in servers[0].requests]
+    asked = [(len(request.prompts), count(request)) for request in servers[0].requests]
     assert sorted(asked, reverse=True) == sorted(requests, reverse=True)
 
 
@@ -283,7 +290,7 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
     assert len(servers[1].played) == 12 + 7
     assert Counter(servers[0].played + servers[1].played).most_common(1)[0][1] == 1
     again = servers[1].requests[1]
-    assert (len(again.prompts), again.n) == (7, 1)  # what is left of a prompt is asked for one by one
+    assert (len(again.prompts), count(again)) == (7, 1)  # what is left of a prompt is asked for one by one
     assert any(line.startswith(f"lost server {servers[0].url}") for line in said)
 
 

@@ -54,8 +54,9 @@ def test_prompts_may_be_text_tokens_or_messages_and_stay_what_they_are() -> None
         {"prompts": ["a"], "sampling": {"stop": [""]}},
         {"prompts": ["a"], "sampling": {"seed": 2**63}},
         {"prompts": ["a"], "sampling": {"presence_penalty": 1.0}},
-        {"prompts": ["a"], "seeds": [-1]},
-        {"prompts": ["a"], "seeds": 3},
+        {"prompts": ["a"], "seeds": [[-1]]},
+        {"prompts": ["a"], "seeds": [[]]},
+        {"prompts": ["a"], "seeds": [3]},
         {"prompts": ["a"], "session": 3},
     ],
 )

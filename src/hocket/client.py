@@ -105,7 +105,7 @@ class ServerClient:
         *,
         n: int = 1,
         timeout_s: float,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
         session: str | None = None,
         tools: Toolbox | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
@@ -113,9 +113,9 @@ class ServerClient:
 
         Args:
             prompts: token ids of each prompt.
-            n: completions per prompt.
+            n: completions per prompt; without seeds.
             timeout_s: deadline for the whole answer.
-            seeds: one per prompt, instead of sampling.seed.
+            seeds: of each prompt, one per completion, instead of n and sampling.seed.
             session: the server must not have been started again since it had this one.
             tools: calls of these are looked for in the completions.
 
@@ -127,11 +127,11 @@ class ServerClient:
             sampling=sampling,
             n=n,
             stream=True,
-            seeds=None if seeds is None else list(seeds),
+            seeds=None if seeds is None else [list(mine) for mine in seeds],
             session=session,
             tools=tools,
         )
-        received = 0
+        received, expected = 0, len(prompts) * n if seeds is None else sum(map(len, seeds))
         async with (
             self._deadline(timeout_s, "/generate"),
             self._rollouts.stream("POST", "/generate", json=body.model_dump(mode="json")) as response,
@@ -144,15 +144,15 @@ class ServerClient:
                 if isinstance(item, StreamEnd):
                     if item.error is not None:
                         raise ServerError(f"{self.url}/generate broke off: {_said(item.error)}", code=item.error.code)
-                    if received != len(prompts) * n:
+                    if received != expected:
                         raise ServerError(
-                            f"{self.url}/generate ended with {received} of {len(prompts) * n} completions", code="cut"
+                            f"{self.url}/generate ended with {received} of {expected} completions", code="cut"
                         )
                     return
                 received += 1
                 yield item.prompt, item.index, item.completion
         raise ServerError(
-            f"{self.url}/generate was cut after {received} of {len(prompts) * n} completions; see the server's log",
+            f"{self.url}/generate was cut after {received} of {expected} completions; see the server's log",
             code="cut",
         )
 

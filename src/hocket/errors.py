@@ -6,7 +6,7 @@ class HocketError(Exception):
 
 
 class SetupError(HocketError):
-    """There is no environment to work in, and none can be made."""
+    """The environment of packages is missing and can't be made."""
 
 
 class ConfigError(HocketError):
@@ -18,26 +18,25 @@ class DataError(HocketError):
 
 
 class RewardError(HocketError):
-    """Scoring failed so often that training on what is left would be misleading."""
+    """Scoring failed so often that training on the remaining rollouts would be misleading."""
 
 
 class ServerError(HocketError):
-    """The generation server refused a request or can't be reached.
-
-    Args:
-        message: what happened, and the server's own words where it answered.
-        code: the server's machine-readable error code, or "unreachable" or "timeout".
-        status: the HTTP status, None where there was no answer.
-    """
+    """The generation server refused a request or can't be reached."""
 
     def __init__(self, message: str, *, code: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.status = status
+        self.code = code  # the server's machine-readable error code, or "unreachable" or "timeout"
+        self.status = status  # the HTTP status; None without an answer
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server is well, and answered that the request is wrong (4xx)."""
+        return self.status is not None and self.status < 500
 
 
 class SyncError(HocketError):
-    """A published weight version did not land on a server, or can't be shown to have landed."""
+    """A published weight version did not reach a server, or the proof that it did is missing."""
 
 
 class SyncTimeout(SyncError):  # noqa: N818 - an error's name says what happened

@@ -50,16 +50,16 @@ class Toolbox(Strict):
 class GenerateRequest(Strict):
     """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
 
-    `seeds` has one seed per prompt, so that a completion is the same whichever request carries its prompt: the j-th of
-    prompt i is sampled with seeds[i] + j, without it with sampling.seed + i·n + j. With `session` a server that was
-    started again since, and no longer holds the weights that the caller counts on, refuses.
+    With `seeds`, prompt i has one completion per seed in seeds[i], and a seed alone decides the random numbers of its
+    completion. Without them it has `n`, the j-th of which is sampled with sampling.seed + i·n + j. With `session` a
+    server that has restarted since, and lost the weights that the caller counts on, refuses.
     """
 
     prompts: list[PromptInput] = Field(min_length=1)
     sampling: SamplingParams = SamplingParams()
     n: int = Field(1, ge=1)
     stream: bool = False
-    seeds: list[Seed] | None = None
+    seeds: list[Annotated[list[Seed], Field(min_length=1)]] | None = None
     session: str | None = None
     tools: Toolbox | None = None
 

@@ -13,26 +13,22 @@ from typing import Any, Generic, TypeVar
 from hocket.errors import ConfigError
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
-PLUGIN_PREFIX = "hocket_plugin_"
-"""The names of modules that load_plugins makes begin with it."""
+PLUGIN_PREFIX = "hocket_plugin_"  # of the module names that load_plugins makes
 
 
 class Registry(Generic[T]):
-    """Named things of one kind, filled by a decorator.
-
-    Args:
-        kind: what is registered, in the words of an error message ("reward").
-    """
+    """Named things of one kind, filled by a decorator; `kind` is the word for them in error messages ("reward")."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._items: dict[str, T] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that adds the object under `name`. Raises ConfigError where the name is taken."""
+    def register(self, name: str) -> Callable[[Item], Item]:
+        """Decorate a class or function to add it under `name`. Raise ConfigError if the name is taken."""
 
-        def add(item: T) -> T:
+        def add(item: Any) -> Any:
             if name in self._items:
                 raise ConfigError(f"{self.kind} {name!r} is registered twice; choose another name for one of them")
             self._items[name] = item
@@ -41,7 +37,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """Returns the object called `name`. Raises ConfigError that lists the known names."""
+        """Return the object called `name`. Raise ConfigError that lists the known names."""
         if name not in self._items:
             raise ConfigError(
                 f"there is no {self.kind} {name!r}{nearest(name, self._items)}; known: {', '.join(self.names())}. "
@@ -52,13 +48,9 @@ class Registry(Generic[T]):
     def bind(
         self, name: str, options: Mapping[str, Any], *, section: str, keys: Iterable[str]
     ) -> "functools.partial[Any]":
-        """Returns what calls the object `name` (a class, a function) with these options; calls it once, to be sure.
+        """Return the object `name` as a partial with these options, after calling it once to check them.
 
-        Args:
-            section: of the config, where the options stand among its own `keys`.
-
-        Raises:
-            ConfigError: there is no such object, or its options are wrong.
+        Raise ConfigError if the name or an option is wrong. `section` of the config has the options beside its `keys`.
         """
         target: Any = self.get(name)
         signature = inspect.signature(target).replace(return_annotation=inspect.Signature.empty)
@@ -78,18 +70,18 @@ class Registry(Generic[T]):
         return make
 
     def names(self) -> list[str]:
-        """All registered names, sorted."""
+        """Return all registered names, sorted."""
         return sorted(self._items)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns ' (did you mean ...?)' for the closest known name, or nothing."""
+    """Return ' (did you mean ...?)' for the closest known name, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def load_plugins(paths: Iterable[str]) -> None:
-    """Imports plain Python files so that their decorators run; a file is imported once per process."""
+    """Import plain Python files so that their decorators run; a file is imported once per process."""
     for path in paths:
         file = Path(path).expanduser().resolve()
         if not file.is_file():

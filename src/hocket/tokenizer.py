@@ -1,4 +1,4 @@
-"""What both processes must know alike before any weights: the tokenizer, and how long a sequence may be."""
+"""The tokenizer, and the longest sequence: facts of the model that server and trainer need before any weights."""
 
 import hashlib
 import json
@@ -9,44 +9,37 @@ from hocket.errors import ConfigError
 
 
 def load(path: str, setting: str = "model.path") -> Any:
-    """Returns the Hugging Face tokenizer of a model folder or hub name, which `setting` names.
-
-    Raises:
-        ConfigError: there is none, or it needs code of its own, which is never run.
-    """
+    """Return the Hugging Face tokenizer of the model folder or hub name in `setting`; raise ConfigError without one."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # code of its own is never run
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}") from error
 
 
 def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:
-    """Raises ConfigError where an id is another token to the model at `path`, which `setting` names.
+    """Raise ConfigError if a token id has another text in the vocabulary of the model at `path`.
 
-    Tokens that only one of them knows are no difference: tokenizer classes add some of their own.
+    Tokens that only one of the two has are no difference: tokenizer classes add some of their own.
     """
     known, others = (
         {id_: token for token, id_ in t.get_vocab().items()} for t in (load(model.path), load(path, setting))
     )
     if any(others.get(id_, token) != token for id_, token in known.items()):
         raise ConfigError(
-            f"{setting}={path} has another vocabulary than model.path={model.path}: ids are other words to it; "
+            f"{setting}={path} has another vocabulary than model.path={model.path}: the same ids are other tokens; "
             "name a model with the same tokenizer, such as an older version"
         )
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Returns the SHA-256 of everything that decides which ids a text becomes and back; the chat template is not in it.
-
-    Padding and truncation are left out: they are settings of one caller, not of the tokenizer.
-    """
+    """Return the SHA-256 of everything that maps text to ids and back; the chat template is not part of it."""
     if tokenizer.is_fast:
         from tokenizers import Tokenizer
 
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        backend.no_padding()
+        backend.no_padding()  # padding and truncation are settings of one caller, not of the tokenizer
         backend.no_truncation()
         content = backend.to_str()
     else:
@@ -56,7 +49,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def context_length(model: ModelConfig) -> int:
-    """Returns the longest prompt + completion in tokens: model.max_length, or what the model's own config allows."""
+    """Return the longest prompt + completion in tokens: model.max_length, or the limit in the model's own config."""
     from transformers import AutoConfig
 
     if model.max_length is not None:
@@ -72,6 +65,6 @@ def context_length(model: ModelConfig) -> int:
 
 
 def longest_sequence(model: ModelConfig, trainer: TrainerConfig) -> int:
-    """Returns the longest prompt + completion in tokens that can be trained on: the model and a micro-batch hold it."""
+    """Return the longest prompt + completion in tokens that both the model and a micro-batch hold."""
     context, tokens = context_length(model), trainer.micro_batch_tokens
     return context if tokens == "auto" else min(context, tokens + 1)  # the last token is only predicted

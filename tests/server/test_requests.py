@@ -50,13 +50,14 @@ def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: RequestReader) 
     assert jobs[0].seed is None
 
 
-def test_each_prompt_may_bring_a_seed_of_its_own_and_its_samples_follow_it(reader: RequestReader) -> None:
-    _, jobs = read(reader, prompts=["a", "b"], n=2, seeds=[100, 7], sampling={"seed": 1})
-    assert [job.seed for job in jobs] == [100, 101, 7, 8]
-    _, jobs = read(reader, prompts=["a"], n=2, seeds=[2**63 - 1])
-    assert [job.seed for job in jobs] == [2**63 - 1, 0]
-    with pytest.raises(ApiError, match="seeds: 1 for 2 prompts"):
-        read(reader, prompts=["a", "b"], seeds=[1])
+def test_each_prompt_may_bring_one_seed_per_completion(reader: RequestReader) -> None:
+    _, jobs = read(reader, prompts=["a", "b"], seeds=[[100, 7, 100], [2**63 - 1]], sampling={"seed": 1})
+    seeds = [(job.prompt, job.index, job.seed) for job in jobs]
+    assert seeds == [(0, 0, 100), (0, 1, 7), (0, 2, 100), (1, 0, 2**63 - 1)]
+    assert jobs[0].token_ids is jobs[2].token_ids
+    for wrong in ({"prompts": ["a", "b"], "seeds": [[1]]}, {"prompts": ["a"], "seeds": [[1, 2]], "n": 2}):
+        with pytest.raises(ApiError, match="lists for"):
+            read(reader, **wrong)
 
 
 def test_a_prompt_that_just_fits_is_taken_and_one_token_more_is_not(reader: RequestReader) -> None:
@@ -76,6 +77,7 @@ def test_caps_are_taken_and_one_more_is_not(reader: RequestReader) -> None:
     for wrong in (
         {"prompts": ["a"] * 5},
         {"prompts": ["a"], "n": 4},
+        {"prompts": ["a"], "seeds": [[1, 2, 3, 4]]},
         {"prompts": ["a"], "sampling": {"stop": ["x"] * 17}},
         {"prompts": ["a"], "sampling": {"stop_token_ids": [1] * 17}},
     ):

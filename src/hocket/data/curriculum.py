@@ -1,21 +1,6 @@
-"""Which prompts an epoch has and in which order: a class registered under a name decides.
+"""Choose the prompts of an epoch and their order: a curriculum is a class registered under a name.
 
-    from hocket.data import Curriculum, Plan, Pool, curriculum
-
-    @curriculum("short_first")
-    class ShortFirst(Curriculum):
-        def __init__(self, longest=100):
-            self.longest = longest
-
-        def plan(self, pool: Pool) -> Plan:
-            def length(i):
-                return len(pool.prompts[i].token_ids)
-
-            short = [i for i in pool.members if length(i) <= self.longest]
-            return Plan(order=sorted(short, key=length))
-
-Arguments of the constructor are options, set in the config beside the name: `curriculum: {name: short_first}`. The same
-state has to make the same plan: a resumed run plans its epoch again. Knows nothing of draws, rollouts or files.
+docs/curriculum.md has an example. The same state has to make the same plan: a resumed run plans its epoch again.
 """
 
 import bisect
@@ -23,44 +8,54 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hocket.config import CurriculumConfig
-from hocket.data.pass_rates import PassRates
 from hocket.registry import Registry
 from hocket.types import Prompt
 
-C = TypeVar("C", bound="type[Curriculum]")
+NUM_RECENT = 64  # pass rates in the mean of `staged`
 
-NUM_RECENT = 64
-"""Pass rates over which `staged` takes the mean."""
+
+class PassRates:
+    """The latest pass rates of all prompts, in lists by prompt index, from nothing or from a `state`."""
+
+    def __init__(self, num_prompts: int, state: Mapping[str, Sequence[Any]] | None = None) -> None:
+        state = state or {}
+        self.rates: list[float | None] = list(state.get("rates", [None] * num_prompts))  # None: never measured
+        self.epochs: list[int] = list(state.get("epochs", [-1] * num_prompts))  # of that rate; -1: never measured
+        self.streaks: list[int] = list(state.get("streaks", [0] * num_prompts))  # times in a row with a rate of 1
+
+    def record(self, index: int, epoch: int, rate: float) -> None:
+        """Record the pass rate of a prompt; a late one of an older epoch changes only the streak."""
+        if epoch >= self.epochs[index]:
+            self.rates[index], self.epochs[index] = rate, epoch
+        self.streaks[index] = self.streaks[index] + 1 if rate >= 1 else 0
+
+    def state(self) -> dict[str, list[Any]]:
+        """Return a copy, ready for JSON; empty until a prompt is measured."""
+        return {name: values[:] for name, values in vars(self).items()} if max(self.epochs) >= 0 else {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """What a curriculum decides from when an epoch begins. A prompt is told by its index in `prompts`.
+class Candidates:
+    """The prompts to plan an epoch from; a prompt is named by its index in `prompts`."""
 
-    Attributes:
-        epoch: counts from 0.
-        members: the prompts that are not retired, in an order that seed and epoch decide.
-        measured: pass rates of all prompts.
-    """
-
-    epoch: int
+    epoch: int  # counts from 0
     prompts: Sequence[Prompt]
-    members: Sequence[int]
-    measured: PassRates
+    members: Sequence[int]  # the prompts that are not retired, shuffled by (seed, epoch)
+    measured: PassRates  # of all prompts
 
     def difficulty(self, index: int) -> float | None:
-        """Returns the number of data.difficulty_column, else 1 - pass rate; None where neither is known."""
-        given, rate = self.prompts[index].difficulty, self.measured.rate(index)
+        """Return the number of data.difficulty_column, else 1 - pass rate; None if neither is known."""
+        given, rate = self.prompts[index].difficulty, self.measured.rates[index]
         return given if given is not None or rate is None else 1 - rate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """An epoch: the members that are played, in this order; the others are left out, and `why` may say the reason."""
+    """The members that an epoch plays, in this order; the others are left out, and `why` may give reasons."""
 
     order: Sequence[int]
     why: Mapping[int, str] = dataclasses.field(default_factory=dict)
@@ -69,47 +64,33 @@ class Plan:
 class Curriculum:
     """Base of every curriculum."""
 
-    uses_pass_rates = True
-    """Without it none is kept, unless solved prompts are retired."""
+    uses_pass_rates = True  # if False none are kept, unless solved prompts are retired
 
-    def plan(self, pool: Pool) -> Plan:
-        """Returns the epoch that begins."""
+    def plan(self, candidates: Candidates) -> Plan:
+        """Return the plan of the epoch that begins."""
         raise NotImplementedError
 
     def moves_on(self, step: int) -> bool:
-        """Returns whether the epoch ends before its next prompt; asked before each one.
-
-        Args:
-            step: prompts drawn so far, divided by rollout.prompts_per_step.
-        """
+        """Return whether the epoch ends before its next prompt; `step` is prompts drawn / rollout.prompts_per_step."""
         return False
 
     def measured(self, index: int, pass_rate: float) -> None:
-        """Hears of a prompt that was played."""
+        """Receive the pass rate of a prompt that was played."""
 
     def state(self) -> dict[str, Any]:
-        """Returns what it remembers besides its options, ready for JSON."""
+        """Return what it remembers besides its options, ready for JSON."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes back to it."""
+        """Go back to a state."""
 
 
 CURRICULA: Registry[type[Curriculum]] = Registry("curriculum")
-
-
-def curriculum(name: str) -> Callable[[C], C]:
-    """Decorator that registers a class as the curriculum `name`."""
-
-    def add(kind: C) -> C:
-        CURRICULA.register(name)(kind)
-        return kind
-
-    return add
+curriculum = CURRICULA.register  # decorator: @curriculum("name") on a class
 
 
 def bind(config: CurriculumConfig) -> Curriculum:
-    """Returns the configured curriculum. Raises ConfigError where there is no such one, or its options are wrong."""
+    """Return the configured curriculum; raise ConfigError if its name or an option is wrong."""
     options, keys = config.model_extra or {}, CurriculumConfig.model_fields
     made: Curriculum = CURRICULA.bind(config.name, options, section="curriculum", keys=keys)()
     return made
@@ -117,32 +98,31 @@ def bind(config: CurriculumConfig) -> Curriculum:
 
 @curriculum("shuffle")
 class Shuffle(Curriculum):
-    """Every prompt, in an order that seed and epoch decide."""
+    """Every prompt, shuffled by (seed, epoch)."""
 
     uses_pass_rates = False
 
-    def plan(self, pool: Pool) -> Plan:
-        return Plan(order=pool.members)
+    def plan(self, candidates: Candidates) -> Plan:
+        return Plan(order=candidates.members)
 
 
 @curriculum("sorted")
 class Sorted(Curriculum):
     """From easy to hard; equals are shuffled, and prompts of unknown difficulty come last."""
 
-    def plan(self, pool: Pool) -> Plan:
+    def plan(self, candidates: Candidates) -> Plan:
         def rank(index: int) -> float:
-            difficulty = pool.difficulty(index)
+            difficulty = candidates.difficulty(index)
             return math.inf if difficulty is None else difficulty
 
-        return Plan(order=sorted(pool.members, key=rank))
+        return Plan(order=sorted(candidates.members, key=rank))
 
 
 @curriculum("window")
 class Window(Curriculum):
-    """Prompts that are neither too hard nor too easy now: with a pass rate of low to high, or not measured yet.
+    """Prompts that are neither too hard nor too easy now: pass rate from low to high, or not measured yet.
 
-    Another one sits out `rest` epochs, then is played to be measured again. Where all sit out, those that have done so
-    for longest are played.
+    The others sit out `rest` epochs and are then measured again. If all sit out, those that wait longest are played.
     """
 
     def __init__(self, low: float = 0.2, high: float = 0.8, rest: int = 2) -> None:
@@ -152,32 +132,29 @@ class Window(Curriculum):
             raise ValueError(f"rest={rest} must be a number of epochs, at least 0")
         self._low, self._high, self._rest = low, high, rest
 
-    def plan(self, pool: Pool) -> Plan:
-        why = {}
-        for index in pool.members:
-            rate = pool.measured.rate(index)
-            if rate is None or pool.epoch - pool.measured.epoch(index) > self._rest:
+    def plan(self, candidates: Candidates) -> Plan:
+        why, measured = {}, candidates.measured
+        for index in candidates.members:
+            rate = measured.rates[index]
+            if rate is None or candidates.epoch - measured.epochs[index] > self._rest:
                 continue
             if rate < self._low:
                 why[index] = f"too hard: pass rate below {self._low:g}"
             elif rate > self._high:
                 why[index] = f"too easy: pass rate above {self._high:g}"
-        if len(why) == len(pool.members):
-            oldest = min(map(pool.measured.epoch, why))
-            why = {index: reason for index, reason in why.items() if pool.measured.epoch(index) > oldest}
-        return Plan(order=[index for index in pool.members if index not in why], why=why)
+        if len(why) == len(candidates.members):
+            oldest = min(measured.epochs[index] for index in why)
+            why = {index: reason for index, reason in why.items() if measured.epochs[index] > oldest}
+        return Plan(order=[index for index in candidates.members if index not in why], why=why)
 
 
 @curriculum("staged")
 class Staged(Curriculum):
-    """From simple to complex: the pool begins with the first stage's prompts and grows by one stage after another.
+    """From simple to complex: begin with the prompts of the first stage and add one stage after another.
 
-    Prompts of unknown difficulty belong to every stage, until they have been measured.
-
-    Args:
-        bounds: highest difficulty of each stage but the last, which has all others.
-        steps: a stage lasts at most so long.
-        pass_rate: it is over once the mean of its prompts' latest 64 pass rates (fewer where it has fewer) is this.
+    `bounds` are the highest difficulties of all stages but the last. A stage ends after `steps` steps, or when the mean
+    of its prompts' latest 64 pass rates (fewer if it has fewer prompts) reaches `pass_rate`. Prompts of unknown
+    difficulty belong to every stage, until they have been measured.
     """
 
     def __init__(self, bounds: Sequence[float], steps: int | None = None, pass_rate: float | None = None) -> None:
@@ -194,15 +171,15 @@ class Staged(Curriculum):
         self._stage, self._since = 0, 0
         self._recent: collections.deque[float] = collections.deque(maxlen=NUM_RECENT)
 
-    def plan(self, pool: Pool) -> Plan:
-        known = {i: d for i in pool.members if (d := pool.difficulty(i)) is not None}
+    def plan(self, candidates: Candidates) -> Plan:
+        known = {i: d for i in candidates.members if (d := candidates.difficulty(i)) is not None}
         stages = {index: bisect.bisect_left(self._bounds, difficulty) for index, difficulty in known.items()}
         if stages and self._stage not in stages.values():  # it is empty, or all of its prompts are retired
             self._stage = min((stage for stage in stages.values() if stage > self._stage), default=self._stage)
             self._recent.clear()
         self._newest = frozenset(index for index, stage in stages.items() if stage == self._stage)
         why = {i: f"stage {stage + 1} has not begun" for i, stage in stages.items() if stage > self._stage}
-        return Plan(order=[index for index in pool.members if index not in why], why=why)
+        return Plan(order=[index for index in candidates.members if index not in why], why=why)
 
     def moves_on(self, step: int) -> bool:
         if self._stage == len(self._bounds):

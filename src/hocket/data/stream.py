@@ -1,8 +1,7 @@
-"""Which prompts come next: one endless stream in epochs, which knows what is drawn and not settled yet.
+"""Draw prompts in shuffled epochs and track each draw until its step is trained.
 
-Each epoch has every prompt exactly once, or says why it is left out; over any number of kills, too: `state` has what is
-in flight, and that comes first after `restore`. Takes prompts and their outcomes, gives draws and what the ledger
-records of them. Knows nothing of rollouts, losses or files.
+An epoch contains every prompt once; the ledger states the reason for each exception. The state includes the draws in
+flight, so that a resumed run repeats those first.
 """
 
 import collections
@@ -11,82 +10,68 @@ import dataclasses
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from hocket.data.curriculum import Curriculum, Pool, Shuffle
-from hocket.data.pass_rates import PassRates
+from hocket.data.curriculum import Candidates, Curriculum, PassRates, Shuffle
 from hocket.errors import DataError
-from hocket.types import Outcome, Prompt
+from hocket.types import Prompt
 
-EXHAUSTED = (
+EXHAUSTED = (  # the meaning of a `PromptStream.take` without prompts
     "every prompt is retired (curriculum.retire_after): nothing is left to learn from them; train on harder ones, in a "
     "new run with the newest weights as model.path, or set curriculum.retire_after higher there"
 )
-"""What it means that `PromptStream.take` gives no prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """One prompt that was taken. `number` counts all draws of the run: 0, 1, 2, ..."""
+class Outcome:
+    """The fate of a prompt that was drawn."""
 
-    number: int
-    epoch: int
-    prompt: Prompt
+    state: Literal["trained", "filtered", "failed"]  # filtered: its group has no signal; failed: nothing to learn from
+    why: str = ""  # the reason if it was not trained
+    pass_rate: float | None = None  # share of its scored rollouts that solved it; None without a score
 
 
 class PromptStream:
-    """Prompts in epochs, without end as long as one of them is not retired.
-
-    Args:
-        prompts: at least one.
-        seed: of the order.
-        curriculum: which prompts an epoch has, and in which order; default: all, shuffled by (seed, epoch) alone.
-        retire_after: a prompt that was solved so many times in a row is left out from then on; 0: none is.
-        prompts_per_step: for the curriculum, which counts in steps.
-    """
+    """Prompts in epochs, endless until all of them are retired. `take` numbers the draws of a run 0, 1, 2, ..."""
 
     def __init__(
         self,
         prompts: Sequence[Prompt],
         seed: int,
-        curriculum: Curriculum | None = None,
+        curriculum: Curriculum | None = None,  # default: all prompts, shuffled by (seed, epoch)
         *,
-        retire_after: int = 0,
-        prompts_per_step: int = 1,
+        retire_after: int = 0,  # leave a prompt out once it was solved this many times in a row; 0 disables it
+        prompts_per_step: int = 1,  # the length of a step, for the curriculum
     ) -> None:
         if not prompts:
             raise DataError("there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens")
         self._prompts = tuple(prompts)
-        self._seed = seed
+        self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": _fingerprint(prompts)}
         self._curriculum = curriculum or Shuffle()
         self._retire_after = retire_after
         self._prompts_per_step = prompts_per_step
-        self._fingerprint = _fingerprint(self._prompts)
-        self._measured = PassRates(len(self._prompts))
+        self._measured = PassRates(len(prompts))
         self._num_drawn = 0
         self._in_flight: dict[int, tuple[int, int]] = {}  # number: (epoch, index)
-        self._again: collections.deque[int] = collections.deque()
+        self._again: collections.deque[int] = collections.deque()  # numbers to draw once more after a restore
         self._entries: list[dict[str, Any]] = []
         self._left_out: dict[int, tuple[str, str]] = {}  # index: (state, why)
         self._begin(epoch=0)
 
-    def take(self, num_prompts: int) -> list[Draw]:
-        """Returns the next prompts, in flight from now on; a new epoch begins where one ends, also in the middle.
+    def take(self, num_prompts: int) -> dict[int, Prompt]:
+        """Return the next prompts by the number of their draw; a take may cross epochs.
 
-        There are fewer of them, or none, once every prompt is retired.
-
-        Raises:
-            DataError: the curriculum leaves out every prompt, or its plan makes no sense.
+        Fewer prompts, or none, come back once all are retired. Raise DataError if the curriculum's plan makes no sense.
         """
-        draws = (self._next() for _ in range(num_prompts))
-        return [draw for draw in draws if draw is not None]
+        numbers = (self._next() for _ in range(num_prompts))
+        return {number: self._prompts[self._in_flight[number][1]] for number in numbers if number is not None}
 
-    def settle(self, draw: Draw, outcome: Outcome) -> None:
-        """Ends the flight of a draw. Raises ValueError where it is in flight no more."""
-        if draw.number not in self._in_flight:
-            raise ValueError(f"draw {draw.number} ({draw.prompt.id}) is not in flight: each is settled once")
-        epoch, index = self._in_flight.pop(draw.number)
-        entry = {"draw": draw.number, "epoch": epoch, "prompt": draw.prompt.id, "state": outcome.state}
+    def settle(self, number: int, outcome: Outcome) -> None:
+        """Record the outcome of a draw. Raise ValueError if it is not in flight."""
+        if number not in self._in_flight:
+            raise ValueError(f"draw {number} is not in flight: each is settled once")
+        epoch, index = self._in_flight.pop(number)
+        entry = {"draw": number, "epoch": epoch, "prompt": self._prompts[index].id, "state": outcome.state}
         if outcome.why:
             entry["why"] = outcome.why
         if outcome.pass_rate is not None:
@@ -97,37 +82,35 @@ class PromptStream:
         self._entries.append(entry)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Returns what the ledger has to record since it was last asked (hocket.data.ledger tells the fields)."""
+        """Return the new lines for the ledger since the last call (hocket.data.ledger describes the fields)."""
         entries, self._entries = self._entries, []
         return entries
 
     def state(self) -> dict[str, Any]:
-        """Returns where it is, ready for JSON; `restore` of a stream over the same prompts goes on from there."""
+        """Return its position, ready for JSON; `restore` of a stream over the same prompts continues from there."""
         in_flight = [
             {"draw": number, "epoch": epoch, "index": index, "prompt": self._prompts[index].id}
             for number, (epoch, index) in sorted(self._in_flight.items())
         ]
         return {
-            "seed": self._seed,
-            "num_prompts": len(self._prompts),
-            "fingerprint": self._fingerprint,
+            **self._identity,
             "epoch": self._epoch,
             "position": self._position,
             "num_drawn": self._num_drawn,
             "in_flight": in_flight,
             "entries": list(self._entries),
             "at_start": self._at_start,
-            "now": self._learnt(),
+            "learnt": self._learnt(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` is; what was in flight then comes first, in the order of its numbers.
+        """Continue from `state`: first its draws in flight, in the order of their numbers, then new ones.
 
-        Raises:
-            DataError: the prompts or the seed are not the same.
+        Raise DataError if the prompts or the seed are others.
         """
-        own = {"seed": self._seed, "num_prompts": len(self._prompts), "fingerprint": self._fingerprint}
-        for key, value in own.items():
+        if state.keys() != self.state().keys():
+            raise DataError("can't resume: another version of hocket wrote the checkpoint; use that, or a new run.dir")
+        for key, value in self._identity.items():
             if state[key] != value:
                 raise DataError(
                     f"can't resume: {key} of the prompts was {state[key]} and is {value} now; use the same data "
@@ -140,25 +123,23 @@ class PromptStream:
         self._at_start = state["at_start"]
         self._recall(self._at_start)  # the epoch's plan follows from what was known when it began
         self._left_out = self._plan()
-        self._recall(state["now"])
+        self._recall(state["learnt"])
 
-    def _next(self) -> Draw | None:
+    def _next(self) -> int | None:
         if self._again:
-            number = self._again.popleft()
-        else:
-            moves_on = self._curriculum.moves_on(self._num_drawn // self._prompts_per_step)
-            if moves_on or self._position == len(self._order):
-                if all(map(self._is_retired, range(len(self._prompts)))):
-                    return None
-                for index in self._order[self._position :]:
-                    self._leave_out(index, "skipped", "the curriculum moved on before its turn")
-                self._begin(self._epoch + 1)
-            number = self._num_drawn
-            self._in_flight[number] = (self._epoch, self._order[self._position])
-            self._num_drawn += 1
-            self._position += 1
-        epoch, index = self._in_flight[number]
-        return Draw(number=number, epoch=epoch, prompt=self._prompts[index])
+            return self._again.popleft()
+        moves_on = self._curriculum.moves_on(self._num_drawn // self._prompts_per_step)
+        if moves_on or self._position == len(self._order):
+            if all(map(self._is_retired, range(len(self._prompts)))):
+                return None
+            for index in self._order[self._position :]:
+                self._leave_out(index, "skipped", "the curriculum moved on before its turn")
+            self._begin(self._epoch + 1)
+        number = self._num_drawn
+        self._in_flight[number] = (self._epoch, self._order[self._position])
+        self._num_drawn += 1
+        self._position += 1
+        return number
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._position = epoch, 0
@@ -176,13 +157,14 @@ class PromptStream:
         self._entries.append({"epoch": self._epoch, "prompt": self._prompts[index].id, "state": state, "why": why})
 
     def _plan(self) -> dict[int, tuple[str, str]]:
-        """Sets the order of the epoch; returns which prompts are left out of it, and why."""
+        """Set the order of the epoch; return the prompts that it leaves out, with state and reason."""
         shuffled = list(range(len(self._prompts)))
-        random.Random(f"{self._seed}:{self._epoch}").shuffle(shuffled)
+        random.Random(f"{self._identity['seed']}:{self._epoch}").shuffle(shuffled)
         retired = {index for index in shuffled if self._is_retired(index)}
         members = [index for index in shuffled if index not in retired]
-        pool = Pool(epoch=self._epoch, prompts=self._prompts, members=members, measured=self._measured)
-        plan = self._curriculum.plan(pool)
+        plan = self._curriculum.plan(
+            Candidates(epoch=self._epoch, prompts=self._prompts, members=members, measured=self._measured)
+        )
         name, played = type(self._curriculum).__name__, set(plan.order)
         if len(played) < len(plan.order) or not played.issubset(members):
             raise DataError(f"the curriculum {name} plans a prompt twice, or one that is no member; repair its plan()")
@@ -193,13 +175,13 @@ class PromptStream:
         return out | dict.fromkeys(sorted(retired), ("retired", f"solved {self._retire_after} times in a row"))
 
     def _is_retired(self, index: int) -> bool:
-        return 0 < self._retire_after <= self._measured.streak(index)
+        return 0 < self._retire_after <= self._measured.streaks[index]
 
     def _learnt(self) -> dict[str, Any]:
-        return copy.deepcopy({"measured": self._measured.state(), "curriculum": self._curriculum.state()})
+        return copy.deepcopy({"pass_rates": self._measured.state(), "curriculum": self._curriculum.state()})
 
     def _recall(self, learnt: Mapping[str, Any]) -> None:
-        self._measured.restore(learnt["measured"])
+        self._measured = PassRates(len(self._prompts), learnt["pass_rates"])
         self._curriculum.restore(learnt["curriculum"])
 
 

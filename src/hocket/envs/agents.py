@@ -23,7 +23,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from hocket.envs.base import Environment, environment, invoke
@@ -31,9 +31,8 @@ from hocket.registry import Registry
 from hocket.system import kill_with_parent
 from hocket.types import Message
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")
+agent = AGENTS.register  # decorator: @agent("name") on a function; a plain one gets a thread, an async one is awaited
 TAIL_BYTES = 1 << 16
 """Of what a program writes, so much of the end is read."""
 MAX_OUTPUT_MIB = 256
@@ -63,16 +62,6 @@ class Task:
     base_url: str
     api_key: str
     model: str
-
-
-def agent(name: str) -> Callable[[F], F]:
-    """Decorator that registers a function as the agent `name`; async functions are awaited, plain ones get a thread."""
-
-    def add(function: F) -> F:
-        AGENTS.register(name)(function)
-        return function
-
-    return add
 
 
 @environment("agent")

@@ -27,14 +27,12 @@ import inspect
 import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from hocket.config import EnvConfig
 from hocket.protocol import Toolbox, ToolCall
 from hocket.registry import Registry
 from hocket.types import FinishReason, Message, Prompt
-
-E = TypeVar("E", bound="type[Environment]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +135,7 @@ class Environment:
 
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry("environment")
-
-
-def environment(name: str) -> Callable[[E], E]:
-    """Decorator that registers a class as the environment `name`."""
-
-    def add(kind: E) -> E:
-        ENVIRONMENTS.register(name)(kind)
-        return kind
-
-    return add
+environment = ENVIRONMENTS.register  # decorator: @environment("name") on a class
 
 
 def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:

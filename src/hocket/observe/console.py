@@ -1,19 +1,16 @@
-"""What a person sees while a run goes on: a line per step and, on a terminal, what is happening right now."""
+"""Print a run's progress: one line per step and, on a terminal, the current activity below it."""
 
 import json
 import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
+from rich.status import Status
 
 from hocket.observe.metrics import alarms
-
-if TYPE_CHECKING:
-    from rich.status import Status
 
 COLUMNS = (  # heading, metric, width, format
     ("reward", "reward/mean", 7, "{:.3f}"),
@@ -29,93 +26,78 @@ COLUMNS = (  # heading, metric, width, format
     ("tokens/s", "step/tokens_per_s", 8, "{:,.0f}"),
     ("mfu", "train/mfu", 5, "{:.1%}"),
 )
-CLIPPED = ("clip_low", "clip_high", "importance_capped")
-"""What the column "clipped" adds up: tokens at a clip of the ratio or the cap of the importance weight."""
+CLIPPED = ("train/clip_low", "train/clip_high", "train/importance_capped")  # summed in the column "clipped"
 HEADING_EVERY = 25
 REPEAT_S = 15.0
 NUM_SAMPLES = 3
 
 
 class Console:
-    """Progress of one run.
-
-    Args:
-        mode: "live" shows a status line below the steps, "plain" only prints lines, "auto" asks the terminal.
-        steps: how many steps the run has, for the time that is left.
-        stderr: leave standard output to the result.
-    """
+    """Show a run's progress. Modes: "live" has a status line, "plain" only prints lines, "auto" asks the terminal."""
 
     def __init__(self, mode: str, steps: int, *, stderr: bool = False) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)
         self._live = mode == "live" or (mode == "auto" and self._rich.is_terminal)
         self._status: Status | None = None
         self._steps = steps
-        self._start: float | None = None
-        self._before = 0  # steps that were done before the first one here
-        self._lines = 0
-        self._said = ("", 0.0)
+        self._start = 0.0  # when the first step here began
+        self._first = 0  # that step; 0: none is finished yet
+        self._activity = ("", 0.0)  # the last one printed, and when
         self._alarmed: set[str] = set()
 
     def __enter__(self) -> "Console":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stop_status()
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
 
     def say(self, text: str) -> None:
-        """Prints one line."""
+        """Print one line."""
         self._rich.print(escape(text))
 
     def doing(self, text: str, seconds: float = 0.0) -> None:
-        """Shows what is going on now, and for how long already.
-
-        Without a terminal a new activity is a line, the same one at most every REPEAT_S seconds.
-        """
+        """Show the current activity and its duration; without a terminal repeat it every REPEAT_S seconds."""
         line = f"{text} ({seconds:.0f} s)" if seconds >= 1 else text
         if self._live:
             if self._status is None:
                 self._status = self._rich.status("")
                 self._status.start()
             self._status.update(escape(line))
-            return
-        said, at = self._said
-        if text != said or time.monotonic() - at > REPEAT_S:
-            self._said = (text, time.monotonic())
+        elif text != self._activity[0] or time.monotonic() - self._activity[1] > REPEAT_S:
+            self._activity = text, time.monotonic()
             self.say(line)
 
     def progress(self, step: int, phase: str) -> None:
-        """Shows the phase of a step on a terminal; says nothing elsewhere, where the step's line follows anyway."""
+        """Show the phase of a step on a terminal; elsewhere the line of the step is enough."""
         if self._live:
-            self.doing(f"step {step}/{self._steps}: {phase}{self._eta(step - 1)}")
+            self.doing(f"step {step}/{self._steps}: {phase}{self._time_left(step - 1)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the line of a finished step, the heading now and then, and what has become unhealthy."""
-        if self._start is None:
-            self._start = time.monotonic() - metrics.get("time/step", 0.0)
-            self._before = step - 1
-        if self._lines % HEADING_EVERY == 0:
+        """Print the line of a finished step, the heading every HEADING_EVERY lines, and alarms when they begin."""
+        if not self._first:
+            self._start, self._first = time.monotonic() - metrics.get("time/step", 0.0), step
+        if (step - self._first) % HEADING_EVERY == 0:
             heading = " ".join(f"{name:>{width}}" for name, _, width, _ in COLUMNS)
             self._rich.print(f"[bold]{'step':>9} {heading}[/bold]")
-        self._lines += 1
-        values = dict(metrics)
-        values["clipped"] = sum(metrics.get(f"train/{name}", math.nan) for name in CLIPPED)
+        values = {**metrics, "clipped": sum(metrics.get(name, math.nan) for name in CLIPPED)}
         cells = " ".join(f"{_cell(values.get(metric), shape):>{width}}" for _, metric, width, shape in COLUMNS)
-        self.say(f"{f'{step}/{self._steps}':>9} {cells}{self._eta(step)}")
+        self.say(f"{f'{step}/{self._steps}':>9} {cells}{self._time_left(step)}")
         unhealthy = alarms(metrics)
-        for name in unhealthy.keys() - self._alarmed:  # said when it begins, not at every step
+        for name in unhealthy.keys() - self._alarmed:
             self._rich.print(f"[yellow]          ! {escape(unhealthy[name])}[/yellow]")
         self._alarmed = set(unhealthy)
 
     def finish(self, run_dir: Path) -> None:
-        """Prints what came of the run that lies in `run_dir`: before and after, some samples, where everything is."""
-        self._stop_status()
+        """Print the result of the run in `run_dir`: accuracy before and after, samples, paths."""
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         self.say(
             f"\n{summary['steps']} steps in {summary['train_seconds']:.0f} s, weight version {summary['final_version']}"
         )
-        evaluations = sorted((run_dir / "rollouts").glob("eval_*.jsonl"))
-        if evaluations:
-            self._rich.print(f"[bold]held-out accuracy {summary['before']:.3f} → {summary['after']:.3f}[/bold]")
+        if evaluations := sorted((run_dir / "rollouts").glob("eval_*.jsonl")):
+            before, after = (_cell(summary[name], "{:.3f}") for name in ("before", "after"))
+            self._rich.print(f"[bold]held-out accuracy {before} → {after}[/bold]")
             for line in evaluations[-1].read_text(encoding="utf-8").splitlines()[:NUM_SAMPLES]:
                 row = json.loads(line)
                 reward = row["error"] or f"{row['reward']:g}"
@@ -127,16 +109,11 @@ class Console:
             f"files  {run_dir}: config.yaml, metrics.jsonl, rollouts/, summary.json"
         )
 
-    def _eta(self, steps_done: int) -> str:
-        if self._start is None or not self._before < steps_done < self._steps:
+    def _time_left(self, steps_done: int) -> str:
+        if not self._first or not self._first <= steps_done < self._steps:
             return ""
-        left = (time.monotonic() - self._start) / (steps_done - self._before) * (self._steps - steps_done)
+        left = (time.monotonic() - self._start) / (steps_done - self._first + 1) * (self._steps - steps_done)
         return f"  {int(left // 60)}:{int(left % 60):02d} left"
-
-    def _stop_status(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
 
 
 def _cell(value: float | None, shape: str) -> str:

@@ -9,15 +9,15 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Self
 
 from hocket.config import Config
-from hocket.data import Draw, PromptStream
+from hocket.data import PromptStream
 from hocket.rollout.coalescer import Generator
 from hocket.rollout.collect import Scorer, in_order, play, sampling_params
 from hocket.rollout.played import Player, Wave
-from hocket.types import Group
+from hocket.types import Group, Prompt
 
 MAX_WAVES = 8
 """Requests for prompts of one batch at the same time: replacements that come one by one go together."""
@@ -25,7 +25,7 @@ MAX_WAVES = 8
 
 @dataclasses.dataclass(slots=True)
 class Batch:
-    """What one step trains on. `groups[i]` played `draws[i]`.
+    """What one step trains on.
 
     Attributes:
         metrics: how long the step has waited for it, and what else was going on.
@@ -33,7 +33,7 @@ class Batch:
         started, generated: when it began and when its last token was sampled, by time.perf_counter.
     """
 
-    draws: list[Draw] = dataclasses.field(default_factory=list)
+    draws: dict[int, Prompt] = dataclasses.field(default_factory=dict)
     groups: list[Group] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     end: float = math.inf
@@ -152,19 +152,20 @@ class Pipeline:
             for task in waves:
                 task.cancel()
             await asyncio.gather(*waves, return_exceptions=True)
-        batch.groups = in_order(batch.groups)
+        groups = zip(in_order(batch.groups), batch.draws, strict=True)
+        batch.groups = [dataclasses.replace(group, draw=draw) for group, draw in groups]
         self._finished = time.perf_counter()
 
-    def _play(self, step: int, batch: Batch, draws: Sequence[Draw]) -> AsyncIterator[Group]:
+    def _play(self, step: int, batch: Batch, draws: Mapping[int, Prompt]) -> AsyncIterator[Group]:
         """Begins to play more prompts for a batch."""
         rollout, first = self._config.rollout, len(batch.draws)
-        batch.draws += draws
+        batch.draws |= draws
 
         def generated() -> None:
             batch.generated = time.perf_counter()
 
         wave = Wave(
-            prompts=[draw.prompt for draw in draws],
+            prompts=list(draws.values()),
             sampling=sampling_params(rollout, seed=self._config.trainer.seed, step=step),
             group_size=rollout.group_size,
             label=f"step {step}",

@@ -183,10 +183,13 @@ def _parse(model: type[M], body: bytes) -> M:
 
 
 async def _all(engine: Generator, message: GenerateRequest, jobs: Sequence[Job]) -> Response:
-    completions: list[list[Any]] = [[None] * message.n for _ in message.prompts]
+    done: dict[tuple[int, int], Any] = {}
     async with contextlib.aclosing(engine.completions(jobs)) as finished:
         async for job, completion in finished:
-            completions[job.prompt][job.index] = completion
+            done[job.prompt, job.index] = completion
+    completions: list[list[Any]] = [[] for _ in message.prompts]
+    for prompt, index in sorted(done):
+        completions[prompt].append(done[prompt, index])
     return _json({"version": engine.version, "model": engine.model, "completions": completions})
 
 

@@ -67,19 +67,12 @@ class RequestReader:
         except pydantic.ValidationError as error:
             raise from_validation(error) from None
         self._check_limits(request)
-        if request.seeds is not None and len(request.seeds) != len(request.prompts):
-            raise invalid(f"seeds: {len(request.seeds)} for {len(request.prompts)} prompts", "send one per prompt")
         tools = None if request.tools is None else self._tools(request.tools)
         jobs: list[Job] = []
         for number, prompt in enumerate(request.prompts):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
             self._check_length(token_ids, request.sampling.max_tokens, f"prompts.{number}")
-            for index in range(request.n):
-                seed = request.sampling.seed
-                if request.seeds is not None:
-                    seed = (request.seeds[number] + index) % 2**63
-                elif seed is not None:
-                    seed = (seed + len(jobs)) % 2**63
+            for index, seed in enumerate(_seeds(request, number)):
                 jobs.append(
                     Job(
                         prompt=number,
@@ -106,6 +99,11 @@ class RequestReader:
             ("n", request.n, self._limits.max_n, "server.max_n"),
         ):
             _check_most(what, value, limit, key)
+        if request.seeds is not None:
+            if request.n != 1 or len(request.seeds) != len(request.prompts):
+                message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
+                raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
+            _check_most("seeds of a prompt", max(map(len, request.seeds)), self._limits.max_n, "server.max_n")
         self.check_sampling(request.sampling)
 
     def check_sampling(self, sampling: SamplingParams) -> None:
@@ -180,6 +178,16 @@ class RequestReader:
                 code="chat_template_error",
             ) from error
         return list(rendered)
+
+
+def _seeds(request: GenerateRequest, number: int) -> Sequence[int | None]:
+    """Returns the seed of each completion of one prompt, None where the engine shall draw one."""
+    if request.seeds is not None:
+        return request.seeds[number]
+    first = request.sampling.seed
+    if first is None:
+        return [None] * request.n
+    return [(first + number * request.n + index) % 2**63 for index in range(request.n)]
 
 
 def _check_message(message: dict[str, Any], where: str) -> None:
