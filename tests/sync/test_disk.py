@@ -274,6 +274,14 @@ async def test_a_delta_that_was_tampered_with_is_refused_and_the_full_version_la
     assert_same(server, disk.trainer)
 
 
+async def test_a_version_that_has_changed_on_the_disk_stops_the_run(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path), servers(error=ServerError("loading failed", code="reload_failed", status=500))
+    assert (await disk.deliver(1, server)).answers == [server.error]  # the files are right: the server's own trouble
+    flip(disk.run / "weights" / "v000001" / "model.safetensors")
+    with pytest.raises(SyncError, match="v000001 does not hold the weights that were written to it"):
+        await disk.deliver(1, server)
+
+
 async def test_a_step_that_changed_nothing_is_a_version_too(tmp_path: Path, servers: Any) -> None:
     disk, server = Disk(tmp_path, "sync.delta=true"), servers()
     await disk.deliver(1, server)
