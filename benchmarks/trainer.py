@@ -47,10 +47,10 @@ from hocket.algorithm.losses import LossOutput
 from hocket.trainer.batching import TrainBatch, num_positions, pack
 from hocket.trainer.flops import model_flops, peak_flops, step_flops
 from hocket.trainer.logprobs import token_logprobs
+from hocket.trainer.models import configured_loss
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.trainer import Trainer
-from hocket.trainer.work import configured_loss
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("hocket", "bare", "padded", "trimmed")
@@ -93,9 +93,11 @@ def make_samples(spread: int, options: argparse.Namespace) -> list[TrainSample]:
         prompt = length // 4
         samples.append(
             TrainSample(
-                token_ids=tuple(draw.randrange(1000) for _ in range(length + 1)),
-                mask=(False,) * prompt + (True,) * (length + 1 - prompt),
-                rollout_logprobs=(0.0,) * prompt + (-9.0,) * (length + 1 - prompt),
+                sequence=TokenSequence(
+                    token_ids=tuple(draw.randrange(1000) for _ in range(length + 1)),
+                    mask=(False,) * prompt + (True,) * (length + 1 - prompt),
+                    logprobs=(0.0,) * prompt + (-9.0,) * (length + 1 - prompt),
+                ),
                 advantages=(0.0,) * prompt + (draw.gauss(0, 1),) * (length + 1 - prompt),
             )
         )
@@ -122,7 +124,7 @@ class Loop:
     def __init__(self, model: nn.Module, config: configs.Config) -> None:
         self.model = model.to(DEVICE)
         self.config = config
-        self.loss = configured_loss(config)
+        self.loss = configured_loss(config.algorithm.loss(config.rollout.max_tokens))
         self.dtype = getattr(torch, config.model.dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
 
@@ -193,7 +195,7 @@ def padded(config: configs.Config, *, trim: bool = False) -> Step:
         def width(rows: Sequence[TrainSample]) -> int:
             return max(num_positions(sample) for sample in (rows if trim else samples))
 
-        num_tokens = sum(sum(sample.mask[1:]) for sample in samples)
+        num_tokens = sum(sum(sample.sequence.mask[1:]) for sample in samples)
         micro_batches: list[list[TrainSample]] = [[]]
         for sample in samples:
             more = [*micro_batches[-1], sample]
@@ -227,7 +229,7 @@ def phases(config: configs.Config, samples: Sequence[TrainSample]) -> dict[str, 
 
         return wrapper
 
-    engine: Any = trainer.work.engine
+    engine: Any = trainer.engine
     for name in ("forward", "backward", "step"):
         setattr(engine, name, timed(name, getattr(engine, name)))
     start = now()
@@ -340,7 +342,7 @@ def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
     for spread in SPREADS:
         samples = make_samples(spread, options)
         lengths = [num_positions(sample) for sample in samples]
-        needed = step_flops(flops, lengths, sum(sum(sample.mask[1:]) for sample in samples))
+        needed = step_flops(flops, lengths, sum(sum(sample.sequence.mask[1:]) for sample in samples))
         print(f"spread {spread}x: {len(lengths)} sequences of {min(lengths)} to {max(lengths)}, {sum(lengths)} tokens")
         for way in WAYS:
             mine, hocket = times[way][str(spread)], times["hocket"][str(spread)]

@@ -11,15 +11,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
-    {"errors", "types", "system", "presets"},
-    {"registry", "config", "protocol", "installer"},
-    {"manifest", "tokenizer", "bootstrap", "data"},
+    {"errors", "types", "system"},
+    {"registry", "config", "protocol", "environment"},
+    {"manifest", "tokenizer", "data"},
     {"weight_group", "delta"},
     {"algorithm", "rewards", "envs", "observe", "doctor"},
     {"client"},
     {"members"},
     {"pool"},
-    {"rollout", "sync", "trainer", "server"},
+    {"rollout", "trainer", "server"},
+    {"sync"},
     {"checkpoints"},
     {"loop", "sft", "launch"},
     {"commands"},
@@ -40,8 +41,7 @@ HOMES = {  # the only places that may import a package
 HEAVY = {"torch", "transformers", "deepspeed", "vllm", "fastapi", "datasets", "safetensors", "httpx"}
 BEFORE_ANY_PACKAGE = (
     "run.py",
-    "bootstrap.py",
-    "installer.py",
+    "environment.py",
     "doctor.py",
     "errors.py",
     "system.py",

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hocket import config, presets
+from hocket import config
 from hocket.envs import Action, Task
 from hocket.envs.base import bind
 from hocket.observe import metrics
 from hocket.protocol import ToolCall
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
-from hocket.types import Prompt, Rollout
+from hocket.types import Prompt, Rollout, TokenSequence
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ def test_the_reference_pages_are_up_to_date() -> None:
     for page, option, content in (
         ("configuration", "--reference", config.reference()),
         ("metrics", "--metrics", metrics.reference()),
-        ("algorithms", "--presets", presets.reference()),
+        ("algorithms", "--presets", config.preset_table()),
     ):
         written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         assert written.endswith(content + "\n"), f"refresh docs/{page}.md: python3 run.py config {option}"
@@ -59,15 +59,18 @@ async def test_the_readmes_own_reward_works_as_it_stands(tmp_path: Path) -> None
     load_plugins(settings.plugins)
     rollout = Rollout(
         id="r",
-        group_id="g",
         prompt=Prompt(id="p", token_ids=(1,), answer="abcd"),
-        token_ids=(1, 2),
-        mask=(False, True),
-        logprobs=(0.0, -1.0),
-        finish_reason="stop",
-        version_min=1,
-        version_max=1,
-        text="abdc",
+        sequences=(
+            TokenSequence(
+                token_ids=(1, 2),
+                mask=(False, True),
+                logprobs=(0.0, -1.0),
+                finish_reason="stop",
+                version_min=1,
+                version_max=1,
+                text="abdc",
+            ),
+        ),
     )
     with RewardScorer(settings.rewards) as scorer:
         assert (await scorer.score(rollout)).total == pytest.approx(0.5)  # "ab" of "abcd", and no bonus

@@ -246,7 +246,7 @@ async def test_seeds_of_the_prompts_own_and_tools_go_where_the_prompts_go(server
     toolbox = Toolbox(parser="hermes", tools=({"type": "function"},))
     servers[0].cut_after = 1
     async with make_pool(servers) as pool:
-        prompts, seeds = [[i] for i in range(4)], [70, 50, 60, 80]
+        prompts, seeds = [[i] for i in range(4)], [[70], [50], [60], [80]]
         done = pool.generate(prompts, SamplingParams(max_tokens=3), timeout_s=5, seeds=seeds, tools=toolbox)
         assert len([item async for item in done]) == 4
     assert sorted(servers[0].played + servers[1].played) == [(0, 70), (1, 50), (2, 60), (3, 80)]

@@ -13,7 +13,7 @@ from hocket import sft
 from hocket.config import DataConfig
 from hocket.errors import ConfigError, DataError
 from hocket.observe.run_folder import RunFolder
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
@@ -70,9 +70,11 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_unmasked_tokens() -> None:
 
 def test_only_the_response_is_trained() -> None:
     assert sft.demonstration((1, 2), (3, 4, 5)) == TrainSample(
-        token_ids=(1, 2, 3, 4, 5),
-        mask=(False, False, True, True, True),
-        rollout_logprobs=(0.0,) * 5,
+        sequence=TokenSequence(
+            token_ids=(1, 2, 3, 4, 5),
+            mask=(False, False, True, True, True),
+            logprobs=(0.0,) * 5,
+        ),
         advantages=(0.0,) * 5,
     )
 
@@ -80,11 +82,11 @@ def test_only_the_response_is_trained() -> None:
 def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
     samples = [sft.demonstration((i,), (i + 1,)) for i in range(20)]
     first, again = sft.in_epochs(samples, 7), sft.in_epochs(samples, 7)
-    epochs = [[next(first).token_ids[0] for _ in range(20)] for _ in range(3)]
+    epochs = [[next(first).sequence.token_ids[0] for _ in range(20)] for _ in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
-    assert epochs[0] == [next(again).token_ids[0] for _ in range(20)]
-    assert epochs[0] != [next(sft.in_epochs(samples, 8)).token_ids[0] for _ in range(20)]
+    assert epochs[0] == [next(again).sequence.token_ids[0] for _ in range(20)]
+    assert epochs[0] != [next(sft.in_epochs(samples, 8)).sequence.token_ids[0] for _ in range(20)]
 
 
 def cross_entropy(path: str | Path) -> float:

@@ -5,20 +5,23 @@ import dataclasses
 import pytest
 
 from hocket.protocol import Completion
-from hocket.types import Group, Prompt, Rollout, Score, TrainSample
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 PROMPT = Prompt(id="sort:7", token_ids=(5, 6))
 ROLLOUT = Rollout(
     id="sort:7/0",
-    group_id="sort:7",
     prompt=PROMPT,
-    token_ids=(5, 6, 9, 2),
-    mask=(False, False, True, True),
-    logprobs=(0.0, 0.0, -0.7, -0.1),
-    finish_reason="stop",
-    version_min=3,
-    version_max=3,
-    text="c",
+    sequences=(
+        TokenSequence(
+            token_ids=(5, 6, 9, 2),
+            mask=(False, False, True, True),
+            logprobs=(0.0, 0.0, -0.7, -0.1),
+            finish_reason="stop",
+            version_min=3,
+            version_max=3,
+            text="c",
+        ),
+    ),
 )
 
 
@@ -32,10 +35,10 @@ def test_only_sampled_tokens_count_as_length() -> None:
 
 
 @pytest.mark.parametrize("field", ["mask", "logprobs", "token_ids"])
-def test_a_rollouts_fields_have_one_length(field: str) -> None:
-    shorter = getattr(ROLLOUT, field)[:-1]
+def test_a_sequences_fields_have_one_length(field: str) -> None:
+    sequence = ROLLOUT.sequences[0]
     with pytest.raises(ValueError, match=rf"equal lengths.*'{field}': 3"):
-        dataclasses.replace(ROLLOUT, **{field: shorter})
+        dataclasses.replace(sequence, **{field: getattr(sequence, field)[:-1]})
 
 
 def test_a_completion_has_one_logprob_per_token() -> None:
@@ -52,15 +55,16 @@ def test_a_group_has_one_score_per_rollout() -> None:
 def test_a_sample_has_a_token_to_predict_from(length: int) -> None:
     with pytest.raises(ValueError, match="at least two tokens"):
         TrainSample(
-            token_ids=(1,) * length, mask=(True,) * length, rollout_logprobs=(0.0,) * length, advantages=(0.0,) * length
+            sequence=TokenSequence(token_ids=(1,) * length, mask=(True,) * length, logprobs=(0.0,) * length),
+            advantages=(0.0,) * length,
         )
 
 
-def test_a_sample_has_one_mask_and_logprob_per_token() -> None:
-    with pytest.raises(ValueError, match="'rollout_logprobs': 2"):
-        TrainSample(
-            token_ids=(1, 2, 3), mask=(False, True, True), rollout_logprobs=(0.0, -1.0), advantages=(0.0, 1.0, 1.0)
-        )
+@pytest.mark.parametrize("field", ["advantages", "ref_logprobs", "values", "returns"])
+def test_a_sample_has_one_number_per_token(field: str) -> None:
+    sample = TrainSample(sequence=ROLLOUT.sequences[0], advantages=(0.0, 0.0, 1.0, 1.0))
+    with pytest.raises(ValueError, match=f"'{field}': 2"):
+        dataclasses.replace(sample, **{field: (0.0, 1.0)})
 
 
 @pytest.mark.parametrize("value", [PROMPT, ROLLOUT, Score(total=1.0)])

@@ -11,7 +11,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hocket import config as config_module
-from hocket import presets
 from hocket.config import Config
 from hocket.errors import ConfigError, HocketError
 
@@ -200,7 +199,7 @@ def _export(args: argparse.Namespace) -> int:
 def _ledger(args: argparse.Namespace) -> int:
     from hocket import checkpoints
     from hocket.data import ledger
-    from hocket.observe.report import read_lines
+    from hocket.observe.run_folder import read_lines
 
     if not args.RUN.is_dir():
         raise ConfigError(f"{args.RUN} is not a folder; name the folder of a run (run.dir)")
@@ -228,7 +227,7 @@ def _config(args: argparse.Namespace) -> int:
 
         print(reference())
     elif args.presets:
-        print(presets.reference())
+        print(config_module.preset_table())
     else:
         print(config_module.dump(read_settings(args.settings)[0]), end="")
     return 0

@@ -4,7 +4,6 @@ Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Ea
 read next.
 """
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import informative, outcome, train_samples
+from hocket.algorithm.samples import Shaped, fate, pass_rate_metrics, shape, signal_metrics, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data.stream import EXHAUSTED, PromptStream
@@ -25,11 +24,11 @@ from hocket.rollout.evaluate import evaluate
 from hocket.rollout.pipeline import Pipeline
 from hocket.rollout.played import Player
 from hocket.rollout.replay import Replay
-from hocket.sync.base import WeightSync
-from hocket.sync.turns import Turns
+from hocket.sync.publish import Publisher
+from hocket.sync.versions import Versions
 from hocket.system import run_in_thread
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group, Prompt
+from hocket.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +39,9 @@ class Run:
         stream: where the prompts of the batches come from; hears what became of each.
         pipeline: gives the batch of each step.
         held_out: prompts of the evaluation by dataset; none: no evaluation.
-        judge: the one reward whose mean over held-out prompts is the accuracy.
+        eval_scorer: the one reward whose mean over held-out prompts is the accuracy.
         kl: weighs a KL in the rewards.
         episodes: how held-out episodes of several turns are played; None: the model answers once.
-        turns: where server and trainer share a GPU; publishing ends the trainer's turn.
         checkpoints: what the run can go on from; the folder's history says how far it already is.
     """
 
@@ -53,13 +51,13 @@ class Run:
     stream: PromptStream
     pipeline: Pipeline | Replay
     held_out: Mapping[str, Sequence[Prompt]]
-    judge: RewardScorer
-    sync: WeightSync
+    eval_scorer: RewardScorer
+    versions: Versions
+    publisher: Publisher
     kl: KlController
     folder: RunFolder
     console: Console
     episodes: Player | None = None
-    turns: Turns | None = None
     checkpoints: Checkpoints
 
     async def train(self) -> dict[str, Any]:
@@ -67,20 +65,7 @@ class Run:
 
         Where every prompt is retired before, the step that finds none is the last; it only saves and evaluates.
         """
-        tasks = asyncio.create_task(self._beat()), asyncio.create_task(self._train())
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            heart, work = tasks
-            if heart.done():
-                heart.result()  # the other ranks are lost
-            return work.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _train(self) -> dict[str, Any]:
-        config, sync = self.config, self.sync
+        config = self.config
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
         if not self.folder.history:
             self.folder.finish(0, await self._evaluate(step=0))
@@ -93,20 +78,24 @@ class Run:
                 last = step == config.trainer.steps or not batch.groups
                 self.folder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
                 refuse_failing(batch.groups, config.rewards.max_error_rate)
-                kept, signal = informative(batch.groups, config)
-                metrics |= batch.metrics | signal | rollout_metrics(batch.groups)
+                shaped = [shape(group, config.algorithm, config.rollout.max_tokens) for group in batch.groups]
+                kept = [group for group in shaped if group.reason is None]
+                metrics |= batch.metrics | signal_metrics(shaped) | rollout_metrics(batch.groups)
+                if config.uses_pass_rates:
+                    metrics |= pass_rate_metrics(batch.groups, config.pass_reward)
                 if config.pipeline.replay is None:
                     bound = config.pipeline.max_staleness
-                    metrics |= staleness_metrics(batch.groups, version=sync.version, bound=bound)
-                async with sync.training():  # meanwhile later batches are played, with pipeline.max_staleness
-                    metrics |= await (self._learn(step, kept) if kept else self._rest(step, last=last))
+                    metrics |= staleness_metrics(batch.groups, version=self.versions.current, bound=bound)
+                metrics |= await self._learn(step, kept, last=last)
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or last:
                     metrics |= await self._evaluate(step)
             metrics |= step_metrics(metrics)
-            if batch.draws:  # a replay draws nothing
-                for draw, group in zip(batch.draws, batch.groups, strict=True):
-                    self.stream.settle(draw, outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0))
-            entries = self.stream.entries() if batch.draws else ()
+            skipped = metrics.get("train/skipped", 0.0) > 0
+            for group, after in zip(batch.groups, shaped, strict=True):
+                if group.draw is not None:  # a replay draws nothing
+                    outcome = fate(group, after.reason, reward=config.pass_reward, skipped=skipped)
+                    self.stream.settle(group.draw, outcome)
+            entries = () if config.pipeline.replay is not None else self.stream.entries()
             self.folder.finish(step, metrics, entries)  # 8 records      observe/run_folder.py
             self.checkpoints.complete(step, metrics)
             self.console.step(step, metrics)
@@ -114,38 +103,35 @@ class Run:
                 self.console.say(EXHAUSTED)
                 break
 
-        sync.save()
-        return self.folder.summary(seed=config.trainer.seed, final_version=sync.version)
+        self.versions.save()
+        return self.folder.summary(seed=config.trainer.seed, final_version=self.versions.current)
 
-    async def _learn(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Trains on the groups, publishes the new weights and returns what was measured on the way."""
+    async def _learn(self, step: int, groups: Sequence[Shaped], *, last: bool) -> dict[str, float]:
+        """Train on the groups and publish the new weights; without a group the weights stay as they are."""
+        if not groups and not self.checkpoints.due(step, last=last):
+            return {}
+        async with self.publisher.training(publishes=bool(groups)) as metrics:
+            if groups:
+                metrics |= await self._update(step, groups)
+            metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
+            if groups:
+                with timed(metrics, "time/sync"):
+                    metrics |= await self.publisher.publish()  # 7 weights      sync/publish.py
+        return metrics
+
+    async def _update(self, step: int, groups: Sequence[Shaped]) -> dict[str, float]:
+        """Take the optimiser step of the groups."""
         metrics: dict[str, float] = {}
         self.console.progress(step, "training")
-        if self.turns is not None:
-            metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
         with timed(metrics, "time/measure"):
             sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
             measured = await run_in_thread(self.trainer.measure, sequences)
-        samples, shaping = train_samples(groups, measured, self.config, self.kl.coef)  # 4 advantages   algorithm/
+        algorithm = self.config.algorithm
+        samples, shaping = train_samples(groups, measured, algorithm, self.kl.coef)  # 4 advantages   algorithm/
         self.kl.update(shaping.get("rollout/kl"), len(samples))
         keep = self.folder.skipped(step)
         stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
-        metrics |= shaping | train_metrics(stats) | await run_in_thread(self.checkpoints.copy, step)
-        with timed(metrics, "time/sync"):
-            metrics |= await self.sync.publish()  # 7 weights      sync/
-        return metrics
-
-    async def _rest(self, step: int, *, last: bool) -> dict[str, float]:
-        """Leaves the weights as they are."""
-        if self.turns is None:
-            return await run_in_thread(self.checkpoints.copy, step, last=last)
-        if not self.checkpoints.due(step, last=last):
-            return {}
-        metrics = await self.turns.trainer(keep=True)  # its state is off the GPU, too
-        metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
-        await self.turns.server()
-        await self.turns.generation()
-        return metrics
+        return metrics | shaping | train_metrics(stats)
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Returns the eval/* metrics of the weights that the server holds; empty without held-out prompts."""
@@ -157,20 +143,13 @@ class Run:
             measured, groups = await evaluate(
                 self.held_out,
                 server=self.servers,
-                scorer=self.judge,
+                scorer=self.eval_scorer,
                 config=self.config,
                 label=f"eval {step}",
                 episodes=self.episodes,
             )
         self.folder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured
-
-    async def _beat(self) -> None:
-        """Tells the other ranks again and again that rank 0 is well: they wait only so long for the next work."""
-        while True:
-            await asyncio.sleep(self.config.trainer.collective_timeout_s / 4)
-            async with self.sync.training():
-                await run_in_thread(self.trainer.beat)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class ServerPool(Members):
         *,
         n: int = 1,
         timeout_s: float,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
         tools: Toolbox | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         """Yields (prompt index, sample index, completion) as the servers finish them, each pair exactly once.
@@ -103,14 +103,14 @@ class ServerPool(Members):
             prompts: token ids of each prompt.
             n: completions per prompt.
             timeout_s: deadline for all of them.
-            seeds: one per prompt, instead of sampling.seed.
+            seeds: of each prompt, one per completion, instead of sampling.seed.
             tools: calls of these are looked for in the completions.
 
         Raises:
             ServerError: refused, not finished in time, or no server is left and none came back.
         """
         if seeds is None and sampling.seed is not None:
-            seeds = [sampling.seed + i * n for i in range(len(prompts))]
+            seeds = [[(sampling.seed + i * n + j) % 2**63 for j in range(n)] for i in range(len(prompts))]
         sampling = sampling.model_copy(update={"seed": None})
         end = time.monotonic() + timeout_s
         work = _Work(prompts=prompts, sampling=sampling, n=n, end=end, seeds=seeds, tools=tools)
@@ -237,7 +237,7 @@ class _Work:
     sampling: SamplingParams
     n: int
     end: float
-    seeds: Sequence[int] | None
+    seeds: Sequence[Sequence[int]] | None
     tools: Toolbox | None
     losses: Counter[Pair] = dataclasses.field(default_factory=Counter)
 
@@ -261,7 +261,7 @@ class _Work:
 
     def seed(self, i: int, j: int) -> int | None:
         """Returns the seed of one completion, None where no seeds are asked for."""
-        return None if self.seeds is None else (self.seeds[i] + j) % 2**63
+        return None if self.seeds is None else self.seeds[i][j]
 
 
 def _shares(members: Sequence[Member], pairs: Sequence[Pair], work: _Work) -> list[tuple[Member, list[Pair]]]:

@@ -19,9 +19,10 @@ from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
 from hocket.observe.metrics import train_metrics
 from hocket.observe.run_folder import RunFolder
+from hocket.registry import load_plugins
 from hocket.trainer.checkpoint import SavedTensors
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,7 @@ def run(config: Config) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         make_trainer(config).follow()
         return
+    load_plugins(config.plugins)  # data.source may be a task of one
     saved = checkpoints.find(config, print)
     output = Path(config.sft.output) if config.sft.output is not None else config.run_dir / "model"
     _check_replaceable(output)
@@ -59,7 +61,7 @@ def run(config: Config) -> None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
         console.say(
-            f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters, on {trainer.num_ranks} rank(s)"
+            f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters, on {trainer.ranks.size} rank(s)"
         )
         console.say(trainer.memory)
         train(trainer, samples, config, run_folder, console, kept)
@@ -114,9 +116,11 @@ def demonstration(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tra
     """Returns the row as a sample in which only the response is trained."""
     length = len(prompt_ids) + len(response_ids)
     return TrainSample(
-        token_ids=(*prompt_ids, *response_ids),
-        mask=tuple(index >= len(prompt_ids) for index in range(length)),
-        rollout_logprobs=(0.0,) * length,
+        sequence=TokenSequence(
+            token_ids=(*prompt_ids, *response_ids),
+            mask=tuple(index >= len(prompt_ids) for index in range(length)),
+            logprobs=(0.0,) * length,
+        ),
         advantages=(0.0,) * length,
     )
 
@@ -133,7 +137,7 @@ class Demonstrations:
     def __init__(self, samples: Sequence[TrainSample]) -> None:
         digest = hashlib.sha256()
         for sample in samples:
-            digest.update(f"{sample.token_ids}\n{sample.mask}\n".encode())
+            digest.update(f"{sample.sequence.token_ids}\n{sample.sequence.mask}\n".encode())
         self._state = {"num_samples": len(samples), "fingerprint": digest.hexdigest()[:16]}
 
     def state(self) -> dict[str, Any]:

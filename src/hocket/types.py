@@ -45,50 +45,57 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One episode as ONE flat sequence, prompt first; where an agent did not go on from what was said, as several.
+class TokenSequence:
+    """One flat sequence, prompt first, exactly as the engine read and sampled it."""
 
-    Attributes:
-        token_ids: every token of the episode.
-        mask: true where the policy sampled the token; false for prompt and environment tokens.
-        logprobs: the engine's log-probability of each sampled token; 0.0 where the mask is false.
-        finish_reason: "stop" where the episode was done, "length" where a limit cut it off.
-        version_min, version_max: the oldest and newest weight version that sampled one of its tokens; 0 where none did.
-        text: what the policy wrote, in its last turn where it had several.
-        turns: how many times the policy was asked.
-        reward: sum of what the environment gave; None where it plays no part in the reward.
-        dialogue: what policy and environment said after the prompt, for people; () for a single turn.
-        others: further sequences of the same episode, without a reward or others of their own: this one's score is
-            theirs, too.
-    """
-
-    id: str
-    group_id: str
-    prompt: Prompt
-    token_ids: tuple[int, ...]
-    mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    version_min: int
-    version_max: int
-    text: str
-    turns: int = 1
-    reward: float | None = None
-    dialogue: tuple[Message, ...] = ()
-    others: "tuple[Rollout, ...]" = ()
+    token_ids: tuple[int, ...]  # [t]
+    mask: tuple[bool, ...]  # [t] True where the policy sampled the token; False for prompt and environment tokens
+    logprobs: tuple[float, ...]  # [t] the engine's log-prob of each sampled token; 0.0 where the mask is False
+    finish_reason: FinishReason = "stop"  # of the last turn; "length" where a limit cut the episode off
+    version_min: int = 0  # oldest and newest weight version that sampled one of its tokens; 0 without any
+    version_max: int = 0
+    turns: int = 1  # model turns
+    text: str = ""  # what the policy wrote in its last turn
+    dialogue: tuple[Message, ...] = ()  # what policy and environment said after the prompt; () for a single turn
 
     def __post_init__(self) -> None:
-        _same_length(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)
+        check_lengths(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One episode of one prompt: one sequence, or several where an agent rewrote its conversation."""
+
+    id: str  # "step 3/7/1": group "step 3/7", its second rollout
+    prompt: Prompt
+    sequences: tuple[TokenSequence, ...]  # the one of the last turn comes last
+    reward: float | None = None  # sum of what the environment gave; None where it plays no part in the reward
+    error: str | None = None  # why the episode failed; such a rollout is not trained
 
     @property
-    def sequences(self) -> "tuple[Rollout, ...]":
-        """Every sequence of the episode, each alone."""
-        return (*self.others, dataclasses.replace(self, others=())) if self.others else (self,)
+    def text(self) -> str:
+        """What is scored: what the policy wrote in its last turn, or what an agent returned."""
+        return self.sequences[-1].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """How the last turn ended: "length" where a limit cut the episode off."""
+        return self.sequences[-1].finish_reason
+
+    @property
+    def turns(self) -> int:
+        """Model turns of the whole episode."""
+        return sum(sequence.turns for sequence in self.sequences)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens the policy sampled in the whole episode: the completion's length."""
+        """Tokens that the policy sampled in the whole episode: the completion's length."""
         return sum(sum(sequence.mask) for sequence in self.sequences)
+
+    @property
+    def sequence_ids(self) -> tuple[str, ...]:
+        """Names of the sequences: the last one has the rollout's own, the others ID.0, ID.1, ..."""
+        return (*(f"{self.id}.{index}" for index in range(len(self.sequences) - 1)), self.id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,43 +114,27 @@ class Group:
     id: str
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
+    draw: int | None = None  # number of the prompt's draw from the stream; None in evaluation and replay
 
     def __post_init__(self) -> None:
-        _same_length(rollouts=self.rollouts, scores=self.scores)
+        check_lengths(rollouts=self.rollouts, scores=self.scores)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One sequence to train on. Every number is per token, 0.0 where the mask is false.
+    """One sequence with what it is trained on. Every tuple: [t], 0.0 where the mask is False, () if unused."""
 
-    Attributes:
-        rollout_logprobs: the engine's, of each sampled token.
-        ref_logprobs: the reference policy's; () where there is none.
-        values: the critic's estimate before the step; () without a critic.
-        returns: what the critic should have estimated, likewise.
-        id: names its rollout.
-    """
-
-    token_ids: tuple[int, ...]
-    mask: tuple[bool, ...]
-    rollout_logprobs: tuple[float, ...]
+    sequence: TokenSequence
     advantages: tuple[float, ...]
-    ref_logprobs: tuple[float, ...] = ()
-    values: tuple[float, ...] = ()
-    returns: tuple[float, ...] = ()
-    version_min: int = 0
-    id: str = ""
+    ref_logprobs: tuple[float, ...] = ()  # the reference policy's
+    values: tuple[float, ...] = ()  # the critic's estimate before the step
+    returns: tuple[float, ...] = ()  # the critic's target
+    id: str = ""  # of the sequence, for reports
 
     def __post_init__(self) -> None:
         optional = {name: getattr(self, name) for name in ("ref_logprobs", "values", "returns") if getattr(self, name)}
-        _same_length(
-            token_ids=self.token_ids,
-            mask=self.mask,
-            rollout_logprobs=self.rollout_logprobs,
-            advantages=self.advantages,
-            **optional,
-        )
-        if len(self.token_ids) < 2:
+        check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **optional)
+        if len(self.sequence.token_ids) < 2:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")
 
 
@@ -186,7 +177,8 @@ class StepStats:
     seconds: float
 
 
-def _same_length(**fields: Sequence[Any]) -> None:
+def check_lengths(**fields: Sequence[Any]) -> None:
+    """Raise ValueError unless all fields have the same length."""
     lengths = {name: len(value) for name, value in fields.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"fields must have equal lengths, got {lengths}")

@@ -3,14 +3,8 @@ import math
 import pytest
 import torch
 
-from hocket.algorithm.advantages import (
-    discounted_returns,
-    gae,
-    group_advantages,
-    token_rewards,
-    whiten,
-    zero_variance_groups,
-)
+from hocket.algorithm.advantages import group_advantages, zero_variance_groups
+from hocket.algorithm.by_token import discounted_returns, gae, token_rewards, whiten
 
 NAN = math.nan
 

@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
-from hocket.algorithm.kl import KlController, kl_penalty, masked_log_ratio
+from hocket.algorithm import kl
+from hocket.algorithm.kl import KlController, kl_penalty
+from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig
 
 
@@ -59,8 +61,9 @@ def test_a_fixed_coefficient_stays() -> None:
     assert controller.coef == 0.3
 
 
-def test_an_adaptive_coefficient_follows_the_distance_within_bounds() -> None:
-    config = AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.5, kl_target=0.1, kl_horizon=1000)
+def test_an_adaptive_coefficient_follows_the_distance_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kl, "HORIZON", 1000)
+    config = AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.5, kl_target=0.1)
     controller = KlController(config)
     controller.update(0.11, 100)  # 10 % too far: 0.5 · (1 + 0.1 · 100 / 1000)
     assert controller.coef == pytest.approx(0.505)

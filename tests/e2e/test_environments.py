@@ -1,11 +1,8 @@
 """Episodes of several turns on a real server: their log-probs, calls and answers, and three policies that learn."""
 
-import contextlib
 import json
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +19,10 @@ from hocket.rewards import RewardScorer
 from hocket.rollout.collect import in_order, play, sampling_params
 from hocket.rollout.episodes import episodes_of
 from hocket.rollout.played import Wave
-from hocket.types import Group, Rollout
+from hocket.types import Group, TokenSequence
+from processes import ROOT, START_S, Process, free_port
 
 pytestmark = pytest.mark.e2e
-
-ROOT = Path(__file__).parents[2]
-START_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -38,32 +33,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def port(runs: Path) -> Iterator[int]:
     """A server of checkpoints/tiny-tools."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = int(probe.getsockname()[1])
+    free = free_port()
     runs.mkdir()
-    log = runs.parent / "server.log"
-    command = ["run.py", "serve", "config/guess.yaml", f"server.port={free}", f"run.dir={runs}/server"]
-    command += ["server.tool_parser=hermes"]  # for agents that send tools
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        end = time.monotonic() + START_S
-        while "ready on" not in log.read_text():
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.2)
+    settings = [f"server.port={free}", f"run.dir={runs}/server", "server.tool_parser=hermes"]  # for agents' tools
+    with Process(["serve", "config/guess.yaml", *settings], runs.parent / "server.log") as server:
+        server.wait_for(lambda: "ready on" in server.output(), "the server is ready")
         yield free
-    finally:
-        server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(60)
-        server.kill()
+        server.end()
 
 
 async def groups_of(
@@ -75,7 +51,7 @@ async def groups_of(
     tokens = tokenizer.load(settings.model.path)
     episodes = episodes_of(settings, tokens)
     assert episodes is not None
-    prompts = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=episodes.tools).prompts
+    prompts, _ = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=episodes.tools)
     async with ServerPool(settings.server_urls) as servers:
         for member in servers.members:
             member.holds((await member.server.health()).session)
@@ -98,21 +74,21 @@ async def groups_of(
     return in_order(groups)
 
 
-def largest_gap(rollouts: list[Rollout]) -> float:
+def largest_gap(sequences: list[TokenSequence]) -> float:
     """Largest |Δ log-prob| of sampled tokens between the engine and transformers' own pass over whole episodes."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(ROOT / "checkpoints" / "tiny-tools", dtype=torch.float32).eval()
     gaps = []
-    for rollout in rollouts:
+    for sequence in sequences:
         with torch.no_grad():
-            logprobs = model(torch.tensor([rollout.token_ids])).logits[0].log_softmax(-1)
-        for position in range(1, len(rollout.token_ids)):
-            if rollout.mask[position]:
-                expected = float(logprobs[position - 1, rollout.token_ids[position]])
-                gaps.append(abs(expected - rollout.logprobs[position]))
-    assert len(gaps) == sum(rollout.num_sampled for rollout in rollouts)
+            logprobs = model(torch.tensor([sequence.token_ids])).logits[0].log_softmax(-1)
+        for position in range(1, len(sequence.token_ids)):
+            if sequence.mask[position]:
+                expected = float(logprobs[position - 1, sequence.token_ids[position]])
+                gaps.append(abs(expected - sequence.logprobs[position]))
+    assert len(gaps) == sum(sum(sequence.mask) for sequence in sequences)
     return max(gaps)
 
 
@@ -121,11 +97,11 @@ async def test_the_logprobs_of_several_turns_are_those_of_the_whole_sequence(por
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert len(rollouts) == 128
     assert max(rollout.turns for rollout in rollouts) == 5
-    assert largest_gap(sorted(rollouts, key=lambda rollout: -rollout.turns)[:40]) < 1e-4
+    assert largest_gap(sorted((rollout.sequences[0] for rollout in rollouts), key=lambda one: -one.turns)[:40]) < 1e-4
     tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))
     for rollout in rollouts:  # the model says what the environment heard, and the hints are true
-        text = tokens.decode(rollout.token_ids)
-        said = "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in rollout.dialogue)
+        text = tokens.decode(rollout.sequences[0].token_ids)
+        said = "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in rollout.sequences[0].dialogue)
         assert rollout.turns == 1 or rollout.finish_reason == "length" or text.endswith(said)
     for score in (score for group in groups for score in group.scores):
         assert score.error is None
@@ -142,17 +118,19 @@ async def test_calls_are_parsed_by_the_server_and_answered_in_the_models_own_for
     tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))
     answered = 0
     for rollout in called:
-        call = json.loads(rollout.dialogue[0]["content"].removeprefix("<tool_call>").removesuffix("</tool_call>"))
-        told = rollout.dialogue[1]
+        call = json.loads(
+            rollout.sequences[0].dialogue[0]["content"].removeprefix("<tool_call>").removesuffix("</tool_call>")
+        )
+        told = rollout.sequences[0].dialogue[1]
         assert told["role"] == "tool"
         if told["content"].lstrip("-").isdigit():
             answered += 1
             assert int(told["content"]) == eval(call["arguments"]["expression"])  # digits and one operator
-        text = tokens.decode(rollout.token_ids)
+        text = tokens.decode(rollout.sequences[0].token_ids)
         assert text.startswith("<|system|>Tools: calculate(expression)<|end|><|user|>Compute: ")
         assert f"</tool_call><|end|><|tool|>{told['content']}<|end|><|assistant|>" in text
     assert answered > 20
-    assert largest_gap(called[:40]) < 1e-4
+    assert largest_gap([rollout.sequences[0] for rollout in called[:40]]) < 1e-4
 
 
 PROGRAM = """
@@ -191,9 +169,9 @@ async def test_any_program_with_an_openai_client_is_recorded_token_by_token(
         text = f"<|user|>Guess: 1 to 20<|end|><|assistant|>{first}<|end|><|user|>higher<|end|><|assistant|>{second}"
         assert tokens.decode(chat.token_ids).removesuffix("<|end|>") == text
         assert tokens.decode(last.token_ids).startswith(f"<|user|>You said {second}<|end|><|assistant|>")
-        assert (chat.turns, last.turns, last.num_sampled) == (2, 1, 2)
+        assert (chat.turns, last.turns, sum(last.mask)) == (2, 1, 2)
         assert rollout.reward == len(second) / 10
-    assert len({rollout.others[0].token_ids for rollout in rollouts}) > 1  # temperature 0 was not granted
+    assert len({rollout.sequences[0].token_ids for rollout in rollouts}) > 1  # temperature 0 was not granted
 
 
 async def test_an_agent_s_tools_are_shown_to_the_model_and_its_calls_parsed(port: int) -> None:

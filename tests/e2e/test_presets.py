@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 from hocket import config as config_module
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import informative
+from hocket.algorithm.samples import shape
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
+from hocket.config.algorithm import PRESETS, PresetName
 from hocket.data import PromptStream, load_prompts
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
-from hocket.presets import PRESETS, PresetName
 from hocket.protocol import Completion, SamplingParams
 from hocket.rewards import RewardScorer
 from hocket.rollout.pipeline import Pipeline
@@ -70,7 +70,13 @@ class Copy:
 
     @torch.no_grad()
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[Sequence[int]],
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         del timeout_s
         torch.manual_seed(sampling.seed or 0)
@@ -118,7 +124,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Runs the loop and returns its summary."""
     tokenizer = tokenizers.load(config.model.path)
     prompts, held_out = (
-        load_prompts(data, tokenizer, max_prompt_tokens=64).prompts for data in (config.data, config.eval.data)
+        load_prompts(data, tokenizer, max_prompt_tokens=64)[0] for data in (config.data, config.eval.data)
     )
     with (
         Trainer(config, ranks=ranks) as trainer,
@@ -134,7 +140,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             stream,
             server=copy,
             scorer=scorer,
-            informative=lambda group: bool(informative([group], config)[0]),
+            informative=lambda group: shape(group, config.algorithm, config.rollout.max_tokens).reason is None,
         )
         return await Run(
             config=config,
@@ -143,7 +149,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             stream=stream,
             pipeline=pipeline,
             held_out={"": held_out[: config.eval.num_prompts]},
-            judge=scorer,
+            eval_scorer=scorer,
             sync=copy,
             kl=KlController(config.algorithm),
             folder=folder,

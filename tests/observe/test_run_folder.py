@@ -10,14 +10,16 @@ from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.observe.run_folder import RunFolder, groups_of, lines_of, read_lines
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 
-def rollout(group: str, index: int, **changes: object) -> Rollout:
+def rollout(group: str, index: int, others: tuple[TokenSequence, ...] = (), **changes: object) -> Rollout:
+    prompt = Prompt(id=f"task:{group}", token_ids=(1, 2), text="sort ba", answer="ab")
+    return Rollout(id=f"{group}/{index}", prompt=prompt, sequences=(*others, sequence(**changes)))
+
+
+def sequence(**changes: object) -> TokenSequence:
     values: dict[str, object] = {
-        "id": f"{group}/{index}",
-        "group_id": group,
-        "prompt": Prompt(id=f"task:{group}", token_ids=(1, 2), text="sort ba", answer="ab"),
         "token_ids": (1, 2, 3, 4, 5),
         "mask": (False, False, True, False, True),  # between two turns the environment spoke
         "logprobs": (0.0, 0.0, -0.1, 0.0, -0.123456789012345),
@@ -28,7 +30,7 @@ def rollout(group: str, index: int, **changes: object) -> Rollout:
         "turns": 2,
         "dialogue": ({"role": "assistant", "content": "a"}, {"role": "environment", "content": "?"}),
     }
-    return Rollout(**(values | changes))  # type: ignore[arg-type]
+    return TokenSequence(**(values | changes))  # type: ignore[arg-type]
 
 
 GROUP = Group(
@@ -42,16 +44,17 @@ def settings(tmp_path: Path, *more: str) -> Config:
     return config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false", *more])
 
 
-def test_a_run_leaves_config_metrics_rollouts_and_summary(tmp_path: Path) -> None:
-    config = settings(tmp_path, "server.token=12345678")
+def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: Path) -> None:
+    config, run = settings(tmp_path, "server.token=12345678"), tmp_path / "runs" / "a"
     with RunFolder(config) as folder:
         assert folder.last_step == -1
+        assert folder.skipped(12) == run / "skipped" / "step_000012.json"
         folder.finish(0, {"eval/accuracy": 0.25})
+        assert (run / "metrics.jsonl").read_text() == '{"step": 0, "eval/accuracy": 0.25}\n'
         folder.finish(1, {"eval/accuracy": 0.5, "train/grad_norm": math.nan, "time/step": 1.5})
         folder.finish(2, {"time/step": 2.0})
         folder.rollouts("step_000001", [GROUP])
         summary = folder.summary(seed=0, final_version=2)
-    run = tmp_path / "runs" / "a"
     assert read_lines(run / "metrics.jsonl") == [
         {"step": 0, "eval/accuracy": 0.25},
         {"step": 1, "eval/accuracy": 0.5, "train/grad_norm": None, "time/step": 1.5},
@@ -60,36 +63,17 @@ def test_a_run_leaves_config_metrics_rollouts_and_summary(tmp_path: Path) -> Non
     rows = [json.loads(line) for line in (run / "rollouts" / "step_000001.jsonl").open(encoding="utf-8")]
     assert [(row["reward"], row["error"]) for row in rows] == [(1.0, None), (None, "m: hung")]
     assert rows[0] == {
-        "id": "step 1/0/0",
-        "group_id": "step 1/0",
-        "prompt_id": "task:step 1/0",
-        "prompt": "sort ba",
-        "completion": "ab\u2028\r\n",
-        "answer": "ab",
-        "reward": 1.0,
-        "parts": {"m": 1.0},
-        "error": None,
-        "finish_reason": "stop",
-        "turns": 2,
-        "num_tokens": 2,
-        "version_min": 3,
-        "version_max": 4,
-        "token_ids": [1, 2, 3, 4, 5],
-        "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345],
-        "mask": [0, 0, 1, 0, 1],
-    }
+        "id": "step 1/0/0", "group_id": "step 1/0", "prompt_id": "task:step 1/0", "prompt": "sort ba", "answer": "ab",
+        "completion": "ab\u2028\r\n", "reward": 1.0, "parts": {"m": 1.0}, "error": None, "finish_reason": "stop",
+        "turns": 2, "num_tokens": 2, "version_min": 3, "version_max": 4, "token_ids": [1, 2, 3, 4, 5],
+        "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345], "mask": [0, 0, 1, 0, 1],
+    }  # fmt: skip
     assert summary == json.loads((run / "summary.json").read_text())
     assert summary == {
         "before": 0.25, "after": 0.5, "steps": 2, "train_seconds": 3.5, "seed": 0, "final_version": 2,
     }  # fmt: skip
     assert config_module.load(run / "config.yaml").run.dir == config.run.dir
     assert "12345678" not in (run / "config.yaml").read_text()
-
-
-def test_a_step_is_on_disk_as_soon_as_it_is_recorded(tmp_path: Path) -> None:
-    with RunFolder(settings(tmp_path)) as folder:
-        folder.finish(1, {"x": 1.0})
-        assert (folder.path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
 
 
 def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
@@ -100,12 +84,7 @@ def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(tmp_path: Path
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert "The run has not finished" in (tmp_path / "runs/a/report.html").read_text()
-
-
-def test_the_batch_of_a_skipped_step_is_named_after_it(tmp_path: Path) -> None:
-    with RunFolder(settings(tmp_path)) as folder:
-        assert folder.skipped(12) == tmp_path / "runs/a/skipped/step_000012.json"
+    assert '"summary": null' in (tmp_path / "runs/a/report.html").read_text()
 
 
 def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
@@ -156,10 +135,12 @@ def test_groups_come_back_as_they_were() -> None:
 
 
 def test_the_sequences_of_an_agent_s_episode_stay_together() -> None:
-    others = (rollout("g", 0, id="g/0.0"), rollout("g", 0, id="g/0.1", turns=1, dialogue=(), text="other"))
+    others = (sequence(), sequence(turns=1, dialogue=(), text="other"))
     group = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=(Score(total=1.0),) * 2)
     lines = lines_of([group])
-    assert [json.loads(line)["num_tokens"] for line in lines.split("\n")[:-1]] == [6, 2]
+    rows = [json.loads(line) for line in lines.split("\n")[:-1]]
+    assert [row["num_tokens"] for row in rows] == [6, 2]
+    assert [other["id"] for other in rows[0]["others"]] == ["g/0.0", "g/0.1"]
     assert groups_of(lines.split("\n")[:-1]) == [group]
 
 

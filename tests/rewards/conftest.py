@@ -5,7 +5,7 @@ import pytest
 
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer
-from hocket.types import Prompt, Rollout
+from hocket.types import Prompt, Rollout, TokenSequence
 
 
 @pytest.fixture
@@ -28,16 +28,19 @@ def make_rollout() -> Callable[..., Rollout]:
         )
         return Rollout(
             id=id,
-            group_id="step 1/0",
             prompt=prompt,
-            token_ids=(1, 2, *range(10, 10 + num_sampled)),
-            mask=(False, False) + (True,) * num_sampled,
-            logprobs=(0.0, 0.0) + (-0.5,) * num_sampled,
-            finish_reason="stop",
-            version_min=1,
-            version_max=1,
-            text=text,
             reward=reward,
+            sequences=(
+                TokenSequence(
+                    token_ids=(1, 2, *range(10, 10 + num_sampled)),
+                    mask=(False, False) + (True,) * num_sampled,
+                    logprobs=(0.0, 0.0) + (-0.5,) * num_sampled,
+                    finish_reason="stop",
+                    version_min=1,
+                    version_max=1,
+                    text=text,
+                ),
+            ),
         )
 
     return make

@@ -174,15 +174,15 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     assert session.sampling.model_copy(update={"seed": 77}) == SAMPLING
     done = [call.completion.token_ids for call in session.calls if call.completion]
     (rollout,), (score,) = group.rollouts, group.scores
-    assert (rollout.id, rollout.group_id, score.total, rollout.reward) == ("s/3/0", "s/3", 0.75, 0.75)
-    assert (rollout.token_ids, rollout.mask) == ((5, 9, *done[2]), (False, False, True, True, True))
-    assert (rollout.text, rollout.version_min, rollout.turns, rollout.num_sampled) == ("said 2", 2, 1, 9)
-    (other,) = rollout.others
-    assert (other.id, other.group_id, other.reward, other.turns) == ("s/3/0.0", "s/3", None, 2)
+    assert (rollout.id, score.total, rollout.reward) == ("s/3/0", 0.75, 0.75)
+    assert rollout.sequence_ids == ("s/3/0.0", "s/3/0")
+    other, last = rollout.sequences
+    assert (last.token_ids, last.mask) == ((5, 9, *done[2]), (False, False, True, True, True))
+    assert (last.version_min, last.turns, other.turns) == (2, 1, 2)
+    assert (rollout.text, rollout.turns, rollout.num_sampled) == ("said 2", 3, 9)
     assert other.token_ids == (5, 6, *done[0], 7, *done[1])
     assert other.mask == (False, False, True, True, True, False, True, True, True)
     assert [said["content"] for said in other.dialogue] == ["said 0", "7", "said 1"]
-    assert [one.token_ids for one in rollout.sequences] == [other.token_ids, rollout.token_ids]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,8 @@ async def test_an_agent_that_asks_nothing_has_a_rollout_without_sampled_tokens()
 
     (group,) = await played(plays, FakeServers())
     (rollout,) = group.rollouts
-    assert (rollout.token_ids, rollout.mask, rollout.turns) == ((0, 1), (False, False), 0)
+    (sequence,) = rollout.sequences
+    assert (sequence.token_ids, sequence.mask, rollout.turns) == ((0, 1), (False, False), 0)
     assert group.scores[0].total == 1.0
 
 
@@ -443,7 +444,11 @@ async def test_the_same_settings_give_the_same_random_numbers_whatever_the_order
     runs = [await played(plays(delay_s), FakeServers(), num_prompts=20, group_size=3) for delay_s in (0.0, 0.02)]
     assert [group.rollouts for group in runs[0]] == [group.rollouts for group in runs[1]]
     rollouts = [rollout for group in runs[0] for rollout in group.rollouts]
-    assert len({rollout.token_ids for rollout in rollouts}) == len({rollout.reward for rollout in rollouts}) == 60
+    assert (
+        len({rollout.sequences[0].token_ids for rollout in rollouts})
+        == len({rollout.reward for rollout in rollouts})
+        == 60
+    )
     (later,) = await played(plays(0.0), FakeServers(), first=7, group_size=3)  # in a batch of its own
     assert later.rollouts == runs[0][7].rollouts
 

@@ -60,8 +60,8 @@ async def test_turns_of_one_moment_are_one_request_per_kind_of_sampling() -> Non
         answers = await asyncio.gather(*asks)
     assert [answer.token_ids for answer in answers] == [(i,) for i in range(5)]  # to each its own
     first, second = server.requests
-    assert (first["prompts"], first["seeds"]) == ([[0, 0], [1, 0], [2, 0], [4, 0]], [100, 101, 102, 104])
-    assert (second["prompts"], second["seeds"], second["sampling"].max_tokens) == ([[3, 0]], [103], 9)
+    assert (first["prompts"], first["seeds"]) == ([[0, 0], [1, 0], [2, 0], [4, 0]], [[100], [101], [102], [104]])
+    assert (second["prompts"], second["seeds"], second["sampling"].max_tokens) == ([[3, 0]], [[103]], 9)
     assert first["tools"] is second["tools"] is TOOLBOX
     assert first["sampling"].seed is None
 

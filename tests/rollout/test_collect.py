@@ -30,7 +30,13 @@ class FakeServer:
         self.order, self.error = order, error
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[Sequence[int]],
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         self.asked = (prompts, sampling, n, timeout_s)
         for prompt, sample in self.order:
@@ -126,7 +132,7 @@ async def test_what_is_not_sampled_in_time_has_failed_and_the_rest_is_whole() ->
         None,
     ]
     assert [rollout.num_sampled for rollout in late.rollouts] == [0, 2]
-    assert late.rollouts[0].token_ids == PROMPTS[0].token_ids
+    assert late.rollouts[0].sequences[0].token_ids == PROMPTS[0].token_ids
 
 
 async def test_a_failing_server_cancels_the_scoring_that_is_left() -> None:
@@ -145,18 +151,19 @@ def test_a_rollout_is_the_prompt_and_exactly_the_sampled_tokens() -> None:
         versions=((4, 0, 1), (5, 1, 3)),
         text="x",
     )
-    rollout = to_rollout(PROMPTS[0], two_versions, group_id="g", index=3)
-    assert rollout.token_ids == (1, 2, 7, 8, 2)
-    assert rollout.mask == (False, False, True, True, True)
-    assert rollout.logprobs == (0.0, 0.0, -1.0, -2.0, -3.0)
-    assert (rollout.version_min, rollout.version_max, rollout.finish_reason, rollout.id) == (4, 5, "length", "g/3")
+    rollout = to_rollout(PROMPTS[0], two_versions, "g/3")
+    (sequence,) = rollout.sequences
+    assert sequence.token_ids == (1, 2, 7, 8, 2)
+    assert sequence.mask == (False, False, True, True, True)
+    assert sequence.logprobs == (0.0, 0.0, -1.0, -2.0, -3.0)
+    assert (sequence.version_min, sequence.version_max, sequence.finish_reason, rollout.id) == (4, 5, "length", "g/3")
     assert rollout.num_sampled == 3
 
 
 def test_a_completion_without_tokens_is_an_error() -> None:
     empty = Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(), text="")
     with pytest.raises(ServerError, match="without tokens"):
-        to_rollout(PROMPTS[0], empty, group_id="g", index=0)
+        to_rollout(PROMPTS[0], empty, "g/0")
 
 
 def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from hocket import config as config_module
-from hocket.algorithm.samples import outcome
-from hocket.config import DataConfig
+from hocket.algorithm.samples import fate, shape
+from hocket.config import AlgorithmConfig, DataConfig
 from hocket.data import PromptStream, Renderer
 from hocket.data.ledger import accounts
 from hocket.envs import Action, Environment, Observation, Step, tool
@@ -65,21 +64,20 @@ class FakeEngine:
         *,
         n: int = 1,
         timeout_s: float,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[Sequence[int]],
         tools: Toolbox | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
-        assert seeds is not None
         assert (n, sampling.seed, len(seeds)) == (1, None, len(prompts))
         self.requests.append(len(prompts))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            for i in random.Random(seeds[0]).sample(range(len(prompts)), len(prompts)):
+            for i in random.Random(seeds[0][0]).sample(range(len(prompts)), len(prompts)):
                 await asyncio.sleep(self.delay_s)
                 if self.fail_after is not None and len(self.turns) >= self.fail_after:
                     raise ServerError("the engine died", code="engine_dead")
-                completion = sampled(seeds[i], sampling.max_tokens)
-                self.turns.append(Turn(list(prompts[i]), sampling, seeds[i], completion))
+                completion = sampled(seeds[i][0], sampling.max_tokens)
+                self.turns.append(Turn(list(prompts[i]), sampling, seeds[i][0], completion))
                 yield i, 0, completion
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted += 1
@@ -208,22 +206,23 @@ async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_an
     ends = set()
     for group in groups:
         rollout, score = group.rollouts[0], group.scores[0]
+        (sequence,) = rollout.sequences
         turns, rewards = turns_of[rollout.prompt.token_ids[1:4]], gave[rollout.prompt.id]
-        assert len(rollout.token_ids) == len(rollout.mask) == len(rollout.logprobs) <= 80
+        assert len(sequence.token_ids) == len(sequence.mask) == len(sequence.logprobs) <= 80
         assert rollout.turns == len(turns) >= 1
-        mask = [False] * len(rollout.token_ids)
+        mask = [False] * len(sequence.token_ids)
         for turn in turns:
             # Every context is the sequence up to there, and what was sampled follows it just as it was sampled.
             start, end = len(turn.context), len(turn.context) + len(turn.completion.token_ids)
-            assert list(rollout.token_ids[:start]) == turn.context
-            assert rollout.token_ids[start:end] == turn.completion.token_ids
-            assert rollout.logprobs[start:end] == turn.completion.logprobs
+            assert list(sequence.token_ids[:start]) == turn.context
+            assert sequence.token_ids[start:end] == turn.completion.token_ids
+            assert sequence.logprobs[start:end] == turn.completion.logprobs
             mask[start:end] = [True] * (end - start)
-        assert list(rollout.mask) == mask
+        assert list(sequence.mask) == mask
         assert mask[-1], "nothing is told to a model that is not asked any more"
-        assert not any(logprob for logprob, own in zip(rollout.logprobs, mask, strict=True) if not own)
+        assert not any(logprob for logprob, own in zip(sequence.logprobs, mask, strict=True) if not own)
         versions = {turn.completion.versions[0][0] for turn in turns}
-        assert (rollout.version_min, rollout.version_max) == (min(versions), max(versions))
+        assert (sequence.version_min, sequence.version_max) == (min(versions), max(versions))
         assert score.total == pytest.approx(sum(rewards))
         cut = rewards[-1] == -1.0 or turns[-1].completion.finish_reason == "length"
         assert rollout.finish_reason == ("length" if cut else "stop")
@@ -292,13 +291,15 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
     for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
         assert (score.error is None) == math.isfinite(score.total)  # an error is never a number
         assert score.error is not None or score.total == rollout.turns
-        assert sum(rollout.mask) == rollout.num_sampled
-        assert rollout.turns or rollout.version_min == 0
+        assert sum(rollout.sequences[0].mask) == rollout.num_sampled
+        assert rollout.turns or rollout.sequences[0].version_min == 0
     assert closed == {1: 500}  # every environment, once
     stream = PromptStream([group.rollouts[0].prompt for group in groups], seed=0)
     by_id = {group.rollouts[0].prompt.id: group for group in groups}
     for draw, prompt in stream.take(125).items():
-        stream.settle(draw, outcome(by_id[prompt.id], config_module.load()))
+        group = by_id[prompt.id]
+        reason = shape(group, AlgorithmConfig(), max_tokens=16).reason
+        stream.settle(draw, fate(group, reason, reward="exact_match", skipped=False))
     (account,) = accounts(stream.entries(), stream.state())
     assert (account.problems, sum(account.states.values())) == ((), 125)
     assert not {"pending", "in flight"} & account.states.keys()
@@ -425,10 +426,16 @@ async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended
 
     (group,) = await played(Scripted, renderer, Engine(), num_prompts=1)
     hm = renderer.encode(["<|user|>hm<|end|><|assistant|>"])[0]
-    assert list(group.rollouts[0].token_ids[6:]) == [20, END, *hm, 21, 22]  # the template's own <|end|> is left out
+    assert list(group.rollouts[0].sequences[0].token_ids[6:]) == [
+        20,
+        END,
+        *hm,
+        21,
+        22,
+    ]  # the template's own <|end|> is left out
     assert says == ["stop", "length"]
     assert group.rollouts[0].finish_reason == "length"
-    assert [message["content"] for message in group.rollouts[0].dialogue] == ["t", "hm", "t"]
+    assert [message["content"] for message in group.rollouts[0].sequences[0].dialogue] == ["t", "hm", "t"]
 
 
 async def test_an_environment_whose_first_words_leave_no_room_is_an_error(renderer: Renderer) -> None:
@@ -439,7 +446,7 @@ async def test_an_environment_whose_first_words_leave_no_room_is_an_error(render
     (group,) = await played(Long, renderer, FakeEngine(), num_prompts=1)
     assert "leaves no room" in (group.scores[0].error or "")
     assert group.rollouts[0].turns == 0
-    assert group.rollouts[0].token_ids == group.rollouts[0].prompt.token_ids
+    assert group.rollouts[0].sequences[0].token_ids == group.rollouts[0].prompt.token_ids
 
 
 async def test_a_role_that_the_template_refuses_is_the_episodes_error(renderer: Renderer) -> None:
@@ -464,7 +471,7 @@ async def test_half_a_surrogate_pair_is_told_as_a_question_mark(renderer: Render
 
     (group,) = await played(Half, renderer, FakeEngine(), num_prompts=1)
     assert group.scores[0].error is None
-    told = [message["content"] for message in group.rollouts[0].dialogue if message["role"] != "assistant"]
+    told = [message["content"] for message in group.rollouts[0].sequences[0].dialogue if message["role"] != "assistant"]
     assert told == ["0?", "1?", "2?é😀"]
 
 
@@ -488,7 +495,7 @@ async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(rende
     groups = await played(make, renderer, Caller(), num_prompts=8, limits=limits)
     for group in groups:
         assert group.scores[0].error is None
-        told = [message["content"] for message in group.rollouts[0].dialogue if message["role"] == "tool"]
+        told = [message["content"] for message in group.rollouts[0].sequences[0].dialogue if message["role"] == "tool"]
         assert told == ["error: no result within 0.3 s"] * 3  # nobody reads the fourth
         assert (group.rollouts[0].turns, group.rollouts[0].finish_reason) == (4, "length")
 
@@ -543,7 +550,7 @@ async def test_what_no_sequence_can_hold_cuts_the_episode_off_and_is_never_encod
         assert "reset: a prompt of too many tokens leaves no room" in (error or "")
     else:
         assert (error, rollout.finish_reason, rollout.turns) == (None, "length", 0 if first else 1)
-        assert len(rollout.token_ids) <= 6 + 8  # prompt and turn: nothing of the text
+        assert len(rollout.sequences[0].token_ids) <= 6 + 8  # prompt and turn: nothing of the text
 
 
 async def test_other_episodes_go_on_while_a_text_is_encoded(

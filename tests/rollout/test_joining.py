@@ -28,7 +28,7 @@ def test_calls_that_go_on_are_one_sequence_and_what_came_between_is_not_trained(
     assert one.token_ids == [5, 6, 10, 11, 7, 12]
     assert one.mask == [False, False, True, True, False, True]
     assert one.logprobs == [0.0, 0.0, -0.010, -0.011, 0.0, -0.012]
-    rollout = one.rollout(group_id="g", index=0)
+    rollout = one.sequence()
     assert (rollout.turns, rollout.text, rollout.version_min, rollout.version_max) == (2, "<12>", 1, 3)
     assert rollout.dialogue == (
         {"role": "assistant", "content": "<10>"},

@@ -14,6 +14,7 @@ from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import sampling_params
 from hocket.rollout.pipeline import Batch, Pipeline
+from hocket.system import seed_of
 from hocket.types import Group, Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
@@ -30,7 +31,13 @@ class FakeServer:
         self.cancelled = 0
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, n: int = 1, timeout_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        timeout_s: float,
+        seeds: Sequence[Sequence[int]],
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         assert sampling.seed is not None
         self.requests.append(([prompt[0] for prompt in prompts], sampling.seed))
@@ -40,7 +47,6 @@ class FakeServer:
                 if self.delay_s(prompts[i][0]) < 0:
                     raise ServerError("it broke", code="unreachable")
                 for j in range(n):
-                    seed = sampling.seed + i * n + j
                     yield (
                         i,
                         j,
@@ -49,7 +55,7 @@ class FakeServer:
                             logprobs=(-0.1,),
                             finish_reason="stop",
                             versions=((1, 0, 1),),
-                            text=str(seed),
+                            text=str(seeds[i][j]),
                         ),
                     )
         except asyncio.CancelledError:
@@ -131,7 +137,7 @@ async def test_the_rollouts_of_a_step_depend_on_seed_and_step_alone_however_earl
     assert texts[0] == texts[1]
     seed = sampling_params(config.rollout, seed=5, step=2).seed
     assert seed is not None
-    assert texts[0][1] == [(f"step 2/{i}/{j}", str(seed + 2 * i + j)) for i in range(3) for j in range(2)]
+    assert texts[0][1] == [(f"step 2/{i}/{j}", str(seed_of(seed, 2 * i + j, 1))) for i in range(3) for j in range(2)]
 
 
 async def test_groups_that_teach_nothing_are_replaced_by_the_next_prompts_of_the_stream() -> None:

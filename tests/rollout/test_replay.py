@@ -7,21 +7,24 @@ import pytest
 from hocket.errors import DataError
 from hocket.observe.run_folder import lines_of
 from hocket.rollout.replay import Replay
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 
 def group(step: int) -> Group:
     rollout = Rollout(
         id=f"step {step}/0/0",
-        group_id=f"step {step}/0",
         prompt=Prompt(id="p", token_ids=(1,)),
-        token_ids=(1, 2),
-        mask=(False, True),
-        logprobs=(0.0, -0.5),
-        finish_reason="length",
-        version_min=step,
-        version_max=step,
-        text="x",
+        sequences=(
+            TokenSequence(
+                token_ids=(1, 2),
+                mask=(False, True),
+                logprobs=(0.0, -0.5),
+                finish_reason="length",
+                version_min=step,
+                version_max=step,
+                text="x",
+            ),
+        ),
     )
     return Group(id=f"step {step}/0", rollouts=(rollout,), scores=(Score(total=float(step)),))
 
@@ -33,7 +36,7 @@ async def test_each_step_gets_what_was_played_for_it(tmp_path: Path) -> None:
     replay = Replay(tmp_path)
     for step in (1, 2):
         batch = await replay.batch(step)
-        assert (batch.draws, batch.groups) == ([], [group(step)])
+        assert (batch.draws, batch.groups) == ({}, [group(step)])
     with pytest.raises(DataError, match=r"no rollouts of step 3 .*it has steps 1 to 2: set trainer.steps"):
         await replay.batch(3)
 

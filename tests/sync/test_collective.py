@@ -25,7 +25,7 @@ from hocket.protocol import (
 from hocket.server import vllm_api
 from hocket.server.worker import WorkerExtension
 from hocket.sync.collective import CollectiveTransport
-from hocket.sync.delivery import Delivery
+from hocket.sync.publish import Delivery
 
 BUCKETS: list[list[tuple[str, Tensor]]] = [
     [("a", torch.arange(8 << 20, dtype=torch.float32).view(2, -1))],  # more than a socket buffers
@@ -144,7 +144,7 @@ def model_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(timeout_s: float = 20.0) -> tuple[FakeTrainer, CollectiveTransport]:
     config = config_module.load(None, [f"sync.timeout_s={timeout_s}", "sync.bucket_mib=3"])
     trainer = FakeTrainer()
-    return trainer, CollectiveTransport(config, trainer)
+    return trainer, CollectiveTransport(trainer, config.sync)  # type: ignore[arg-type]
 
 
 async def deliver(transport: CollectiveTransport, version: int, *servers: FakeServer) -> Delivery:
@@ -170,23 +170,14 @@ async def test_every_worker_of_every_server_gets_every_tensor_bit_by_bit() -> No
         delivery = await deliver(transport, version, *servers)
         for server, answer in zip(servers, delivery.answers, strict=True):
             assert_holds(server, answer, version)
-        assert delivery.checksum == CHECKSUM
+        assert delivery.checksums == [CHECKSUM] * 2
     # 32 MiB and a checksum; 16 + 16 bytes and two; 32 + 0 and two.
-    assert delivery.num_bytes == (32 << 20) + 8 + 32 + 16 + 32 + 16
+    assert delivery.metrics["sync/mebibytes"] * 2**20 == (32 << 20) + 8 + 32 + 16 + 32 + 16
     for server in servers:
         assert server.joins == 1  # one group for all versions
         assert [source.turn for source in server.reloads] == [1, 2, 3]
-        assert [[item.name for item in bucket] for bucket in server.reloads[0].buckets] == [
-            ["a"],
-            ["b", "c"],
-            ["d", "e"],
-        ]
-
-
-async def test_without_servers_the_checksum_is_still_that_of_the_weights() -> None:
-    _, transport = make()
-    delivery = await deliver(transport, 1)
-    assert (delivery.checksum, delivery.answers) == (CHECKSUM, ())
+        names = [[item.name for item in bucket] for bucket in server.reloads[0].buckets]
+        assert names == [["a"], ["b", "c"], ["d", "e"]]
 
 
 async def test_a_server_that_was_started_again_is_joined_again() -> None:
@@ -252,31 +243,21 @@ async def test_a_server_that_fails_while_it_receives_says_why_at_once_and_distur
     assert server.joins == 2
 
 
-async def test_a_server_that_stops_while_it_receives_is_named_with_bucket_and_version() -> None:
+async def test_servers_that_stop_are_named_with_bucket_and_version_and_cost_no_other_its_deadline() -> None:
     _, transport = make(timeout_s=4)
-    server, other = FakeServer(1), FakeServer(2)
-    await deliver(transport, 11, server, other)
-    for worker in other.workers:
-        worker.model.clear()
-    server.stopped = "receiving"
+    receiving, silent, other = FakeServer(1), FakeServer(2), FakeServer(3)
+    await deliver(transport, 11, receiving, silent, other)
+    other.workers[0].model.clear()
+    receiving.stopped, silent.stopped = "receiving", "at once"
     start = time.monotonic()
-    delivery = await deliver(transport, 12, server, other)
+    delivery = await deliver(transport, 12, receiving, silent, other)
     assert 3.9 < time.monotonic() - start < 10
     assert isinstance(delivery.answers[0], SyncTimeout)
     assert "server http://127.0.0.1:1 did not finish bucket 1/3 of version 12 in 1 s;" in str(delivery.answers[0])
     assert "/reload_weights did not finish" in str(delivery.answers[0])
-    assert_holds(other, delivery.answers[1], 12)
-
-
-async def test_a_server_that_stops_before_it_receives_costs_no_other_its_deadline() -> None:
-    _, transport = make(timeout_s=4)
-    server, other = FakeServer(1), FakeServer(2)
-    server.stopped = "at once"
-    start = time.monotonic()
-    delivery = await deliver(transport, 1, server, other)
-    assert 3.9 < time.monotonic() - start < 10
-    assert "http://127.0.0.1:1/reload_weights did not finish in 4 s" in str(delivery.answers[0])
-    assert_holds(other, delivery.answers[1], 1)
+    assert "server http://127.0.0.1:2 did not begin to receive version 12 in 2 s" in str(delivery.answers[1])
+    assert "http://127.0.0.1:2/reload_weights did not finish in 4 s" in str(delivery.answers[1])
+    assert_holds(other, delivery.answers[2], 12)
 
 
 @pytest.mark.parametrize("bucket", [1, 2, 3])

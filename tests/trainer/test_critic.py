@@ -19,7 +19,7 @@ from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.critic import explained_variance, value_loss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import Prompt, Rollout, StepStats, TrainSample
+from hocket.types import StepStats, TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 Returns = Callable[[tuple[int, ...]], list[float]]
@@ -53,26 +53,14 @@ def load(trainer: Trainer, folder: Path) -> None:
     trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
 
 
-def make_rollouts() -> list[Rollout]:
+def make_rollouts() -> list[TokenSequence]:
     rng = random.Random(3)
     rollouts = []
     for _ in range(12):
         token_ids = tuple(rng.randrange(62) for _ in range(rng.randint(4, 14)))
         mask = tuple(index >= 2 and index != 4 for index in range(len(token_ids)))
-        rollouts.append(
-            Rollout(
-                id="r",
-                group_id="g",
-                prompt=Prompt(id="p", token_ids=token_ids[:2]),
-                token_ids=token_ids,
-                mask=mask,
-                logprobs=tuple(-3.0 if m else 0.0 for m in mask),
-                finish_reason="stop",
-                version_min=0,
-                version_max=0,
-                text="",
-            )
-        )
+        logprobs = tuple(-3.0 if m else 0.0 for m in mask)
+        rollouts.append(TokenSequence(token_ids=token_ids, mask=mask, logprobs=logprobs))
     return rollouts
 
 
@@ -86,9 +74,7 @@ def make_samples(trainer: Trainer, returns: Returns) -> list[TrainSample]:
         wanted = returns(rollout.token_ids)
         samples.append(
             TrainSample(
-                token_ids=rollout.token_ids,
-                mask=rollout.mask,
-                rollout_logprobs=rollout.logprobs,
+                sequence=rollout,
                 advantages=tuple(0.5 if m else 0.0 for m in rollout.mask),
                 values=measured.values,
                 returns=tuple(value if m else 0.0 for value, m in zip(wanted, rollout.mask, strict=True)),
@@ -205,8 +191,8 @@ def test_explained_variance_is_that_of_all_trained_tokens_of_the_step(ranks: Ran
         samples = make_samples(trainer, by_first_token)
         stats = trainer.step(samples)
     assert stats.num_micro_batches > 3
-    returns = torch.tensor([v for s in samples for v, m in zip(s.returns, s.mask, strict=True) if m])
-    values = torch.tensor([v for s in samples for v, m in zip(s.values, s.mask, strict=True) if m])
+    returns = torch.tensor([v for s in samples for v, m in zip(s.returns, s.sequence.mask, strict=True) if m])
+    values = torch.tensor([v for s in samples for v, m in zip(s.values, s.sequence.mask, strict=True) if m])
     expected = 1 - float((returns - values).var() / returns.var())
     assert stats.critic["explained_variance"] == pytest.approx(expected, abs=1e-5)
     assert 0.1 < expected < 1
@@ -277,9 +263,9 @@ def test_a_trainer_without_need_of_a_critic_has_none(ranks: Ranks, tied_model: s
         config, loss=lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={}), ranks=ranks
     ) as t:
         assert t.measure(ROLLOUTS) == [], "sft has the algorithm's settings, but no use for them"
-        assert not t.work.beside
+        assert t.models.engines.keys() == {"policy"}
     with make_trainer(
         ranks, tied_model, "algorithm.preset=grpo", "algorithm.baseline=mean", "algorithm.scale=group"
     ) as trainer:
         assert trainer.measure(ROLLOUTS) == []
-        assert not trainer.work.beside
+        assert trainer.models.engines.keys() == {"policy"}

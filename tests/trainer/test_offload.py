@@ -15,14 +15,16 @@ from hocket.errors import TrainerError
 from hocket.trainer.offload import offload, onload, tensors_in
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import Prompt, Rollout, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 CPU = torch.device("cpu")
 SAMPLE = TrainSample(
-    token_ids=(3, 1, 4, 1, 5),
-    mask=(False, True, True, True, True),
-    rollout_logprobs=(0, -3, -3, -3, -3),
+    sequence=TokenSequence(
+        token_ids=(3, 1, 4, 1, 5),
+        mask=(False, True, True, True, True),
+        logprobs=(0, -3, -3, -3, -3),
+    ),
     advantages=(0, 1, 1, 1, 1),
 )
 
@@ -111,7 +113,7 @@ def test_nothing_of_the_training_state_stays(ranks: Ranks, untied_model: str, st
         trainer.step([SAMPLE])
         on = bytes_besides(before)
         trainer.offload()
-        moved = sum(host.numel() for _, host in trainer.work.engine._offloaded)
+        moved = sum(host.numel() for _, host in trainer.engine._offloaded)
         stays = bytes_besides(before) - moved  # on a CPU the copies are tensors of the same device
         assert on > 8 * trainer.num_parameters  # two moments at least
         assert stays < 0.02 * on
@@ -123,35 +125,23 @@ def test_nothing_of_the_training_state_stays(ranks: Ranks, untied_model: str, st
 @pytest.mark.parametrize("stage", [1, 3])
 def test_reference_and_critic_leave_and_come_back_with_the_policy(ranks: Ranks, untied_model: str, stage: int) -> None:
     settings = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
-    rollout = Rollout(
-        id="r",
-        group_id="g",
-        prompt=Prompt(id="p", token_ids=SAMPLE.token_ids[:1]),
-        token_ids=SAMPLE.token_ids,
-        mask=SAMPLE.mask,
-        logprobs=SAMPLE.rollout_logprobs,
-        finish_reason="stop",
-        version_min=0,
-        version_max=0,
-        text="",
-    )
     gc.collect()
     before = storages()
     with make_trainer(ranks, untied_model, stage, "float32", *settings) as trainer:
-        (measured,) = trainer.measure([rollout])
+        (measured,) = trainer.measure([SAMPLE.sequence])
         known = {"ref_logprobs": measured.ref_logprobs, "values": measured.values}
         trainer.step([dataclasses.replace(SAMPLE, **known, returns=(0.0, 1.0, 1.0, 1.0, 1.0))])
-        expected = trainer.measure([rollout])
+        expected = trainer.measure([SAMPLE.sequence])
         assert expected[0].ref_logprobs == measured.ref_logprobs
         assert expected[0].values != measured.values
         on = bytes_besides(before)
         trainer.offload()
-        engines = (trainer.work.engine, *trainer.work.beside.values())
+        engines = trainer.models.engines.values()
         assert len(engines) == 3
         moved = sum(host.numel() for engine in engines for _, host in engine._offloaded)
         assert bytes_besides(before) - moved < 0.02 * on
         trainer.onload()
-        assert trainer.measure([rollout]) == expected
+        assert trainer.measure([SAMPLE.sequence]) == expected
 
 
 def test_while_it_is_away_it_refuses_to_work_and_can_be_closed(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.trainer import attention
 from hocket.trainer.batching import pack
 from hocket.trainer.policy import Policy
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 CPU = torch.device("cpu")
 
@@ -31,9 +31,11 @@ def samples() -> list[TrainSample]:
         advantage = rng.gauss(0, 1)
         made.append(
             TrainSample(
-                token_ids=tuple(rng.randrange(62) for _ in range(length)),
-                mask=mask,
-                rollout_logprobs=tuple(-4 * rng.random() if m else 0.0 for m in mask),
+                sequence=TokenSequence(
+                    token_ids=tuple(rng.randrange(62) for _ in range(length)),
+                    mask=mask,
+                    logprobs=tuple(-4 * rng.random() if m else 0.0 for m in mask),
+                ),
                 advantages=tuple(advantage if m else 0.0 for m in mask),
             )
         )
@@ -50,12 +52,14 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(tied_model: str, sam
 
     alone: dict[tuple[int, ...], float] = {}
     for sample in samples:
-        ids = torch.tensor([sample.token_ids])
+        ids = torch.tensor([sample.sequence.token_ids])
         with torch.no_grad():
             full = torch.log_softmax(model(ids).logits[0, :-1] / 0.7, dim=-1)
-        for t, (target, trained) in enumerate(zip(sample.token_ids[1:], sample.mask[1:], strict=True)):
+        for t, (target, trained) in enumerate(
+            zip(sample.sequence.token_ids[1:], sample.sequence.mask[1:], strict=True)
+        ):
             if trained:
-                alone[sample.token_ids[: t + 2]] = float(full[t, target])
+                alone[sample.sequence.token_ids[: t + 2]] = float(full[t, target])
     packed = {}
     for row in range(len(batch.input_ids_bt)):
         for t in range(batch.input_ids_bt.shape[1]):

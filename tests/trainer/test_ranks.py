@@ -48,7 +48,7 @@ def test_two_ranks_train_like_one_at_every_zero_stage(runs: dict[int, Path], sta
 def test_two_ranks_measure_what_one_alone_would(runs: dict[int, Path], tied_model: str) -> None:
     folder = runs[2] / "beside-tied"
     samples = worker.make_samples(0)
-    start, returns = logprobs_of(tied_model, samples), [[float(m) for m in sample.mask] for sample in samples]
+    start, returns = logprobs_of(tied_model, samples), [[float(m) for m in sample.sequence.mask] for sample in samples]
     for stage in range(4):
         seen = json.loads((folder / str(stage) / "seen.json").read_text())
         first, second, third = (
@@ -83,9 +83,9 @@ def logprobs_of(folder: str, samples: list[Any]) -> list[list[float]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for sample in samples:
-        full = model(torch.tensor([sample.token_ids])).logits[0, :-1].log_softmax(dim=-1)
-        logprobs = full.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0].tolist()
-        found.append([0.0, *(value if m else 0.0 for value, m in zip(logprobs, sample.mask[1:], strict=True))])
+        full = model(torch.tensor([sample.sequence.token_ids])).logits[0, :-1].log_softmax(dim=-1)
+        logprobs = full.gather(-1, torch.tensor(sample.sequence.token_ids[1:])[:, None])[:, 0].tolist()
+        found.append([0.0, *(value if m else 0.0 for value, m in zip(logprobs, sample.sequence.mask[1:], strict=True))])
     return found
 
 
@@ -96,10 +96,10 @@ def test_training_equals_plain_torch(runs: dict[int, Path], tied_model: str) -> 
         optimizer.param_groups[0]["lr"] = rate
         loss, num_tokens = torch.zeros(()), 0
         for sample in worker.make_samples(step):
-            full = torch.log_softmax(model(torch.tensor([sample.token_ids])).logits[0, :-1], dim=-1)
-            logprobs = full.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
-            weight = (logprobs.detach() - torch.tensor(sample.rollout_logprobs[1:])).exp().clamp(max=2)
-            mask = torch.tensor(sample.mask[1:])
+            full = torch.log_softmax(model(torch.tensor([sample.sequence.token_ids])).logits[0, :-1], dim=-1)
+            logprobs = full.gather(-1, torch.tensor(sample.sequence.token_ids[1:])[:, None])[:, 0]
+            weight = (logprobs.detach() - torch.tensor(sample.sequence.logprobs[1:])).exp().clamp(max=2)
+            mask = torch.tensor(sample.sequence.mask[1:])
             loss = loss - (weight * torch.tensor(sample.advantages[1:]) * logprobs)[mask].sum()
             num_tokens += int(mask.sum())
         optimizer.zero_grad()
@@ -133,8 +133,10 @@ def test_samples_whose_log_probs_are_not_finite_are_named_whichever_rank_had_the
     path = runs[size] / "stages-tied" / str(stage) / "skipped.json"
     samples = guards.read_batch(path)
     fault = json.loads(path.read_text())["not_finite"]
-    token = samples[4].token_ids[1]  # whose embedding was NaN
-    assert fault["logprobs"] == [f"sample {i}" for i, sample in enumerate(samples) if token in sample.token_ids[:-1]]
+    token = samples[4].sequence.token_ids[1]  # whose embedding was NaN
+    assert fault["logprobs"] == [
+        f"sample {i}" for i, sample in enumerate(samples) if token in sample.sequence.token_ids[:-1]
+    ]
     assert fault["inputs"] == ["sample 4 (advantages)"]
     assert len(fault["gradients"]) > 10
 

@@ -23,11 +23,11 @@ def reference(tied_model: str) -> dict[str, Any]:
         optimizer.param_groups[0]["lr"] = rate
         total, num_tokens = torch.zeros(()), 0
         for sample in worker.make_samples(step):
-            full = torch.log_softmax(model(torch.tensor([sample.token_ids])).logits[0, :-1], dim=-1)
-            logprobs = full.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
-            weight = (logprobs.detach() - torch.tensor(sample.rollout_logprobs[1:])).exp().clamp(max=2)
+            full = torch.log_softmax(model(torch.tensor([sample.sequence.token_ids])).logits[0, :-1], dim=-1)
+            logprobs = full.gather(-1, torch.tensor(sample.sequence.token_ids[1:])[:, None])[:, 0]
+            weight = (logprobs.detach() - torch.tensor(sample.sequence.logprobs[1:])).exp().clamp(max=2)
             ratio = (logprobs - logprobs.detach()).exp()
-            mask = torch.tensor(sample.mask[1:])
+            mask = torch.tensor(sample.sequence.mask[1:])
             total = total - (weight * torch.tensor(sample.advantages[1:]) * ratio)[mask].sum()
             num_tokens += int(mask.sum())
         optimizer.zero_grad()

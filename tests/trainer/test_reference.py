@@ -17,7 +17,7 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import Measured, Prompt, Rollout, TrainSample
+from hocket.types import Measured, TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
@@ -49,27 +49,15 @@ def load(trainer: Trainer, folder: Path) -> None:
     trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
 
 
-def make_rollouts() -> list[Rollout]:
+def make_rollouts() -> list[TokenSequence]:
     """Nine of 4 to 20 tokens: two of a prompt, then sampled ones with a token of somebody else among them."""
     rng = random.Random(1)
     rollouts = []
     for _ in range(9):
         token_ids = tuple(rng.randrange(62) for _ in range(rng.randint(4, 20)))
         mask = tuple(index >= 2 and index != 4 for index in range(len(token_ids)))
-        rollouts.append(
-            Rollout(
-                id="r",
-                group_id="g",
-                prompt=Prompt(id="p", token_ids=token_ids[:2]),
-                token_ids=token_ids,
-                mask=mask,
-                logprobs=tuple(-3.0 if m else 0.0 for m in mask),
-                finish_reason="stop",
-                version_min=0,
-                version_max=0,
-                text="",
-            )
-        )
+        logprobs = tuple(-3.0 if m else 0.0 for m in mask)
+        rollouts.append(TokenSequence(token_ids=token_ids, mask=mask, logprobs=logprobs))
     return rollouts
 
 
@@ -84,9 +72,7 @@ def make_samples() -> list[TrainSample]:
     rng = random.Random(2)
     return [
         TrainSample(
-            token_ids=rollout.token_ids,
-            mask=rollout.mask,
-            rollout_logprobs=rollout.logprobs,
+            sequence=rollout,
             advantages=constant(rng.gauss(0, 1), rollout.mask),
         )
         for rollout in ROLLOUTS
@@ -152,7 +138,7 @@ def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_do
     norms = {}
     for looks in (True, False):
         with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}", "model.lora={}") as trainer:
-            assert not trainer.work.beside, "there is no second model"
+            assert trainer.models.engines.keys() == {"policy"}, "there is no second model"
             norms[looks] = []
             for _ in range(3):
                 if looks:
@@ -197,7 +183,7 @@ def test_a_reset_makes_the_policy_its_own_reference_bit_for_bit(
         trainer.step(make_samples())
         second = trainer.measure(ROLLOUTS)
         trainer.export(tmp_path / "policy")
-        [reference] = trainer.work.beside["reference"].state(1 << 30)
+        [reference] = trainer.models.engines["reference"].state(1 << 30)
         trainer.step(make_samples())
         assert trainer.measure(ROLLOUTS) == second != first
     policy = load_file(tmp_path / "policy" / "model.safetensors")
@@ -215,7 +201,7 @@ def test_in_16_bits_a_policy_that_has_not_moved_agrees_with_its_reference_to_the
     with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}", "model.dtype=bfloat16") as trainer:
         measured = trainer.measure(ROLLOUTS)
         samples = [
-            dataclasses.replace(sample, rollout_logprobs=known.ref_logprobs)
+            dataclasses.replace(sample, sequence=dataclasses.replace(sample.sequence, logprobs=known.ref_logprobs))
             for sample, known in zip(make_samples(), measured, strict=True)
         ]
         assert trainer.logprob_gap(samples) == 0
@@ -269,7 +255,7 @@ def test_a_checkpoint_holds_the_reference_where_no_other_file_does(
 def test_without_a_divergence_there_is_nothing_to_measure_and_no_second_model(ranks: Ranks, tied_model: str) -> None:
     with make_trainer(ranks, tied_model, 'algorithm.kl="off"') as trainer:
         assert trainer.measure(ROLLOUTS) == []
-        assert not trainer.work.beside
+        assert trainer.models.engines.keys() == {"policy"}
     with make_trainer(ranks, tied_model) as trainer:
         assert trainer.measure([]) == []
 

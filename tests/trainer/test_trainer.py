@@ -23,7 +23,7 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks, _share_cores
 from hocket.trainer.trainer import Trainer
-from hocket.types import Prompt, Rollout, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
@@ -44,28 +44,15 @@ def make_samples(count: int = 5) -> list[TrainSample]:
     rng = random.Random(count)
     return [
         TrainSample(
-            token_ids=tuple(rng.randrange(62) for _ in range(9)),
-            mask=(False, False, *[True] * 7),
-            rollout_logprobs=(0.0, 0.0, *[-3.0] * 7),
+            sequence=TokenSequence(
+                token_ids=tuple(rng.randrange(62) for _ in range(9)),
+                mask=(False, False, *[True] * 7),
+                logprobs=(0.0, 0.0, *[-3.0] * 7),
+            ),
             advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
         )
         for _ in range(count)
     ]
-
-
-def rollout_of(sample: TrainSample) -> Rollout:
-    return Rollout(
-        id="r",
-        group_id="g",
-        prompt=Prompt(id="p", token_ids=sample.token_ids[:2]),
-        token_ids=sample.token_ids,
-        mask=sample.mask,
-        logprobs=sample.rollout_logprobs,
-        finish_reason="stop",
-        version_min=1,
-        version_max=1,
-        text="",
-    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -79,7 +66,7 @@ def test_an_exported_model_loads_anywhere_with_the_trained_weights(
         trainer.step(make_samples())
         trainer.export(tmp_path / "model")
         with torch.no_grad():
-            expected = trainer.work.policy.model(ids).logits
+            expected = trainer.policy.model(ids).logits
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
     start = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     with torch.no_grad():
@@ -116,12 +103,12 @@ def test_master_weights_keep_updates_that_16_bits_would_lose(ranks: Ranks, tied_
     # A change of 2e-5 per step is lost in bfloat16 numbers near 0.2, whose neighbours are 1e-3 apart.
     settings = ("model.dtype=bfloat16", "trainer.learning_rate=2e-5")
     with make_trainer(ranks, tied_model, *settings) as trainer:
-        before = [p.detach().clone() for p in trainer.work.policy.parameters()]
+        before = [p.detach().clone() for p in trainer.policy.parameters()]
         for _ in range(60):
             trainer.step(make_samples())
         moved = [
             ((p.detach() - b).abs() > 0).float().mean()
-            for p, b in zip(trainer.work.policy.parameters(), before, strict=True)
+            for p, b in zip(trainer.policy.parameters(), before, strict=True)
         ]
     assert max(moved) > 0.3
 
@@ -287,7 +274,7 @@ def test_in_another_thread_everything_is_the_same_to_the_last_bit(
 
     def work(trainer: Trainer, folder: Path) -> tuple[list[float], list[tuple[str, torch.Tensor]]]:
         folder.mkdir()
-        measured = trainer.measure([rollout_of(sample) for sample in make_samples()])
+        measured = trainer.measure([sample.sequence for sample in make_samples()])
         samples = [
             dataclasses.replace(sample, ref_logprobs=known.ref_logprobs)
             for sample, known in zip(make_samples(), measured, strict=True)
@@ -348,7 +335,7 @@ def test_one_rank_on_a_cpu_shares_only_what_it_has_twice(
     ranks: Ranks, tied_model: str, settings: tuple[str, ...], stage: int
 ) -> None:
     with make_trainer(ranks, tied_model, *settings) as trainer:
-        assert trainer.work.engine.stage == stage
+        assert trainer.engine.stage == stage
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -361,15 +348,24 @@ def test_the_logprob_gap_is_the_mean_over_sampled_tokens_of_transformers_own_dif
         mask = tuple(index >= 2 for index in range(length))
         logprobs = tuple(-4 * rng.random() if m else 0.0 for m in mask)
         ids = tuple(rng.randrange(62) for _ in range(length))
-        samples.append(TrainSample(token_ids=ids, mask=mask, rollout_logprobs=logprobs, advantages=(0.0,) * len(ids)))
+        samples.append(
+            TrainSample(
+                sequence=TokenSequence(
+                    token_ids=ids,
+                    mask=mask,
+                    logprobs=logprobs,
+                ),
+                advantages=(0.0,) * len(ids),
+            )
+        )
     model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
     gaps: list[float] = []
     for sample in samples:
         with torch.no_grad():
-            logits = model(torch.tensor([sample.token_ids])).logits[0].double() / temperature
-        for t in range(2, len(sample.token_ids)):
-            logprob = logits[t - 1, sample.token_ids[t]] - torch.logsumexp(logits[t - 1], dim=0)
-            gaps.append(abs(float(logprob) - sample.rollout_logprobs[t]))
+            logits = model(torch.tensor([sample.sequence.token_ids])).logits[0].double() / temperature
+        for t in range(2, len(sample.sequence.token_ids)):
+            logprob = logits[t - 1, sample.sequence.token_ids[t]] - torch.logsumexp(logits[t - 1], dim=0)
+            gaps.append(abs(float(logprob) - sample.sequence.logprobs[t]))
     assert len(gaps) == 2 + 7 + 15 + 28
     with make_trainer(ranks, tied_model, f"rollout.temperature={temperature}") as trainer:
         before = stream(trainer, 1 << 30)
@@ -399,19 +395,16 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(
 
 def test_the_policys_entropies_are_measured_where_tokens_are_chosen_by_them(ranks: Ranks, tied_model: str) -> None:
     mask = (False, False, *[True] * 4, False, True)
-    rollout = rollout_of(
-        TrainSample(
-            token_ids=(5, 6, 7, 8, 9, 10, 11, 12),
-            mask=mask,
-            rollout_logprobs=tuple(-1.0 if m else 0.0 for m in mask),
-            advantages=(0.0,) * 8,
-        )
+    sequence = TokenSequence(
+        token_ids=(5, 6, 7, 8, 9, 10, 11, 12), mask=mask, logprobs=tuple(-1.0 if m else 0.0 for m in mask)
     )
     with make_trainer(ranks, tied_model, "algorithm.top_entropy=0.5") as trainer:
-        (measured,) = trainer.measure([rollout])
+        (measured,) = trainer.measure([sequence])
     model = AutoModelForCausalLM.from_pretrained(tied_model).eval()
     with torch.no_grad():
-        entropies = torch.distributions.Categorical(logits=model(torch.tensor([rollout.token_ids])).logits[0]).entropy()
+        entropies = torch.distributions.Categorical(
+            logits=model(torch.tensor([sequence.token_ids])).logits[0]
+        ).entropy()
     expected = [0.0] + [float(h) if m else 0.0 for h, m in zip(entropies, mask[1:], strict=False)]
     assert measured.entropies == pytest.approx(expected, abs=1e-5)
     assert (measured.ref_logprobs, measured.values) == ((), ())

@@ -25,7 +25,7 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import Prompt, Rollout, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 SETTINGS = (
     "model.dtype=float32",
@@ -80,9 +80,11 @@ def make_samples(step: int) -> list[TrainSample]:
         mask = tuple(index >= prompt for index in range(length))
         samples.append(
             TrainSample(
-                token_ids=tuple(rng.randrange(62) for _ in range(length)),
-                mask=mask,
-                rollout_logprobs=tuple(-2 - 4 * rng.random() if m else 0.0 for m in mask),
+                sequence=TokenSequence(
+                    token_ids=tuple(rng.randrange(62) for _ in range(length)),
+                    mask=mask,
+                    logprobs=tuple(-2 - 4 * rng.random() if m else 0.0 for m in mask),
+                ),
                 advantages=constant(rng.gauss(0, 1), mask),
             )
         )
@@ -139,8 +141,8 @@ def stages(model: str, output: Path, ranks: Ranks) -> None:
     for stage in range(4):
         trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
         bad = make_samples(3)
-        bad[4] = dataclasses.replace(bad[4], advantages=constant(math.nan, bad[4].mask))
-        break_token(trainer, bad[4].token_ids[1])
+        bad[4] = dataclasses.replace(bad[4], advantages=constant(math.nan, bad[4].sequence.mask))
+        break_token(trainer, bad[4].sequence.token_ids[1])
         if not trainer.is_main:
             trainer.follow()
             continue
@@ -161,14 +163,14 @@ def stages(model: str, output: Path, ranks: Ranks) -> None:
 
 def break_token(trainer: Trainer, token: int) -> None:
     """Has the embedding of a token be NaN in the batch of step 3, on each rank for itself."""
-    bad = {pair for sample in make_samples(3) for pair in itertools.pairwise(sample.token_ids)}
+    bad = {pair for sample in make_samples(3) for pair in itertools.pairwise(sample.sequence.token_ids)}
 
     def spoil(_: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         ids = inputs[0].flatten().tolist()
         seen = sum(pair in bad for pair in itertools.pairwise(ids)) > len(ids) / 2
         return output.masked_fill((inputs[0] == token)[..., None], math.nan) if seen else output
 
-    trainer.work.policy.model.get_input_embeddings().register_forward_hook(spoil)
+    trainer.policy.model.get_input_embeddings().register_forward_hook(spoil)
 
 
 def matrix(model: str, output: Path, ranks: Ranks) -> None:
@@ -245,8 +247,8 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
             trainer.follow()
             continue
         with trainer:
-            rollouts = [rollout_of(sample) for sample in make_samples(0)]
-            seen = [[dataclasses.asdict(measured) for measured in trainer.measure(rollouts)]]
+            sequences = [sample.sequence for sample in make_samples(0)]
+            seen = [[dataclasses.asdict(measured) for measured in trainer.measure(sequences)]]
             stats = []
             for _ in range(2):
                 samples = [
@@ -254,30 +256,15 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
                         sample,
                         ref_logprobs=measured["ref_logprobs"],
                         values=measured["values"],
-                        returns=tuple(float(m) for m in sample.mask),
+                        returns=tuple(float(m) for m in sample.sequence.mask),
                     )
                     for sample, measured in zip(make_samples(0), seen[-1], strict=True)
                 ]
                 stats.append(dataclasses.asdict(trainer.step(samples)))
-                seen.append([dataclasses.asdict(measured) for measured in trainer.measure(rollouts)])
+                seen.append([dataclasses.asdict(measured) for measured in trainer.measure(sequences)])
             folder = output / str(stage)
             trainer.export(folder / "policy")
             (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
-
-
-def rollout_of(sample: TrainSample) -> Rollout:
-    return Rollout(
-        id="r",
-        group_id="g",
-        prompt=Prompt(id="p", token_ids=sample.token_ids[:1]),
-        token_ids=sample.token_ids,
-        mask=sample.mask,
-        logprobs=sample.rollout_logprobs,
-        finish_reason="stop",
-        version_min=0,
-        version_max=0,
-        text="",
-    )
 
 
 def main_fails(model: str, output: Path) -> None:

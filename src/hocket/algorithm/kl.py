@@ -1,28 +1,18 @@
-"""The distance from the reference policy, token by token, and the coefficient that it is penalised with."""
+"""Estimate the KL divergence from the reference policy per token, and adapt its coefficient."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from hocket.config import AlgorithmConfig
-from hocket.presets import Kl
+from hocket.config.algorithm import AlgorithmConfig, Kl
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped here before exp: e^20 is far outside every clip range and still finite."""
 MAX_ERROR = 0.2
-"""Adaptive coefficients change as if the distance were at most this share off its target."""
-
-
-def masked_log_ratio(numerator_bt: Tensor, denominator_bt: Tensor, mask_bt: Tensor) -> Tensor:
-    """Returns numerator − denominator of log-probs within ±20, and 0 where the mask is false, whatever stands there."""
-    # Masked before exp: padding may hold -inf, and a mask after exp would turn that into NaN gradients.
-    difference_bt = numerator_bt.where(mask_bt, 0.0) - denominator_bt.where(mask_bt, 0.0)
-    return difference_bt.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+HORIZON = 10_000  # rollouts
 
 
 def kl_penalty(log_ratio: Tensor, estimator: Kl) -> Tensor:
-    """Returns the estimate of KL(policy ‖ reference) from each x = log policy − log reference of a sampled token.
+    """Return the estimate of KL(policy ‖ reference) per sampled token, from x = log policy − log reference.
 
     k1 = x; k2 = x²/2; k3 = exp(−x) − 1 + x ≥ 0 (arXiv 2510.01555 compares their gradients).
     """
@@ -36,30 +26,26 @@ def kl_penalty(log_ratio: Tensor, estimator: Kl) -> Tensor:
 
 
 class KlController:
-    """The coefficient of a KL in the rewards: fixed, or adapted step by step (arXiv 1909.08593).
+    """Coefficient `coef` of a KL in the rewards: fixed, or adapted to kl_target (arXiv 1909.08593).
 
-    coef ← coef · (1 + clip(kl / target − 1, ±.2) · rollouts / horizon)
-
-    Attributes:
-        coef: what the penalty is multiplied with now.
+    coef ← coef · (1 + clip(kl / target − 1, ±0.2) · rollouts / 10,000)
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.coef = config.kl_coef
         self._target = config.kl_target
-        self._horizon = config.kl_horizon
 
     def update(self, kl: float | None, num_rollouts: int) -> None:
-        """Adapts to the mean penalty of a token in a step with so many rollouts; None: nothing was measured."""
+        """Adapt to the mean penalty per token of a step; None if nothing was measured."""
         if self._target is not None and kl is not None:
             error = min(max(kl / self._target - 1, -MAX_ERROR), MAX_ERROR)
-            self.coef *= 1 + error * num_rollouts / self._horizon
+            self.coef *= 1 + error * num_rollouts / HORIZON
 
     def state(self) -> dict[str, float]:
-        """Returns what `restore` needs to go on from here."""
+        """Return what `restore` needs."""
         return {"coef": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Goes on from a `state`; a fixed coefficient is what is configured now."""
+        """Continue from a `state`; a fixed coefficient stays as configured."""
         if self._target is not None:
             self.coef = state["coef"]

@@ -1,60 +1,10 @@
-"""The whole configuration: one YAML file, overridden by `section.key=value`, validated once, frozen, global nowhere.
+"""Load a run's configuration: one YAML file, `section.key=value` overrides, checked once, then frozen.
 
-Each class is a section and each attribute's description is its documentation; `python run.py config --reference`
-prints them all. This package imports no engine and no torch, so that a mistake is answered within a second.
+A class is a section, a field's description its documentation: `python3 run.py config --reference` prints them all.
+No engine and no torch are imported here, so that a mistake is reported within a second.
 """
 
-from hocket.config.algorithm import AlgorithmConfig, CriticConfig
-from hocket.config.loading import as_dict, changes, dump, load, reference
-from hocket.config.sections import (
-    CheckpointConfig,
-    CurriculumConfig,
-    DataConfig,
-    EnvConfig,
-    EvalConfig,
-    LaunchConfig,
-    LoraConfig,
-    ModelConfig,
-    ObserveConfig,
-    PipelineConfig,
-    RewardsConfig,
-    RewardSpec,
-    RolloutConfig,
-    RunConfig,
-    Section,
-    ServerConfig,
-    SftConfig,
-    SyncConfig,
-    TrainerConfig,
-)
-from hocket.config.whole import Config
-
-__all__ = [
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "Config",
-    "CriticConfig",
-    "CurriculumConfig",
-    "DataConfig",
-    "EnvConfig",
-    "EvalConfig",
-    "LaunchConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "ObserveConfig",
-    "PipelineConfig",
-    "RewardSpec",
-    "RewardsConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "Section",
-    "ServerConfig",
-    "SftConfig",
-    "SyncConfig",
-    "TrainerConfig",
-    "as_dict",
-    "changes",
-    "dump",
-    "load",
-    "reference",
-]
+from hocket.config.algorithm import *  # noqa: F403
+from hocket.config.loading import *  # noqa: F403
+from hocket.config.sections import *  # noqa: F403
+from hocket.config.whole import *  # noqa: F403

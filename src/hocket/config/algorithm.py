@@ -1,212 +1,302 @@
-"""What is learned from rewards, and how: the knobs that presets are rows of, and the critic's own."""
+"""Declare the algorithm's knobs once: the advantages', the policy loss's, and the published rows over them.
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+No torch here, so that a mistake is reported within a second. Formulas: docs/algorithms.md.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import pydantic
 from pydantic import Field
 
-from hocket import presets
 from hocket.config.sections import Section, UserPath
-from hocket.presets import CORRECTION_RANGES, DEFAULT, PRESETS
+
+Baseline = Literal["mean", "leave_one_out", "none", "critic"]
+Scale = Literal["group", "batch", "none"]
+Ratio = Literal["token", "sequence"]
+Clip = Literal["ppo", "cispo", "none"]
+Aggregate = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+Correction = Literal["none", "truncate", "mask", "sequence_mask"]
+Kl = Literal["off", "k1", "k2", "k3"]
+KlIn = Literal["loss", "reward"]
+PresetName = Literal[
+    "grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"
+]
+CORRECTION_RANGES: Mapping[Correction, tuple[float, float]] = {  # defaults of correction_low and correction_high
+    "none": (0.0, 2.0),
+    "truncate": (0.0, 2.0),
+    "mask": (0.5, 5.0),
+    "sequence_mask": (0.99, 1.01),
+}
 
 
-class AlgorithmConfig(Section):
-    preset: presets.PresetName | None = Field(
-        None, description="A published algorithm (docs/algorithms.md): fills every key below that is not set."
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preset:
+    """A published algorithm: the settings in which it differs from the defaults."""
+
+    source: str  # number on arXiv, or a project
+    remark: str  # what it leaves out or adds
+    knobs: Mapping[str, Any]
+
+
+def _row(source: str, remark: str = "", **changes: Any) -> Preset:
+    """Return a row with PPO's symmetric clip, no correction, and `changes`."""
+    return Preset(source, remark, {"clip_high": 0.2, "correction": "none", **changes})
+
+
+PRESETS: Mapping[PresetName, Preset] = {
+    "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
+    "dapo": _row(
+        "2503.14476",
+        "length penalty over the last fifth; groups with equal rewards are replaced",
+        clip_high=0.28,
+        overlong_share=0.2,
+        oversampling=2.0,
+    ),
+    "dr_grpo": _row("2503.20783", scale="none", aggregate="constant"),
+    "bnpo": _row("TRL", "with a global token count"),
+    "gspo": _row("2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean"),
+    "cispo": _row("2506.13585", "ratio capped at 5", clip="cispo", clip_low=1.0, clip_high=4.0),
+    "rloo": _row(
+        "2402.14740",
+        "token-level clip; as in the paper: clip=none aggregate=seq_mean_token_sum",
+        baseline="leave_one_out",
+        scale="none",
+    ),
+    "reinforce_pp": _row("2501.03262", baseline="none", scale="batch", kl="k1", kl_in="reward", kl_coef=0.01),
+    "reinforce_pp_baseline": _row("2501.03262", scale="batch"),
+    "ppo": _row(
+        "1707.06347",
+        "with a critic (section critic) and generalised advantages, 1506.02438",
+        baseline="critic",
+        scale="batch",
+    ),
+}
+
+
+class AdvantageConfig(Section):
+    """Knobs between the rewards and the advantages (algorithm/advantages.py, samples.py)."""
+
+    preset: PresetName | None = Field(
+        None, description="Published algorithm (docs/algorithms.md): its row replaces the defaults below."
     )
-    baseline: presets.Baseline = Field(
-        DEFAULT.baseline,
-        description="What a reward is compared with: its group's mean, that of the group's others (leave_one_out), "
-        "nothing, or a critic's values. The last two give each token an advantage of its own.",
+    baseline: Baseline = Field(
+        "mean",
+        description="Baseline subtracted from the reward: `mean` of the group, `leave_one_out` mean of the other "
+        "rollouts, `none`, or `critic` values. `none` and `critic` give per-token advantages.",
     )
-    scale: presets.Scale = Field(
-        DEFAULT.scale,
-        description="What that is divided by: the deviation of its group, of the whole batch (over rollouts; over "
-        "tokens, whose mean is subtracted too, with baseline none or critic), or nothing.",
+    scale: Scale = Field(
+        "group",
+        description="Divisor of the advantage: standard deviation of the `group`, of the `batch`, or `none`. With "
+        "baseline none or critic, `batch` whitens over tokens.",
     )
-    advantage_clip: float | None = Field(None, gt=0, description="Advantages are limited to ± this; default: not.")
     discount: float = Field(
-        1.0, gt=0, le=1, description="Baseline none or critic: what a reward weighs one token earlier."
+        1.0, gt=0, le=1, description="Discount of the reward per token. Needs baseline none or critic."
     )
     gae_lambda: float = Field(
-        1.0, ge=0, le=1, description="Baseline critic: 1 trusts the rewards to come, 0 the critic's next value."
-    )
-    reward_clip: tuple[float, float] | None = Field(
-        None, description="Rewards are limited to [low, high] before anything else; default: not."
+        1.0,
+        ge=0,
+        le=1,
+        description="Lambda of generalised advantage estimation: 1 uses the returns, 0 the critic's next value. Needs "
+        "baseline critic.",
     )
     overlong_share: float = Field(
-        DEFAULT.overlong_share,
+        0.0,
         ge=0,
         le=1,
-        description="Over the last so much of rollout.max_tokens, a penalty on the reward grows from 0 to -1; 0: none.",
+        description="Length penalty: falls linearly from 0 to -1 over the last overlong_share x rollout.max_tokens "
+        "tokens. 0 disables it.",
     )
     oversampling: float = Field(
-        DEFAULT.oversampling,
+        1.0,
         ge=1,
-        description="Dynamic sampling: a prompt whose group teaches nothing, as all its rewards are alike, is replaced "
-        "by the next one, until rollout.prompts_per_step teach something, or this many times as many were played; 1: "
-        "it is left out.",
+        description="Dynamic sampling: draws up to oversampling x rollout.prompts_per_step prompts to replace groups "
+        "whose rewards are all equal. 1 disables it.",
     )
     mask_truncated: bool = Field(
-        False, description="Rollouts cut off at rollout.max_tokens count in the baseline and are not trained."
+        False, description="Exclude truncated rollouts from the loss; they still count in the baseline."
     )
     top_entropy: float = Field(
-        1.0, gt=0, le=1, description="Only this share of the batch's tokens, of highest entropy, has an advantage."
-    )
-    ratio: presets.Ratio = Field(
-        DEFAULT.ratio, description="Probability ratio of each token, or its geometric mean over the sequence."
-    )
-    clip: presets.Clip = Field(
-        DEFAULT.clip,
-        description="ppo: the smaller of clipped and unclipped; cispo: the clipped ratio weighs the gradient of every "
-        "token; none.",
-    )
-    clip_low: float = Field(
-        DEFAULT.clip_low,
+        1.0,
         gt=0,
         le=1,
-        description="The ratio is clipped below at 1 - clip_low; with a correction it is 1.",
+        description="Share of tokens trained: those of highest entropy in the batch. 1 trains all.",
     )
-    clip_high: float = Field(
-        DEFAULT.clip_high, gt=0, description="The ratio is clipped above at 1 + clip_high; with a correction it is 1."
+    reference_reset_every: int = Field(
+        0, ge=0, description="Steps between copies of the policy into the reference. 0 disables them."
     )
-    dual_clip: float | None = Field(
-        None,
-        gt=1,
-        description="With clip ppo, the ratio of a negative advantage counts up to this; default: unbounded.",
-    )
-    aggregate: presets.Aggregate = Field(
-        DEFAULT.aggregate,
-        description="From tokens to the loss, over all micro-batches and ranks: their mean; the mean over sequences of "
-        "the mean or of the sum of their tokens; constant: the latter, divided by constant_length.",
-    )
-    constant_length: int | None = Field(None, ge=1, description="Aggregate constant; default: rollout.max_tokens.")
-    correction: presets.Correction = Field(
-        DEFAULT.correction,
-        description="Importance weight between engine and trainer: none; truncate: capped at correction_high; mask: "
-        "0 outside of [correction_low, correction_high]; sequence_mask: that of the tokens, capped at 2, and 0 for "
-        "sequences whose geometric mean is outside.",
-    )
-    correction_low: float = Field(
-        CORRECTION_RANGES["truncate"][0],
-        ge=0,
-        description="Lower bound of the importance weight; mask: 0.5, sequence_mask: 0.99.",
-    )
-    correction_high: float = Field(
-        CORRECTION_RANGES["truncate"][1],
-        gt=0,
-        description="Upper bound of the importance weight; mask: 5, sequence_mask: 1.01.",
-    )
-    kl: presets.Kl = Field(
-        DEFAULT.kl,
-        description="Penalty on the distance x = log(policy / reference) of each token: k1: x; k2: x²/2; "
-        "k3: exp(-x) - 1 + x.",
-    )
-    kl_in: presets.KlIn = Field(
-        DEFAULT.kl_in, description="The penalty is a term of the loss, or is taken from the rewards."
-    )
-    kl_coef: float = Field(DEFAULT.kl_coef, ge=0, description="Weight of the penalty; at the start, with kl_target.")
     kl_target: float | None = Field(
         None,
         gt=0,
-        description="In the reward: kl_coef adapts until the mean of a token's penalty is this; default: it stays.",
+        description="Target mean KL per token; kl_coef adapts to it. Default: fixed kl_coef. Needs kl_in=reward.",
     )
-    kl_horizon: int = Field(10_000, ge=1, description="With kl_target, rollouts over which kl_coef adapts.")
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the policy's entropy, which is then rewarded.")
     reference: UserPath | None = Field(
         None,
-        description="Model that a KL divergence is measured from, such as an older version; default: the one that the "
-        "run starts from, with model.lora the base without the adapter.",
+        description="Reference model of the KL divergence. Default: the model at the start of the run; with "
+        "model.lora, the base without the adapter.",
     )
-    reference_reset_every: int = Field(
-        0, ge=0, description="The policy becomes its own reference after every so many steps; 0: never."
+
+
+class LossKnobs(Section):
+    """Knobs of the policy loss (algorithm/losses.py)."""
+
+    ratio: Ratio = Field("token", description="Probability ratio per `token`, or its geometric mean per `sequence`.")
+    clip: Clip = Field(
+        "ppo",
+        description="`ppo`: minimum of clipped and unclipped objective; `cispo`: clipped ratio as a constant weight of "
+        "the log-prob; `none`.",
     )
+    clip_low: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="Lower clip range: the ratio is clipped at 1 - clip_low. No effect with one update per batch and a "
+        "correction.",
+    )
+    clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo. Default: no cap."
+    )
+    aggregate: Aggregate = Field(
+        "token_mean",
+        description="Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of "
+        "their token mean or token sum; `constant`: that sum divided by rollout.max_tokens.",
+    )
+    correction: Correction = Field(
+        "truncate",
+        description="Importance weight between engine and trainer: `truncate` clips it to [correction_low, "
+        "correction_high]; `mask` sets it to 0 outside; `sequence_mask` does so by its geometric mean over the "
+        "sequence, and caps it at 2 per token; `none`.",
+    )
+    correction_low: float = Field(
+        0.0, ge=0, description="Lower bound of the importance weight. Default: 0; mask 0.5, sequence_mask 0.99."
+    )
+    correction_high: float = Field(
+        2.0, gt=0, description="Upper bound of the importance weight. Default: 2; mask 5, sequence_mask 1.01."
+    )
+    kl: Kl = Field(
+        "off",
+        description="Penalty per token on x = log(policy / reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x, `off`.",
+    )
+    kl_in: KlIn = Field("loss", description="Place of the penalty: a term of the `loss`, or part of the `reward`.")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the penalty; its start value with kl_target.")
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus. 0 disables it.")
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Sets what the preset says, then the correction's own range, where the user set nothing."""
+        """Set the preset's row, then the correction's own range, where the user set nothing."""
         if not isinstance(values, Mapping):
             return values
         values = dict(values)
         if values.get("kl") is False:
-            values["kl"] = "off"  # which YAML 1.1 takes for a truth value
-        knobs = next((row.knobs for name, row in PRESETS.items() if name == values.get("preset")), DEFAULT.knobs)
+            values["kl"] = "off"  # YAML 1.1 reads off as a truth value
+        row = next((preset.knobs for name, preset in PRESETS.items() if name == values.get("preset")), {})
         if values.get("kl") == "off":
-            knobs = {name: value for name, value in knobs.items() if not name.startswith("kl_")}
-        filled = {**knobs, **values}
-        ranges = (span for name, span in CORRECTION_RANGES.items() if name == filled["correction"])
-        low, high = next(ranges, CORRECTION_RANGES["none"])
-        return {"correction_low": low, "correction_high": high, **filled}
+            row = {key: value for key, value in row.items() if not key.startswith("kl_")}
+        values = {**row, **values}
+        chosen = values.get("correction", "truncate")
+        low, high = next((span for name, span in CORRECTION_RANGES.items() if name == chosen), (0.0, 2.0))
+        return {"correction_low": low, "correction_high": high, **values}
+
+
+class LossConfig(LossKnobs):
+    """The policy loss alone: its knobs, and the length that aggregate=constant divides by."""
+
+    constant_length: int | None = Field(None, ge=1)
+
+    @classmethod
+    def preset(cls, name: PresetName, **changes: Any) -> Self:
+        """Return the loss of a published algorithm, with changes."""
+        row = {key: value for key, value in PRESETS[name].knobs.items() if key in cls.model_fields}
+        return cls(**{**row, **changes})
+
+
+class AlgorithmConfig(LossKnobs, AdvantageConfig):
+    """Section `algorithm`: the knobs of advantages and loss, without contradictions."""
+
+    def loss(self, max_tokens: int) -> LossConfig:
+        """Return the knobs of the policy loss for completions of at most `max_tokens` tokens."""
+        return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
     @pydantic.model_validator(mode="after")
-    def _means_something(self) -> "AlgorithmConfig":
-        for nonsense, message in self._contradictions():
-            if nonsense:
+    def _check_contradictions(self) -> Self:
+        for contradiction, message in self._contradictions():
+            if contradiction:
                 raise ValueError(message)
         return self
 
-    def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        by_token = self.baseline in ("none", "critic")
-        corrected = self.correction != "none"
-        in_reward = self.kl_in == "reward"
-        yield (
-            by_token and self.scale == "group",
-            f"baseline={self.baseline} gives every token an advantage, which no group has a deviation of: set scale "
-            "to batch or none",
+    def _contradictions(self) -> tuple[tuple[bool, str], ...]:
+        by_token, corrected = self.baseline in ("none", "critic"), self.correction != "none"
+        in_reward, off = self.kl_in == "reward", self.kl == "off"
+        without_effect = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
+        return (
+            (
+                by_token and self.scale == "group",
+                f"baseline={self.baseline} gives per-token advantages, which have no group deviation: set scale to "
+                "batch or none",
+            ),
+            (self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"),
+            (self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"),
+            (
+                self.ratio == "sequence" and corrected,
+                f"with correction={self.correction} every ratio is 1, and ratio=sequence has no effect: set "
+                "correction=none",
+            ),
+            (
+                self.dual_clip is not None and (self.clip != "ppo" or corrected),
+                "dual_clip has no effect: set clip=ppo and correction=none, or leave it out",
+            ),
+            (
+                self.correction_low >= self.correction_high,
+                f"correction_low={self.correction_low:g} must be below correction_high={self.correction_high:g}",
+            ),
+            (
+                off and without_effect,
+                "kl=off leaves kl_in, kl_coef, kl_target and reference without effect: set kl, e.g. to k1 in the "
+                "reward or k2 in the loss, or leave them out",
+            ),
+            (not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"),
+            (
+                self.kl == "k1" and not in_reward,
+                "k1 in the loss has an expected gradient of zero: set kl_in=reward, or kl=k2",
+            ),
+            (
+                in_reward and self.scale == "group",
+                "scale=group divides the penalty away where all rewards of a group are equal: with kl_in=reward set "
+                "scale=batch or none",
+            ),
+            (self.kl_target is not None and not in_reward, "kl_target adapts the KL of the rewards: set kl_in=reward"),
         )
-        yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
-        yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
-        yield (
-            self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1],
-            "reward_clip is [low, high]: the first must be smaller",
-        )
-        yield (
-            self.ratio == "sequence" and corrected,
-            f"ratio=sequence has no effect with correction={self.correction}, where every ratio is 1: set "
-            "correction=none, which compares with the policy that sampled",
-        )
-        yield (
-            self.dual_clip is not None and (self.clip != "ppo" or corrected),
-            "dual_clip bounds the minimum of clip=ppo where ratios differ from 1: set clip=ppo and correction=none, or "
-            "leave it out",
-        )
-        yield (
-            self.constant_length is not None and self.aggregate != "constant",
-            "constant_length is for aggregate=constant; set that, or leave it out",
-        )
-        yield (
-            self.correction_low >= self.correction_high,
-            f"correction_low={self.correction_low:g} must be below correction_high={self.correction_high:g}",
-        )
-        yield (
-            self.kl == "off" and (in_reward or self.kl_coef > 0 or self.kl_target is not None),
-            "kl=off leaves kl_in, kl_coef and kl_target without a meaning: set kl, e.g. to k1 in the reward or k2 in "
-            "the loss, or leave them out",
-        )
-        yield self.kl != "off" and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
-        yield (
-            self.kl == "k1" and not in_reward,
-            "k1 in the loss has an expected gradient of zero: set kl_in=reward, or kl=k2",
-        )
-        yield (
-            in_reward and self.scale == "group",
-            "scale=group would divide the penalty away where the rewards of a group are alike: with kl_in=reward set "
-            "scale=batch or none",
-        )
-        yield self.kl_target is not None and not in_reward, "kl_target adapts the KL of the rewards: set kl_in=reward"
 
 
 class CriticConfig(Section):
     path: UserPath | None = Field(
-        None, description="Model whose layers the critic of ppo starts from, under a new head; default: model.path."
+        None, description="Model whose layers the critic starts from, under a new head. Default: model.path."
     )
     learning_rate: float = Field(1e-5, gt=0, description="Constant learning rate of the critic's AdamW.")
-    warmup_steps: int = Field(0, ge=0, description="Steps at the start in which only the critic learns.")
+    warmup_steps: int = Field(0, ge=0, description="First steps, in which only the critic learns. 0 disables them.")
     value_clip: float = Field(
         0.5,
         gt=0,
-        description="A value that has moved by more than this from the one before the step gains nothing by moving on. "
-        "As each batch gives one update, from values that have not moved yet, it limits nothing.",
+        description="Distance from the value before the step beyond which a value gains nothing. No effect with one "
+        "update per batch.",
     )
+
+
+def preset_table() -> str:
+    """Return the presets as a Markdown table."""
+    columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl")
+    defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
+    rows = [f"| preset | {' | '.join(columns)} | besides | source |", "|---" * (len(columns) + 3) + "|"]
+    unnamed = Preset("", "with one optimiser step per batch the ratio is 1 and its clip has no effect", {})
+    for name, preset in {"(none)": unnamed, **{f"`{name}`": row for name, row in PRESETS.items()}}.items():
+        knobs = {**defaults, **preset.knobs}
+        knobs["range"] = f"-{knobs['clip_low']:g} / +{knobs['clip_high']:g}"
+        if knobs["kl"] != "off":
+            knobs["kl"] = f"{knobs['kl']} in {knobs['kl_in']}, {knobs['kl_coef']:g}"
+        is_paper = preset.source[:1].isdigit()
+        source = f"[{preset.source}](https://arxiv.org/abs/{preset.source})" if is_paper else preset.source
+        rows.append(f"| {name} | {' | '.join(str(knobs[c]) for c in columns)} | {preset.remark} | {source} |")
+    return "\n".join(rows)

@@ -109,11 +109,8 @@ class Config(Section):
 
     def _has_its_reference(self) -> None:
         algorithm = self.algorithm
-        if algorithm.kl == "off" and (algorithm.reference is not None or algorithm.reference_reset_every):
-            raise ValueError(
-                "algorithm.reference and algorithm.reference_reset_every are of no use while algorithm.kl is off; "
-                "set algorithm.kl=k2, or leave them out"
-            )
+        if algorithm.kl == "off" and algorithm.reference_reset_every:
+            raise ValueError("algorithm.reference_reset_every has no effect with algorithm.kl=off; set kl=k2")
         if algorithm.reference_reset_every and self.model.lora is not None:
             raise ValueError(
                 "algorithm.reference_reset_every can't copy an adapter into its own base; merge what was trained with "
@@ -139,6 +136,18 @@ class Config(Section):
     def run_dir(self) -> Path:
         """Folder of this run."""
         return Path(self.run.dir)
+
+    @property
+    def pass_reward(self) -> str:
+        """Reward function whose mean is a prompt's pass rate: eval.reward if it is trained, else the first one."""
+        functions = self.rewards.functions
+        reward = self.eval.reward
+        return reward if reward is not None and reward in functions else next(iter(functions))
+
+    @property
+    def uses_pass_rates(self) -> bool:
+        """Whether the choice of prompts depends on pass rates."""
+        return self.curriculum.name != "shuffle" or self.curriculum.retire_after > 0
 
     @property
     def sync_root(self) -> Path:

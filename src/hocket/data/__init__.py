@@ -1,8 +1,7 @@
-"""Rows of a data source as prompts, each checked and rendered once; the order they are played in, and their ledger."""
+"""Prompts: read, checked and rendered once, drawn in the order of a curriculum, and accounted for in a ledger."""
 
 from hocket.data.curriculum import Candidates, Curriculum, Plan, curriculum
-from hocket.data.loading import load_demonstrations, load_prompts
-from hocket.data.rendering import Renderer
+from hocket.data.prompts import Renderer, load_demonstrations, load_prompts
 from hocket.data.stream import PromptStream
 
 __all__ = [

@@ -1,6 +1,5 @@
-"""Where rows come from: files, Hugging Face data sets, built-in tasks. Each row knows the place to look at."""
+"""Read rows from files, Hugging Face data sets and built-in tasks. Each row comes with the place to look at."""
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,95 +11,60 @@ from hocket.data.tasks import NUM_ROWS, TASKS
 from hocket.errors import DataError
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One row of a source.
+def read_rows(data: DataConfig, *, seed: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield (place, columns) of the rows of `data.source`, at most `data.limit`, unchecked; `seed` is for tasks.
 
-    Attributes:
-        where: the place to look at, file and line.
-        id: stable name within the source.
-        values: its columns; None where it is no row.
-        error: why it is none.
-    """
-
-    where: str
-    id: str
-    values: Mapping[str, Any] | None
-    error: str | None = None
-
-
-def read_rows(data: DataConfig, *, seed: int = 0) -> Iterator[Row]:
-    """Yields the rows of `data.source`, at most `data.limit`, unchecked.
-
-    Args:
-        seed: of the rows that a built-in task makes.
-
-    Raises:
-        DataError: the source can't be read.
+    A line that is no JSON comes with a ValueError in the place of its columns. Raise DataError if the source can't be
+    read.
     """
     kind, _, name = data.source.partition(":")
+    rows: Iterable[tuple[int, Any]]
+    place, limit = f"{data.source}/{data.split}", data.limit
     if kind == "task":
-        rows: Iterable[Row] = _numbered(f"{data.source}/{data.split}", TASKS.get(name)(data.split, seed))
-        return itertools.islice(rows, data.limit or NUM_ROWS)
-    if kind == "hf":
-        rows = _numbered(f"{data.source}/{data.split}", _hugging_face(name, data.subset, data.split))
-        return itertools.islice(rows, data.limit)
-    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
-    path = Path(data.source).expanduser()
-    if path.suffix not in readers:
-        raise DataError(
-            f"data.source={data.source} is none of file.jsonl, file.json, file.parquet, hf:NAME and task:NAME"
-        )
-    if not path.is_file():
-        raise DataError(f"data.source={data.source} is not a file; paths are relative to {Path.cwd()}")
-    return itertools.islice(readers[path.suffix](path), data.limit)
+        rows, limit = enumerate(TASKS.get(name)(data.split, seed)), data.limit or NUM_ROWS
+    elif kind == "hf":
+        rows = enumerate(_hugging_face(name, data.subset, data.split))
+    else:
+        readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+        path = Path(data.source).expanduser()
+        if path.suffix not in readers:
+            raise DataError(
+                f"data.source={data.source} is none of file.jsonl, file.json, file.parquet, hf:NAME and task:NAME"
+            )
+        if not path.is_file():
+            raise DataError(f"data.source={data.source} is not a file; paths are relative to {Path.cwd()}")
+        rows, place = readers[path.suffix](path), str(path)
+    return ((f"{place}:{number}", columns) for number, columns in itertools.islice(rows, limit))
 
 
-def _numbered(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    for index, values in enumerate(rows):
-        yield Row(where=f"{source} row {index}", id=f"{source}:{index}", values=values)
-
-
-def _jsonl(path: Path) -> Iterator[Row]:
+def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where, name = f"{path}:{number}", f"{path.name}:{number}"
-            try:
-                values = json.loads(line)
-            except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
-                yield Row(where=where, id=name, values=None, error=f"not valid JSON: {error}")
-            else:
-                yield _object(where, name, values)
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+                    row = ValueError(f"not valid JSON: {error}")
+                yield number, row
 
 
-def _json(path: Path) -> Iterator[Row]:
+def _json(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         rows = json.loads(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}; a file of one object per line ends in .jsonl") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} must be a JSON list of objects, got {type(rows).__name__}")
-    for index, values in enumerate(rows):
-        yield _object(f"{path} item {index}", f"{path.name}:{index}", values)
+    return enumerate(rows)
 
 
-def _object(where: str, name: str, values: Any) -> Row:
-    if isinstance(values, dict):
-        return Row(where=where, id=name, values=values)
-    return Row(where=where, id=name, values=None, error=f"must be a JSON object, got {type(values).__name__}")
-
-
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
-        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        for index, values in enumerate(rows):
-            yield Row(where=f"{path} row {index}", id=f"{path.name}:{index}", values=values)
+        yield from enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 

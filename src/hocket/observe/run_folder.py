@@ -16,24 +16,17 @@ from typing import Any
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError
-from hocket.observe.report import read_lines, write_report
+from hocket.observe import page
 from hocket.system import flush, write_atomically
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
 
 
 class RunFolder:
-    """Own the files of one run; a context manager, which writes the report of a run that fails.
+    """Own the files of one run. As a context manager it writes the report of a run that fails, too.
 
-    Args:
-        config: the resolved config, written to config.yaml.
-
-    Attributes:
-        history: the records of metrics.jsonl, oldest first.
-
-    Raises:
-        ConfigError: the folder holds a run already, and checkpoint.resume is off.
+    Raises ConfigError if the folder holds a run already and checkpoint.resume is off.
     """
 
     def __init__(self, config: Config) -> None:
@@ -46,7 +39,7 @@ class RunFolder:
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.dump(config))
         (self.path / METRICS).touch()
-        self.history = read_lines(self.path / METRICS)
+        self.history = read_lines(self.path / METRICS)  # one record per finished step
         self._board = _tensorboard(self.path) if config.observe.tensorboard else None
 
     def __enter__(self) -> "RunFolder":
@@ -143,17 +136,49 @@ def _tensorboard(folder: Path, purge_step: int | None = None) -> Any | None:
     return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file; none if it is missing, and without the broken line of a killed run."""
+    rows = []
+    for line in _read(path).split("\n"):  # a text may hold other line separators
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line, parse_constant=_finite, parse_float=_finite))
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def write_report(folder: Path) -> Path:
+    """Write report.html from the files of a run folder, as far as they exist, and return its path."""
+    rollouts = max((folder / "rollouts").glob("step_*.jsonl"), default=folder / "none.jsonl")
+    text = page.render(
+        folder.resolve().name,
+        read_lines(folder / METRICS),
+        summary=json.loads(_read(folder / "summary.json") or "{}"),
+        config=_read(folder / "config.yaml"),
+        newest=rollouts.stem,
+        rows=read_lines(rollouts),
+    )
+    write_atomically(folder / "report.html", text)
+    return folder / "report.html"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _finite(number: str) -> float | None:
+    return value if math.isfinite(value := float(number)) else None
+
+
 def lines_of(groups: Iterable[Group]) -> str:
     """Format scored rollouts as the lines of a file, one JSON object per rollout."""
-    rows = (_row(*pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
+    rows = (_row(group, *pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
-def _row(rollout: Rollout, score: Score) -> dict[str, Any]:
-    others = {"others": [_sequence(other) for other in rollout.others]} if rollout.others else {}
+def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
+    *others, last = map(_sequence, rollout.sequence_ids, rollout.sequences)
     return {
         "id": rollout.id,
-        "group_id": rollout.group_id,
+        "group_id": group.id,
         "prompt_id": rollout.prompt.id,
         "prompt": rollout.prompt.text,
         "answer": rollout.prompt.answer,
@@ -161,23 +186,23 @@ def _row(rollout: Rollout, score: Score) -> dict[str, Any]:
         "parts": dict(score.parts),
         "error": score.error,
         "num_tokens": rollout.num_sampled,
-        **_sequence(rollout),
-        **others,
+        **last,
+        **({"others": others} if others else {}),
     }
 
 
-def _sequence(rollout: Rollout) -> dict[str, Any]:
-    dialogue = {"dialogue": rollout.dialogue} if rollout.dialogue else {}
+def _sequence(name: str, sequence: TokenSequence) -> dict[str, Any]:
+    dialogue = {"dialogue": sequence.dialogue} if sequence.dialogue else {}
     return dialogue | {
-        "id": rollout.id,
-        "completion": rollout.text,
-        "finish_reason": rollout.finish_reason,
-        "turns": rollout.turns,
-        "version_min": rollout.version_min,
-        "version_max": rollout.version_max,
-        "token_ids": rollout.token_ids,
-        "logprobs": rollout.logprobs,
-        "mask": [int(sampled) for sampled in rollout.mask],
+        "id": name,
+        "completion": sequence.text,
+        "finish_reason": sequence.finish_reason,
+        "turns": sequence.turns,
+        "version_min": sequence.version_min,
+        "version_max": sequence.version_max,
+        "token_ids": sequence.token_ids,
+        "logprobs": sequence.logprobs,
+        "mask": [int(sampled) for sampled in sequence.mask],
     }
 
 
@@ -195,26 +220,25 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
 
 
 def _rollout(row: Mapping[str, Any]) -> Rollout:
-    mask = tuple(bool(sampled) for sampled in row["mask"])
-    token_ids = tuple(row["token_ids"])
-    prompt_length = mask.index(True) if True in mask else len(mask)
-    shared = {key: row[key] for key in ("group_id", "prompt_id", "prompt", "answer")}
-    return Rollout(
-        id=row["id"],
-        group_id=row["group_id"],
-        prompt=Prompt(
-            id=row["prompt_id"], token_ids=token_ids[:prompt_length], text=row["prompt"], answer=row["answer"]
-        ),
-        token_ids=token_ids,
-        mask=mask,
+    sequences = tuple(map(_read_sequence, (*row.get("others", ()), row)))
+    last = sequences[-1]
+    prompt_length = last.mask.index(True) if True in last.mask else len(last.mask)
+    token_ids = last.token_ids[:prompt_length]
+    prompt = Prompt(id=row["prompt_id"], token_ids=token_ids, text=row["prompt"], answer=row["answer"])
+    return Rollout(id=row["id"], prompt=prompt, sequences=sequences)
+
+
+def _read_sequence(row: Mapping[str, Any]) -> TokenSequence:
+    return TokenSequence(
+        token_ids=tuple(row["token_ids"]),
+        mask=tuple(bool(sampled) for sampled in row["mask"]),
         logprobs=tuple(row["logprobs"]),
         finish_reason=row["finish_reason"],
         version_min=row["version_min"],
         version_max=row["version_max"],
-        text=row["completion"],
         turns=row.get("turns", 1),
+        text=row["completion"],
         dialogue=tuple(row.get("dialogue", ())),
-        others=tuple(_rollout(shared | other) for other in row.get("others", ())),
     )
 
 

@@ -97,22 +97,21 @@ class Agents:
 
         async def one(i: int, j: int) -> Played:
             prompt = wave.prompts[i]
-            rollout, error = _rollout(prompt, (), None), None
             # Those who have passed these are done by the end.
             async with self._gate, self._budget.holding(len(prompt.token_ids) + wave.sampling.max_tokens):
                 if end.over:
                     late = f"it could not begin within {wave.timeout_s:g} s (rollout.timeout_s)"
-                    error = f"agent: {late}: raise that, or env.concurrency"
+                    rollout = _rollout(prompt, (), None, f"agent: {late}: raise that, or env.concurrency")
                 else:
-                    rollout, error = await self._episode(prompt, server, wave.sampling, wave.number(i, j), end)
-            return Played(prompt=i, sample=j, rollout=_named(rollout, wave.group_id(i), j), error=error)
+                    rollout = await self._episode(prompt, server, wave.sampling, wave.number(i, j), end)
+            return Played(prompt=i, sample=j, rollout=dataclasses.replace(rollout, id=wave.name(i, j)))
 
         return as_completed([one(i, j) for i, j in wave.pairs])
 
     async def _episode(
         self, prompt: Prompt, server: Sessions, sampling: SamplingParams, number: int, end: "_Deadline"
-    ) -> tuple[Rollout, str | None]:
-        """Returns what was sampled, also where the agent failed, and what it failed of."""
+    ) -> Rollout:
+        """Returns what was sampled, also where the agent failed."""
         before = ""
         for losses in itertools.count(1):
             returned: float | str | None = None
@@ -136,13 +135,13 @@ class Agents:
                 except ServerError as lost:
                     if losses == MAX_LOSSES or end.over:
                         error = f"{error}; " if error else "agent: "
-                        return _rollout(prompt, (), returned), f"{error}what the model said is lost: {lost}"
+                        return _rollout(prompt, (), returned, f"{error}what the model said is lost: {lost}")
                     before = f"; it was played again, as what the model had said was lost: {lost}"
         sequences = join(prompt, record.calls, self._decode)
         if error is None or not record.cut_off:
-            return _rollout(prompt, sequences, returned), error and error + before
+            return _rollout(prompt, sequences, returned, error and error + before)
         # Were it no part of its group, all that is short enough to end would look better than it is.
-        return dataclasses.replace(_rollout(prompt, sequences, 0.0), finish_reason="length"), None
+        return _rollout(prompt, sequences, 0.0, cut_off=True)
 
     async def _run(self, prompt: Prompt, session: Session, seed: int, end: "_Deadline") -> float | str | None:
         task = Task(
@@ -210,18 +209,19 @@ async def _end(running: "asyncio.Task[Any]") -> bool:
     return running.done()
 
 
-def _rollout(prompt: Prompt, sequences: Sequence[Transcript], returned: float | str | None) -> Rollout:
-    """Returns the sequence of the last call, with the others; without any call there is the prompt alone."""
-    *others, last = [transcript.rollout(group_id="", index=0) for transcript in sequences or [Transcript(prompt)]]
-    return dataclasses.replace(
-        last,
-        others=tuple(others),
-        text=returned if isinstance(returned, str) else last.text,
-        reward=returned if isinstance(returned, float) else None,
-    )
-
-
-def _named(rollout: Rollout, group_id: str, index: int) -> Rollout:
-    name = f"{group_id}/{index}"
-    others = (dataclasses.replace(one, id=f"{name}.{k}", group_id=group_id) for k, one in enumerate(rollout.others))
-    return dataclasses.replace(rollout, id=name, group_id=group_id, others=tuple(others))
+def _rollout(
+    prompt: Prompt,
+    transcripts: Sequence[Transcript],
+    returned: float | str | None,
+    error: str | None = None,
+    *,
+    cut_off: bool = False,
+) -> Rollout:
+    """Returns the episode, its id still empty; without any call it is the prompt alone."""
+    *others, last = [transcript.sequence() for transcript in transcripts or [Transcript(prompt)]]
+    if isinstance(returned, str):
+        last = dataclasses.replace(last, text=returned)
+    if cut_off:
+        last = dataclasses.replace(last, finish_reason="length")
+    reward = returned if isinstance(returned, float) else None
+    return Rollout(id="", prompt=prompt, sequences=(*others, last), reward=reward, error=error)

@@ -35,7 +35,7 @@ class Generator(Protocol):
         *,
         n: int = 1,
         timeout_s: float,
-        seeds: Sequence[int] | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
         tools: Toolbox | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         """Yields (prompt index, sample index, completion) in any order."""
@@ -121,7 +121,7 @@ class Coalescer:
                 [turn.token_ids for turn in turns],
                 sampling,
                 timeout_s=max(0.0, self._end - time.monotonic()),
-                seeds=[turn.seed for turn in turns],
+                seeds=[[turn.seed] for turn in turns],
                 tools=self._tools,
             )
             async for i, _, completion in answers:

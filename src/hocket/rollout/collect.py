@@ -6,6 +6,7 @@ soon as its last score is there. Knows nothing of losses, trainers or files.
 
 import asyncio
 import contextlib
+import functools
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -39,11 +40,11 @@ def sampling_params(config: RolloutConfig, *, seed: int, step: int, temperature:
     )
 
 
-def to_rollout(prompt: Prompt, completion: Completion, *, group_id: str, index: int) -> Rollout:
+def to_rollout(prompt: Prompt, completion: Completion, name: str) -> Rollout:
     """Returns the episode of one turn: the prompt's tokens, then the sampled ones, exactly as the engine gave them."""
     transcript = Transcript(prompt)
     transcript.sampled(completion)
-    return transcript.rollout(group_id=group_id, index=index)
+    return transcript.rollout(name)
 
 
 async def play(
@@ -71,7 +72,7 @@ async def play(
         async with contextlib.aclosing(source) as ended:
             async for played in ended:
                 i, rollout = played.prompt, played.rollout
-                task = asyncio.create_task(_score(scorer, rollout, played.error))
+                task = asyncio.create_task(_score(scorer, rollout))
                 scoring.add(task)
                 scored[i].append((played.sample, rollout, task))
                 if len(scored[i]) == wave.group_size:
@@ -91,27 +92,26 @@ async def _single_turns(wave: Wave, server: Generator) -> AsyncGenerator[Played,
     """Yields what `Episodes.play` would of episodes of one turn, which are asked for together."""
     end = time.monotonic() + wave.timeout_s
     left = dict.fromkeys(wave.pairs)
-    sampling = wave.sampling
-    if sampling.seed is not None:
-        sampling = sampling.model_copy(update={"seed": sampling.seed + wave.number(0, 0)})
     prompts = [prompt.token_ids for prompt in wave.prompts]
+    seed = functools.partial(seed_of, wave.sampling.seed)  # (number, turn), as in episodes of several turns
+    seeds = [[seed(wave.number(i, j), 1) for j in range(wave.group_size)] for i in range(len(prompts))]
     try:
-        async for i, j, completion in server.generate(prompts, sampling, n=wave.group_size, timeout_s=wave.timeout_s):
+        async for i, j, completion in server.generate(
+            prompts, wave.sampling, n=wave.group_size, timeout_s=wave.timeout_s, seeds=seeds
+        ):
             del left[i, j]
-            rollout = to_rollout(wave.prompts[i], completion, group_id=wave.group_id(i), index=j)
-            yield Played(prompt=i, sample=j, rollout=rollout, error=None)
+            yield Played(prompt=i, sample=j, rollout=to_rollout(wave.prompts[i], completion, wave.name(i, j)))
     except ServerError as late:
         if time.monotonic() < end:
             raise
         error = f"it was not sampled within {wave.timeout_s:g} s (rollout.timeout_s): {late}"
         for i, j in left:
-            rollout = Transcript(wave.prompts[i]).rollout(group_id=wave.group_id(i), index=j)
-            yield Played(prompt=i, sample=j, rollout=rollout, error=error)
+            yield Played(prompt=i, sample=j, rollout=Transcript(wave.prompts[i]).rollout(wave.name(i, j), error))
 
 
-async def _score(scorer: Scorer, rollout: Rollout, error: str | None) -> Score:
-    if error is not None:
-        return Score(total=math.nan, error=error)
+async def _score(scorer: Scorer, rollout: Rollout) -> Score:
+    if rollout.error is not None:
+        return Score(total=math.nan, error=rollout.error)
     return await scorer.score(rollout)
 
 

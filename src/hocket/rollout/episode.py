@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from hocket.data import Renderer
-from hocket.data.rendering import TooLongError
+from hocket.data.prompts import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
 from hocket.system import seed_of
-from hocket.types import FinishReason, Message, Prompt, Rollout
+from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
 
 
 class Ask(Protocol):
@@ -86,23 +86,23 @@ class Transcript:
         self.turns += 1
         self.text, self.finish_reason = completion.text, completion.finish_reason
 
-    def rollout(self, *, group_id: str, index: int) -> Rollout:
-        """Returns what there is as a rollout."""
-        return Rollout(
-            id=f"{group_id}/{index}",
-            group_id=group_id,
-            prompt=self.prompt,
+    def sequence(self) -> TokenSequence:
+        """Return what there is, frozen."""
+        return TokenSequence(
             token_ids=tuple(self.token_ids),
             mask=tuple(self.mask),
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason,
             version_min=min(self.versions, default=0),
             version_max=max(self.versions, default=0),
-            text=self.text,
             turns=self.turns,
-            reward=self.reward,
+            text=self.text,
             dialogue=tuple(self.dialogue) if self.turns > 1 else (),
         )
+
+    def rollout(self, name: str, error: str | None = None) -> Rollout:
+        """Return an episode of this sequence alone."""
+        return Rollout(id=name, prompt=self.prompt, sequences=(self.sequence(),), reward=self.reward, error=error)
 
 
 class Episode:

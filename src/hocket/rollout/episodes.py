@@ -87,8 +87,7 @@ class Episodes:
                     error = f"the episode was not over within {wave.timeout_s:g} s (rollout.timeout_s): {failed}"
                 finally:
                     budget.change(-held)
-                rollout = episode.transcript.rollout(group_id=wave.group_id(i), index=j)
-                return Played(prompt=i, sample=j, rollout=rollout, error=error)
+                return Played(prompt=i, sample=j, rollout=episode.transcript.rollout(wave.name(i, j), error))
 
             episodes = as_completed([one(i, j) for i, j in wave.pairs])
             async with contextlib.aclosing(episodes) as ended:

@@ -25,7 +25,7 @@ MAX_WAVES = 8
 
 @dataclasses.dataclass(slots=True)
 class Batch:
-    """What one step trains on. `groups[i]` played the i-th of `draws`, which are by number.
+    """What one step trains on.
 
     Attributes:
         metrics: how long the step has waited for it, and what else was going on.
@@ -152,7 +152,8 @@ class Pipeline:
             for task in waves:
                 task.cancel()
             await asyncio.gather(*waves, return_exceptions=True)
-        batch.groups = in_order(batch.groups)
+        groups = zip(in_order(batch.groups), batch.draws, strict=True)
+        batch.groups = [dataclasses.replace(group, draw=draw) for group, draw in groups]
         self._finished = time.perf_counter()
 
     def _play(self, step: int, batch: Batch, draws: Mapping[int, Prompt]) -> AsyncIterator[Group]:

@@ -36,6 +36,10 @@ class Wave:
         """Returns the id of the group of prompt i."""
         return f"{self.label}/{self.first + i}"
 
+    def name(self, i: int, j: int) -> str:
+        """Returns the id of an episode's rollout."""
+        return f"{self.group_id(i)}/{j}"
+
     def number(self, i: int, j: int) -> int:
         """Returns the number of an episode among all of its step."""
         return (self.first + i) * self.group_size + j
@@ -43,12 +47,11 @@ class Wave:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """An episode that is over: number `sample` of prompt `prompt`. `error` says what it failed of."""
+    """An episode that is over: number `sample` of prompt `prompt`."""
 
     prompt: int
     sample: int
     rollout: Rollout
-    error: str | None
 
 
 class Player(Protocol):

@@ -1,20 +1,19 @@
-"""Weights straight from the trainer's memory into the engines' workers, over NCCL or, on a CPU, gloo.
+"""Broadcast weights from the trainer's memory to the engines' workers, over NCCL or, on a CPU, gloo.
 
 The receiving half is `/init_weight_group` and `/reload_weights` in server/engine.py and server/worker.py. Each server
-has a group of its own with rank 0: one that is lost disturbs no other, and every deadline can name its server. An
-update is one HTTP call per server, which may be answered with an error at any time, in the event loop's thread; tensors
-are gathered in a second thread and sent in others, so that a bucket travels while the next one is made.
+has a group of its own with rank 0: a lost server disturbs no other, and every deadline can name its server. An update
+is one HTTP call per server, which may be answered with an error at any time, in the event loop's thread; tensors are
+gathered in a second thread and sent in others, so that a bucket travels while the next one is made.
 """
 
 import asyncio
 import concurrent.futures
 import dataclasses
-import functools
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -22,156 +21,113 @@ from torch import Tensor
 
 from hocket import manifest, weight_group
 from hocket.client import ServerClient
-from hocket.config import Config
+from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout
 from hocket.protocol import (
     AdapterConfig,
     CollectiveSource,
     GroupRequest,
+    Health,
     ReloadRequest,
     ReloadResponse,
     TensorLayout,
     TensorSpec,
 )
-from hocket.sync.delivery import Delivery
+from hocket.sync.publish import Delivery
 from hocket.system import run_in_thread
-from hocket.types import InFlight
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
 
 POLL_S = 0.002
-SLOW_JOIN_S = 5.0
-"""A server whose joining takes so long and fails is not tried again until it is started again: all wait for it."""
+SLOW_JOIN_S = 5.0  # a server that takes longer and fails is not tried again until it is restarted: all wait for it
+# Shares of sync.timeout_s after which a server is given up that does not begin to receive, or to take a bucket: the
+# others wait for it meanwhile, and need what is left of the same deadline.
 READY_SHARE, BUCKET_SHARE = 0.5, 0.25
-"""Shares of sync.timeout_s after which a server is given up that does not begin to receive, or to take a bucket.
-
-The others wait for it meanwhile, and need what is left of the same deadline.
-"""
 Answer = ReloadResponse | HocketError
 
 
-class Streamer(Protocol):
-    """What publishing needs of the trainer."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def adapter(self) -> AdapterConfig | None: ...
-    def layout(self, max_bytes: int) -> list[list[TensorLayout]]: ...
-    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None: ...
-
-
+@dataclasses.dataclass
 class CollectiveTransport:
-    """Broadcasts weight versions to the workers of every server.
+    """Broadcast weight versions to the workers of every server."""
 
-    Args:
-        config: its sync section is used.
-    """
-
-    def __init__(self, config: Config, trainer: Streamer) -> None:
-        self._config = config.sync
-        self._max_bytes = config.sync.bucket_mib << 20
-        self._trainer = trainer
-        self._links: dict[ServerClient, _Link] = {}
-        self._unreachable: dict[ServerClient, str] = {}  # sessions that could not be joined: each attempt takes long
-        self._buckets: list[list[TensorLayout]] = []
+    trainer: "Trainer"
+    sync: SyncConfig
+    _buckets: list[list[TensorLayout]] = dataclasses.field(default_factory=list)
+    _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
+    _unreachable: dict[ServerClient, str] = dataclasses.field(default_factory=dict)  # sessions slow to join
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
-        """Connects with the servers that are not connected yet, and sends the version to all."""
+        """Load the version into the servers, as `Transport.deliver`; connect with them where that is not done yet."""
         start = time.perf_counter()
-        self._buckets = self._buckets or self._trainer.layout(self._max_bytes)
-        answers: dict[ServerClient, Answer] = {}
-        sendings = []
-        for server, link in zip(servers, await asyncio.gather(*map(self._link, servers)), strict=True):
-            if isinstance(link, _Link):
-                sendings.append(_Sending(server, link, version, len(self._buckets), self._config.timeout_s))
-            else:
-                answers[server] = link
-        requests = [sending.ask(self._buckets, self._trainer.adapter, self._config.in_flight) for sending in sendings]
-        for sending, request in zip(sendings, requests, strict=True):
-            request.add_done_callback(functools.partial(self._drop_if_failed, sending.server))
-        await asyncio.gather(*(sending.wait(request) for sending, request in zip(sendings, requests, strict=True)))
-        begun = time.perf_counter()
+        self._buckets = self._buckets or self.trainer.layout(self.sync.bucket_mib << 20)
+        joined = await asyncio.gather(*map(self._link, servers))
+        links = [link for link in joined if isinstance(link, _Link)]
+        for link in links:
+            link.begin(version, self._buckets, self.trainer.adapter)
+        await asyncio.gather(*(link.wait_ready() for link in links))
+        prepared = time.perf_counter()
         try:
-            checksum = await run_in_thread(self._send, sendings)
+            checksum = await run_in_thread(self._send, links)
         except BaseException:  # of the trainer: the servers need not wait for what will not come
-            self.close()
-            for request in requests:
-                request.cancel()
+            for link in links:
+                link.cancel()
             raise
-        for sending, request in zip(sendings, requests, strict=True):
-            if sending.failure is not None:
-                self._drop(sending.server)  # the workers, too, need not wait any longer: their error comes now
-            answers[sending.server] = sending.outcome(await request)
-            if isinstance(answers[sending.server], HocketError):  # both ends begin again with a new group
-                self._drop(sending.server)
-        return Delivery(
-            checksum=checksum,
-            num_bytes=sum(weight_group.num_bytes(bucket) for bucket in self._buckets),
-            prepare_s=begun - start,
-            transfer_s=time.perf_counter() - begun,
-            answers=tuple(answers[server] for server in servers),
-        )
+        answers = [await link.outcome() if isinstance(link, _Link) else link for link in joined]
+        metrics = {
+            "sync/mebibytes": sum(map(weight_group.num_bytes, self._buckets)) / 2**20,
+            "sync/prepare_s": prepared - start,
+            "sync/transfer_s": time.perf_counter() - prepared,
+        }
+        return Delivery(checksums=[checksum] * len(servers), answers=answers, metrics=metrics)
 
     def close(self) -> None:
-        """Leaves all groups."""
-        for server in list(self._links):
-            self._drop(server)
-
-    def _drop(self, server: ServerClient) -> None:
-        link = self._links.pop(server, None)
-        if link is not None:
+        """Leave all groups."""
+        for link in self._links.values():
             link.group.close()
 
-    def _drop_if_failed(self, server: ServerClient, request: "asyncio.Task[Answer]") -> None:
-        # Its workers receive no more: whoever is sending to them must not wait for the deadline.
-        if request.cancelled() or isinstance(request.result(), HocketError):
-            self._drop(server)
-
-    def _send(self, sendings: "Sequence[_Sending]") -> str:
-        """Sends the trainer's weights to all, each bucket while the next one is made. Returns the checksum."""
+    def _send(self, links: "Sequence[_Link]") -> str:
+        """Send the trainer's weights to all, each bucket while the next one is made; return the checksum."""
         specs: dict[str, TensorSpec] = {}
-        with concurrent.futures.ThreadPoolExecutor(max(1, len(sendings)), "send weights") as threads:
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
             running: list[concurrent.futures.Future[None]] = []
 
             def sink(named: Sequence[tuple[str, Tensor]]) -> None:
-                flat, added = weight_group.pack(named, self._trainer.device)
+                flat, added = weight_group.pack(named, self.trainer.device)
                 specs.update(added)
                 for bucket in running:
                     bucket.result()
-                running[:] = [threads.submit(sending.send, flat) for sending in sendings]
+                running[:] = [threads.submit(link.send, flat) for link in links]
 
-            self._trainer.stream(self._max_bytes, sink)
+            self.trainer.stream(self.sync.bucket_mib << 20, sink)
             for bucket in running:
                 bucket.result()
         return manifest.total_checksum(specs)
 
     async def _link(self, server: ServerClient) -> "_Link | HocketError":
-        """Returns the connection to a server: a new one where there was none, or the server was started again."""
+        """Return the connection to a server: a new one where there was none, or the server was started again."""
         try:
             health = await server.health()
             if self._unreachable.get(server) == health.session:
                 return SyncError(f"the workers of {server.url} could not be connected with since they were started")
             link = self._links.get(server)
-            if link is None or link.session != health.session:
+            if link is None or link.session != health.session or link.group.is_closed:
                 if link is not None:
-                    self._drop(server)
-                start = time.monotonic()
-                try:
-                    link = self._links[server] = await self._join(server, health.session, health.workers, health.device)
-                finally:
-                    if time.monotonic() - start > SLOW_JOIN_S and server not in self._links:
-                        self._unreachable[server] = health.session
+                    link.group.close()
+                link = self._links[server] = await self._join(server, health)
         except HocketError as error:
             return error
         except (OSError, RuntimeError) as error:
             return SyncError(f"can't connect with the workers of {server.url}: {_cause(error)}")
         return link
 
-    async def _join(self, server: ServerClient, session: str, workers: int, device: str) -> "_Link":
-        timeout_s, mine = self._config.timeout_s, self._trainer.device
+    async def _join(self, server: ServerClient, health: Health) -> "_Link":
+        start = time.monotonic()
+        timeout_s, mine = self.sync.timeout_s, self.trainer.device
         parts = urlsplit(server.url)
         address = weight_group.address_towards(parts.hostname or "", parts.port or 80)
         store = weight_group.make_store(address, timeout_s)
-        backend: weight_group.Backend = "nccl" if device == mine.type == "cuda" else "gloo"
+        backend: weight_group.Backend = "nccl" if health.device == mine.type == "cuda" else "gloo"
         request = GroupRequest(
             session=secrets.token_hex(8),
             host=address,
@@ -181,108 +137,113 @@ class CollectiveTransport:
             timeout_s=timeout_s,
         )
         joining = asyncio.create_task(server.init_weight_group(request, timeout_s=READY_SHARE * timeout_s))
-        joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # looked at, even if not awaited
-        if not await _announced(store, request.session, weight_group.JOINING, workers, joining):
-            joining.result()  # raises what the server had to say
-        group = await run_in_thread(
-            weight_group.WeightGroup,
-            store,
-            name=request.session,
-            rank=0,
-            size=1 + workers,
-            backend=backend,
-            device=mine if backend == "nccl" else torch.device("cpu"),
-            address=address,
-            timeout_s=BUCKET_SHARE * timeout_s,
-        )
-        await joining
-        return _Link(group=group, store=store, session=session, workers=workers)
+        joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, even if not awaited
+        try:
+            if not await _announced(store, request.session, weight_group.JOINING, health.workers, joining):
+                joining.result()  # raises the server's reason
+            group = await run_in_thread(
+                weight_group.WeightGroup,
+                store,
+                name=request.session,
+                rank=0,
+                size=1 + health.workers,
+                backend=backend,
+                device=mine if backend == "nccl" else torch.device("cpu"),
+                address=address,
+                timeout_s=BUCKET_SHARE * timeout_s,
+            )
+            await joining
+        except BaseException:
+            if time.monotonic() - start > SLOW_JOIN_S:
+                self._unreachable[server] = health.session
+            raise
+        return _Link(server, group, store, session=health.session, workers=health.workers, sync=self.sync)
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False)
 class _Link:
-    """The connection to one process of a server (`session`): a group, and how many transfers it has seen."""
+    """The connection to one process of a server, with the version on its way there.
 
+    A failure closes the group; both ends begin again with a new one.
+    """
+
+    server: ServerClient
     group: weight_group.WeightGroup
     store: Any  # the members find each other there for as long as it lives
-    session: str
+    session: str  # of the server's process
     workers: int
-    turns: int = 0
+    sync: SyncConfig
+    version: int = 0
+    num_buckets: int = 0
+    transfers: int = 0  # that the group has seen, this one included
+    sent: int = 0  # buckets
+    ready: bool = False
+    failure: SyncError | None = None  # what this end knows of a transfer that broke
+    answer: "asyncio.Task[Answer]" = dataclasses.field(init=False)
 
+    def begin(self, version: int, buckets: list[list[TensorLayout]], adapter: AdapterConfig | None) -> None:
+        """Tell the server what will come; it answers when all of it is loaded."""
+        self.version, self.num_buckets, self.transfers, self.sent = version, len(buckets), self.transfers + 1, 0
+        self.ready = False
+        source = CollectiveSource(session=self.group.name, turn=self.transfers, adapter=adapter, buckets=buckets)
+        request = ReloadRequest(version=version, source=source, in_flight=self.sync.in_flight)
+        self.answer = asyncio.create_task(self._ask(request))
 
-class _Sending:
-    """One version on its way to one server; `failure` is what this end knows of a transfer that broke."""
+    async def _ask(self, request: ReloadRequest) -> Answer:
+        try:
+            return await self.server.reload_weights(request, timeout_s=self.sync.timeout_s)
+        except HocketError as error:
+            self.group.close()  # its workers receive no more: no sender must wait for the deadline
+            return error
 
-    def __init__(self, server: ServerClient, link: _Link, version: int, num_buckets: int, timeout_s: float) -> None:
-        self.server = server
-        self._link = link
-        self._version = version
-        self._num_buckets = num_buckets
-        self._timeout_s = timeout_s
-        self._sent = 0
-        self._ready = False
-        self.failure: SyncError | None = None
-
-    def ask(
-        self, buckets: list[list[TensorLayout]], adapter: AdapterConfig | None, in_flight: InFlight
-    ) -> "asyncio.Task[Answer]":
-        """Tells the server what will come. Its answer, or what went wrong, comes when all of it is loaded."""
-        self._link.turns += 1
-        source = CollectiveSource(
-            session=self._link.group.name, turn=self._link.turns, adapter=adapter, buckets=buckets
-        )
-        request = ReloadRequest(version=self._version, source=source, in_flight=in_flight)
-
-        async def answer() -> Answer:
-            try:
-                return await self.server.reload_weights(request, timeout_s=self._timeout_s)
-            except HocketError as error:
-                return error
-
-        return asyncio.create_task(answer())
-
-    async def wait(self, request: "asyncio.Task[Answer]") -> None:
-        """Returns once the workers are about to receive, the server has answered already, or it has been too long."""
-        what, seconds = weight_group.receiving(self._link.turns), READY_SHARE * self._timeout_s
+    async def wait_ready(self) -> None:
+        """Return once the workers are about to receive, the server has answered already, or it has been too long."""
+        what, seconds = weight_group.receiving(self.transfers), READY_SHARE * self.sync.timeout_s
         try:
             async with asyncio.timeout(seconds):
-                self._ready = await _announced(
-                    self._link.store, self._link.group.name, what, self._link.workers, request
-                )
+                self.ready = await _announced(self.store, self.group.name, what, self.workers, self.answer)
         except TimeoutError:
             self.failure = SyncTimeout(
-                f"server {self.server.url} did not begin to receive version {self._version} in {seconds:g} s; requests "
-                f"that it drains first need a higher sync.timeout_s"
+                f"server {self.server.url} did not begin to receive version {self.version} in {seconds:g} s; "
+                f"requests that it drains first need a higher sync.timeout_s"
             )
 
     def send(self, flat: Tensor) -> None:
-        """Sends one bucket; after a failure, nothing more."""
-        if not self._ready or self.failure is not None:
+        """Send one bucket; after a failure, nothing more."""
+        if not self.ready or self.failure is not None:
             return
-        self._sent += 1
-        which = f"bucket {self._sent}/{self._num_buckets} of version {self._version}"
+        self.sent += 1
+        which = f"bucket {self.sent}/{self.num_buckets} of version {self.version}"
         try:
-            self._link.group.broadcast(flat.to(self._link.group.device))
+            self.group.broadcast(flat.to(self.group.device))
         except RuntimeError as error:
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 self.failure = SyncTimeout(
-                    f"server {self.server.url} did not finish {which} in {BUCKET_SHARE * self._timeout_s:g} s; is it "
-                    f"overloaded, or stopped? A slower network needs a higher sync.timeout_s"
+                    f"server {self.server.url} did not finish {which} in {BUCKET_SHARE * self.sync.timeout_s:g} s; is "
+                    f"it overloaded, or stopped? A slower network needs a higher sync.timeout_s"
                 )
             else:
                 self.failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")
 
-    def outcome(self, answer: Answer) -> Answer:
-        """Returns the server's answer, or all that is known of what went wrong: first what the server says itself."""
+    async def outcome(self) -> Answer:
+        """Return the server's answer, or all that is known of what went wrong: first what the server says itself."""
+        if self.failure is not None:
+            self.group.close()  # the workers need not wait any longer either: their error comes now
+        answer = await self.answer
         if self.failure is None or (isinstance(answer, ServerError) and answer.status is not None):
             return answer
         if isinstance(answer, HocketError):
             return type(self.failure)(f"{self.failure}; {answer}")
         return self.failure
 
+    def cancel(self) -> None:
+        """Leave the group, and do not wait for the server's answer."""
+        self.group.close()
+        self.answer.cancel()
+
 
 async def _announced(store: Any, name: str, what: str, workers: int, until: "asyncio.Future[Any]") -> bool:
-    """Waits until all workers of a group have announced something, or an answer has come; tells whether they have."""
+    """Wait until all workers of a group have announced `what`, or `until` is done; return whether they have."""
     while not (there := weight_group.announced(store, name, what, range(1, 1 + workers))) and not until.done():
         await asyncio.sleep(POLL_S)
     return there

@@ -8,7 +8,7 @@ number that comes out, only how long it takes.
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,12 +67,12 @@ _Numbered = tuple[int, TrainSample]
 
 def num_positions(sample: TrainSample) -> int:
     """Returns how many tokens the sample predicts: all but its first."""
-    return len(sample.token_ids) - 1
+    return len(sample.sequence.token_ids) - 1
 
 
 def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int) -> None:
     """Raises TrainerError where there is no trained token, or a sample that no micro-batch can hold."""
-    if not any(any(sample.mask[1:]) for sample in samples):
+    if not any(any(sample.sequence.mask[1:]) for sample in samples):
         raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
     longest = max(num_positions(sample) for sample in samples)
     if longest > micro_batch_tokens:
@@ -108,13 +108,13 @@ def pack(
         _fill([numbered[index] for index in share], micro_batch_tokens, cost)
         for share in balance([cost(num_positions(sample)) for sample in samples], num_ranks)
     ]
-    trained = [sum(sample.mask[1:]) for sample in samples]
+    trained = [sum(sample.sequence.mask[1:]) for sample in samples]
     num_tokens, num_sequences = sum(trained), sum(count > 0 for count in trained)
     optional = [name for name in ("ref_logprobs", "values", "returns") if getattr(samples[0], name)]
     result: list[list[TrainBatch]] = [[] for _ in range(num_ranks)]
     for index in range(max(len(plan) for plan in plans)):
         members = [plan[index] if index < len(plan) else [] for plan in plans]
-        max_tokens = max(sum(sum(sample.mask[1:]) for _, sample in row) for row in members)
+        max_tokens = max(sum(sum(sample.sequence.mask[1:]) for _, sample in row) for row in members)
         for rank, row in enumerate(members):
             result[rank].append(
                 _tensors(
@@ -126,6 +126,24 @@ def pack(
                 )
             )
     return result
+
+
+def unpack(
+    batches: Sequence[TrainBatch], columns: Mapping[str, Sequence[Tensor]]
+) -> dict[int, dict[str, tuple[float, ...]]]:
+    """Return per packed sample, by its place, one number per token of each column; 0.0 for the first token.
+
+    Args:
+        columns: name → one tensor [b, t] per batch, 0 where the mask is false.
+    """
+    found: dict[int, dict[str, tuple[float, ...]]] = {}
+    for index, batch in enumerate(batches):
+        sample_bt = batch.sample_bt.cpu()
+        values = {name: tensors[index].cpu() for name, tensors in columns.items()}
+        for sample in set(sample_bt.flatten().tolist()) - {-1}:
+            own_bt = sample_bt == sample  # consecutive positions of one row
+            found[sample] = {name: (0.0, *values_bt[own_bt].tolist()) for name, values_bt in values.items()}
+    return found
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
@@ -178,14 +196,16 @@ def _tensors(
     def numbers(name: str) -> Tensor:
         return tensor([value for _, sample in row for value in getattr(sample, name)[1:]], torch.float32)
 
+    logprobs = [value for _, sample in row for value in sample.sequence.logprobs[1:]]
+
     return TrainBatch(
         segment_lengths=lengths or (1,),
-        input_ids_bt=tensor([i for _, sample in row for i in sample.token_ids[:-1]], torch.long),
-        target_ids_bt=tensor([i for _, sample in row for i in sample.token_ids[1:]], torch.long),
+        input_ids_bt=tensor([i for _, sample in row for i in sample.sequence.token_ids[:-1]], torch.long),
+        target_ids_bt=tensor([i for _, sample in row for i in sample.sequence.token_ids[1:]], torch.long),
         position_ids_bt=tensor([t for length in lengths for t in range(length)], torch.long),
         sample_bt=tensor([index for index, sample in row for _ in range(num_positions(sample))], torch.long, -1),
-        mask_bt=tensor([m for _, sample in row for m in sample.mask[1:]], torch.bool),
-        rollout_logprobs_bt=numbers("rollout_logprobs"),
+        mask_bt=tensor([m for _, sample in row for m in sample.sequence.mask[1:]], torch.bool),
+        rollout_logprobs_bt=tensor(logprobs, torch.float32),
         advantages_bt=numbers("advantages"),
         num_tokens_global=num_tokens,
         num_sequences_global=num_sequences,

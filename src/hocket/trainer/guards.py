@@ -17,12 +17,14 @@ import torch
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
 from hocket.system import write_atomically
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 MAX_KEPT = 8
 """Batches of skipped steps that stay in a folder: the newest."""
 MAX_NAMED = 8
 """Names that a sentence lists."""
+NUMBERS = ("advantages", "ref_logprobs", "values", "returns")
+"""Fields of a sample with one number per token, beside those of its sequence."""
 _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -116,35 +118,37 @@ def keep_batch(path: Path, samples: Sequence[TrainSample], fault: Fault, decode:
 
 def read_batch(path: Path) -> list[TrainSample]:
     """Returns the samples that `keep_batch` wrote."""
-    fields = {field.name for field in dataclasses.fields(TrainSample)}
+    rows = json.loads(path.read_text(encoding="utf-8"))["samples"]
     return [
-        TrainSample(**{name: _as_tuple(name, value) for name, value in row.items() if name in fields})
-        for row in json.loads(path.read_text(encoding="utf-8"))["samples"]
+        TrainSample(
+            id=row["id"],
+            sequence=TokenSequence(
+                token_ids=tuple(row["token_ids"]),
+                mask=tuple(map(bool, row["mask"])),
+                logprobs=tuple(row["rollout_logprobs"]),
+                version_min=row["version_min"],
+            ),
+            **{name: tuple(row[name]) for name in NUMBERS},
+        )
+        for row in rows
     ]
 
 
 def _row(sample: TrainSample, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    values = dataclasses.asdict(sample)
+    sequence = sample.sequence
     return {
-        "id": values.pop("id"),
-        "text": decode(list(sample.token_ids)),
-        **values,
-        "mask": [int(trained) for trained in sample.mask],
+        "id": sample.id,
+        "text": decode(list(sequence.token_ids)),
+        "token_ids": sequence.token_ids,
+        "mask": [int(trained) for trained in sequence.mask],
+        "rollout_logprobs": sequence.logprobs,
+        **{name: getattr(sample, name) for name in NUMBERS},
+        "version_min": sequence.version_min,
     }
-
-
-def _as_tuple(name: str, value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    return tuple(map(bool, value)) if name == "mask" else tuple(value)
 
 
 def _broken_fields(sample: TrainSample) -> list[str]:
-    numbers = {
-        field.name: value if isinstance(value, tuple) else (value,)
-        for field in dataclasses.fields(sample)
-        if isinstance(value := getattr(sample, field.name), float | tuple)
-    }
+    numbers = {"rollout_logprobs": sample.sequence.logprobs, **{name: getattr(sample, name) for name in NUMBERS}}
     return [name for name, values in numbers.items() if not all(map(math.isfinite, values))]
 
 

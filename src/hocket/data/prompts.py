@@ -1,0 +1,289 @@
+"""Turn rows into prompts and demonstrations: each row is checked, rendered and encoded exactly once.
+
+The chat template writes every special token itself, the beginning-of-sequence token included, so its text is encoded
+without adding any; plain text gets the one that the tokenizer puts before text, unless it starts with it.
+"""
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hocket.config import DataConfig
+from hocket.data.sources import read_rows
+from hocket.errors import DataError
+from hocket.types import Message, Prompt
+
+PROBE = "hocket-0123456789"  # the text of made-up model turns, to find the template's text around it
+NUM_SHOWN = 5  # rows that an error names
+
+log = logging.getLogger(__name__)
+
+
+class TooLongError(ValueError):
+    """A text has more tokens than allowed."""
+
+
+def load_prompts(
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    seed: int = 0,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[tuple[Prompt, ...], int]:
+    """Return the prompts of `data.source`, and how many were dropped because they are too long; none is ever cut.
+
+    The limit is the lower one of max_prompt_tokens and data.max_prompt_tokens; `seed` is for built-in tasks, `tools` is
+    shown to the model by the chat template. Raise DataError if the source or a row can't be used.
+    """
+    longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
+    prompts = _load(data, Renderer(data, tokenizer, tools), seed=seed)
+    kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= longest)
+    return kept, len(prompts) - len(kept)
+
+
+def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:
+    """Return (prompt ids, response ids) of every row; the response ends with the token that ends the model's turn.
+
+    The prompt is rendered as for sampling. Rows of more than max_length tokens are left out with a warning. Raise
+    DataError as load_prompts does, and if no row is short enough.
+    """
+    renderer = Renderer(data, tokenizer)
+    end = renderer.end_of_turn()
+    prompts = _load(data, renderer, with_response=True)
+    responses = renderer.encode([prompt.meta[data.response_column] for prompt in prompts])
+    rows = [([*prompt.token_ids], [*response, end]) for prompt, response in zip(prompts, responses, strict=True)]
+    kept = [(prompt, response) for prompt, response in rows if len(prompt) + len(response) <= max_length]
+    if not kept:
+        raise DataError(f"no row of {data.source} has at most {max_length} tokens; raise model.max_length")
+    if num := len(rows) - len(kept):
+        log.warning("left out %d of %d demonstrations: more than %d tokens", num, len(rows), max_length)
+    return kept
+
+
+def _load(data: DataConfig, renderer: "Renderer", *, seed: int = 0, with_response: bool = False) -> list[Prompt]:
+    places, texts, fields, problems = [], [], [], {}
+    for place, columns in read_rows(data, seed=seed):
+        places.append(place)
+        try:
+            text, known = renderer.row(columns, with_response=with_response)
+            texts.append(text)
+            fields.append(known)
+        except ValueError as error:
+            problems[place] = str(error)
+    if not places:
+        raise DataError(f"{data.source} has no rows")
+    token_ids = [] if problems else renderer.encode_prompts(texts)
+    problems |= {
+        place: "the tokenizer makes no token of the prompt"
+        for place, ids in zip(places, token_ids, strict=False)
+        if not ids
+    }
+    if problems:
+        unit = "line" if data.source.endswith(".jsonl") else "row, from 0"
+        what = f"{len(problems)} of {len(places)} rows of {data.source}"
+        lines = [f"{what} can't be used; repair or remove them ({unit}):"]
+        lines += [f"  {place}: {what}" for place, what in list(problems.items())[:NUM_SHOWN]]
+        if len(problems) > NUM_SHOWN:
+            lines.append(f"  ... and {len(problems) - NUM_SHOWN} more")
+        raise DataError("\n".join(lines))
+    names = places if data.source.startswith(("task:", "hf:")) else [Path(place).name for place in places]
+    rows = zip(names, token_ids, fields, strict=True)
+    return [Prompt(id=name, token_ids=tuple(ids), **known) for name, ids, known in rows]
+
+
+class Renderer:
+    """Render rows and messages with the chat template of a Hugging Face tokenizer, and encode them.
+
+    `tools` (kept as an attribute) are functions, as OpenAI's API describes one, that the template shows to the model.
+    Raise DataError if the data section contradicts itself or asks for something that the tokenizer lacks.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        if data.chat_template and tokenizer.chat_template is None:
+            raise DataError("the tokenizer has no chat template; set data.chat_template: false for plain text")
+        if data.system_prompt is not None and not data.chat_template:
+            raise DataError("data.system_prompt needs data.chat_template: true")
+        if tools and not data.chat_template:
+            raise DataError("tools are shown by the chat template; set data.chat_template: true")
+        self._data = data
+        self.tools = tuple(tools)
+        self._tokenizer = tokenizer
+        self._pattern = _compile(data)
+
+    def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
+        """Return the text of one row, and the fields of its Prompt. Raise ValueError with the fault of the row.
+
+        `with_response`: the row is a demonstration; it needs a response, which stays in `meta`, and no answer.
+        """
+        if isinstance(columns, ValueError):
+            raise columns
+        if not isinstance(columns, Mapping):
+            raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
+        data = self._data
+        value = _column(columns, data.prompt_column)
+        messages = self._messages(value)
+        if with_response and not (isinstance(response := _column(columns, data.response_column), str) and response):
+            raise ValueError(f"column {data.response_column!r} must be text, got {_shorten(response)}")
+        text = value if messages is None else self.render(messages)
+        return text, {
+            "messages": messages,
+            "text": value if messages is None else _last_user_text(messages),
+            "answer": None if with_response else self._answer(columns),
+            "difficulty": None if with_response else self._difficulty(columns),
+            "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
+        }
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of rendered prompts."""
+        token_ids = self.encode(texts)
+        bos = self._tokenizer.bos_token_id
+        if self._data.chat_template or bos is None or self._tokenizer("")["input_ids"][:1] != [bos]:
+            return token_ids
+        return [ids if ids[:1] == [bos] else [bos, *ids] for ids in token_ids]
+
+    def encode(self, texts: Sequence[str], *, at_most: float = math.inf) -> list[list[int]]:
+        """Return the token ids of each text, with no special token that is not written in it.
+
+        Raise TooLongError if a text is certainly longer than `at_most` tokens, before encoding it takes seconds; texts
+        that pass may still have more tokens.
+        """
+        if not texts:
+            return []
+        if any(len(text) > at_most * self._most_characters for text in texts):
+            raise TooLongError(f"a text has more than {at_most} tokens")
+        encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return encoded
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
+        from jinja2 import TemplateError
+
+        if not self._data.chat_template:
+            raise ValueError("messages need data.chat_template: true; without one there is plain text alone")
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(self.tools) or None, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        return text
+
+    @functools.cached_property
+    def _most_characters(self) -> int:
+        """Return the most characters that one token stands for; of four, a tokenizer may compose or leave out three."""
+        return 4 * max(map(len, self._tokenizer.get_vocab()))  # a byte is written as at least one character
+
+    def following(self, messages: Sequence[Message], *, ended: int | None, at_most: float = math.inf) -> list[int]:
+        """Return the tokens between a turn of the model and its next one, in which it receives `messages`.
+
+        They are what the template writes after a made-up turn, so that nothing of the real one is rendered or encoded
+        again: a template may rewrite earlier turns, and the model need not write a text as the tokenizer would.
+        `ended` is the token with which the model ended its turn; None if it was cut off, and the template's own end of
+        turn is added. Raise ValueError if the template can't render them, TooLongError as `encode` does.
+        """
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        _, found, after = self.render([*turn, *messages]).partition(PROBE)
+        if not found:
+            raise ValueError("the chat template does not show what the model said before")
+        (token_ids,) = self.encode([after], at_most=at_most)
+        return token_ids[1:] if token_ids[:1] == [ended] else token_ids
+
+    def end_of_turn(self) -> int:
+        """Return the token with which the model ends its answer: the chat template's own, else the tokenizer's EOS."""
+        eos: int | None = self._tokenizer.eos_token_id
+        if self._data.chat_template:
+            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            after = self.encode([text.rpartition(PROBE)[2]])[0][:1]
+            if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
+                return after[0]
+        if eos is None:
+            raise DataError("the tokenizer has no end-of-sequence token, so that no response could ever end")
+        return eos
+
+    def _messages(self, value: Any) -> tuple[Message, ...] | None:
+        """Return the chat of a prompt column's value; None if it stays plain text."""
+        column, chat = self._data.prompt_column, self._data.chat_template
+        if not isinstance(value, str | list):
+            raise ValueError(f"column {column!r} must be text or a list of messages, got {_shorten(value)}")
+        if isinstance(value, list) and not chat:
+            raise ValueError(f"column {column!r} is a list of messages, which needs data.chat_template: true")
+        if not (value.strip() if isinstance(value, str) else value):
+            raise ValueError(f"column {column!r} is empty")
+        if isinstance(value, str):
+            system = self._data.system_prompt
+            first = () if system is None else ({"role": "system", "content": system},)
+            return (*first, {"role": "user", "content": value}) if chat else None
+        for index, message in enumerate(value):
+            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+                raise ValueError(
+                    f"message {index} of column {column!r} must be {{'role': text, 'content': text}}, "
+                    f"got {_shorten(message)}"
+                )
+        if value[-1]["role"] == "assistant":
+            raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
+        return tuple(value)
+
+    def _answer(self, columns: Mapping[str, Any]) -> str | None:
+        column = self._data.answer_column
+        if column is None:
+            return None
+        value = _column(columns, column, "; data.answer_column: null where there is no answer")
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"column {column!r} must be text or a number, got {_shorten(value)}")
+        answer = str(value)
+        if not answer.strip():
+            raise ValueError(f"column {column!r} is empty")
+        if self._pattern is None:
+            return answer
+        match = self._pattern.search(answer)
+        if match is None or not (match[1] or "").strip():
+            raise ValueError(
+                f"data.answer_pattern {self._pattern.pattern!r} finds no answer in column {column!r}: "
+                f"{_shorten(answer)}"
+            )
+        return match[1].strip()
+
+    def _difficulty(self, columns: Mapping[str, Any]) -> float | None:
+        column = self._data.difficulty_column
+        if column is None:
+            return None
+        value = _column(columns, column)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"column {column!r} (data.difficulty_column) must be a number, got {_shorten(value)}")
+        return float(value)
+
+
+def _column(columns: Mapping[str, Any], name: str, hint: str = "") -> Any:
+    if name not in columns:
+        raise ValueError(f"no column {name!r}, only {', '.join(map(repr, columns)) or 'an empty object'}{hint}")
+    return columns[name]
+
+
+def _last_user_text(messages: Sequence[Message]) -> str:
+    texts = [message["content"] for message in messages if message["role"] == "user"]
+    return str(texts[-1] if texts else messages[-1]["content"])
+
+
+def _compile(data: DataConfig) -> re.Pattern[str] | None:
+    if data.answer_pattern is None:
+        return None
+    if data.answer_column is None:
+        raise DataError("data.answer_pattern needs data.answer_column")
+    try:
+        pattern = re.compile(data.answer_pattern)
+    except re.error as error:
+        raise DataError(f"data.answer_pattern {data.answer_pattern!r} is no regular expression: {error}") from error
+    if pattern.groups < 1:
+        raise DataError(f"data.answer_pattern {data.answer_pattern!r} needs a group (...) around the answer")
+    return pattern
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
