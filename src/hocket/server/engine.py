@@ -32,13 +32,12 @@ from hocket.protocol import (
     WakeRequest,
 )
 from hocket.server import versions, vllm_api
-from hocket.server.errors import ApiError
+from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import RESTART, Job, Sampler
 from hocket.server.uploads import Uploads
 from hocket.types import InFlight
 
 T = TypeVar("T")
-
 logger = logging.getLogger("hocket")
 
 ABORT_TIMEOUT_S = 2.0
@@ -57,11 +56,10 @@ class Engine:
     """vLLM's engine with numbered weights.
 
     Args:
-        llm: a running AsyncLLM.
-        model: path or name of the model that it has loaded.
+        llm: a running AsyncLLM that has loaded `model`.
         root: folder under which versions are found.
         timeout_s: deadline of each step of a reload.
-        share_gpu: whether the engine was started so that it can sleep.
+        share_gpu: whether it was started so that it can sleep.
     """
 
     def __init__(
@@ -153,11 +151,7 @@ class Engine:
                 await self.llm.abort(request_ids)
 
     async def join_group(self, request: GroupRequest) -> GroupResponse:
-        """Connect the engine's workers with the trainer; repeating it does no harm.
-
-        Raises:
-            ApiError: 503, they can't reach each other, or the engine is dead.
-        """
+        """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
         async with self._reload_lock:
             self.require_ready(admits=CURABLE)
             if request.session != self._group:
@@ -168,7 +162,7 @@ class Engine:
                     async with asyncio.timeout(request.timeout_s):
                         await self._call("hocket_join_group", request.model_dump_json(), self._workers + 1)
                 except Exception as error:
-                    message = f"the workers can't join the trainer at {request.host}:{request.port}: {_cause(error)}"
+                    message = f"the workers can't join the trainer at {request.host}:{request.port}: {cause_of(error)}"
                     hint = "can this machine reach that address? sync.backend=disk needs no such connection"
                     raise ApiError(503, "no_group", message, hint) from error
                 self._group = request.session
@@ -208,8 +202,10 @@ class Engine:
                 if held := self._holds(key, request.version):
                     return held
                 adapter = source.adapter
-                self._check_transfer(source, self._expected(adapter, shapes))
+                if key != self._group:
+                    raise ApiError(409, "no_group", f"there is no weight group {key}", "POST /init_weight_group")
                 # Each bucket is verified on its arrival, by the checksums that came with it.
+                versions.check_transfer(source, self._expected(adapter, shapes))
                 call, checksum, arguments = "hocket_load_group", None, (source.model_dump_json(),)
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
                 await self._pause(request.in_flight)
@@ -217,12 +213,10 @@ class Engine:
             self._base_replaced |= adapter is None
             loaded = await self._load(request, call, arguments, checksum)
             self._has_weights, self.version = True, request.version
-            if self._stopping:
-                raise ApiError(503, "shutting_down", "the server is shutting down", "publish it again when it is back")
+            self.require_ready(admits=CURABLE)  # it may be shutting down
             self._status, self._failure = "ready", None
-            response = ReloadResponse(
-                version=request.version, seconds=time.perf_counter() - start, session=self._session, **loaded
-            )
+            seconds = time.perf_counter() - start
+            response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
             self._held = (key, response)
             await asyncio.to_thread(self._uploads.remove, uploaded, key)
             return response
@@ -230,9 +224,7 @@ class Engine:
     async def sleep(self, request: SleepRequest) -> SleepResponse:
         """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests.
 
-        Raises:
-            ApiError: 409, the server was not started for it; 503, requests in flight did not end in time, and go on;
-                500 or 503, the engine failed.
+        Raises ApiError: 409, not possible in this state; 503, running requests did not end in time and go on; 500.
         """
         async with self._reload_lock:
             self.require_ready(admits=CURABLE)
@@ -247,14 +239,10 @@ class Engine:
                 await self._move(self.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
                     self._has_weights, self._held, self._base_replaced = False, None, True
-            return self._sleep_response()
+            return SleepResponse(asleep=list(self._asleep), session=self._session)
 
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
-        """Bring parts back to the GPU; generation goes on with the last of them.
-
-        Raises:
-            ApiError: 409, the KV cache would wake up before there are weights; 500 or 503, the engine failed.
-        """
+        """Bring parts back to the GPU; generation goes on with the last of them. Raises ApiError as `sleep` does."""
         async with self._reload_lock:
             self.require_ready(admits=CURABLE)
             waking = [part for part in PARTS if part in request.tags and part in self._asleep]
@@ -265,10 +253,7 @@ class Engine:
             if waking:
                 await self._move(self.llm.wake_up(tags=waking))
                 self._asleep = left
-            return self._sleep_response()
-
-    def _sleep_response(self) -> SleepResponse:
-        return SleepResponse(asleep=list(self._asleep), session=self._session)
+            return SleepResponse(asleep=list(self._asleep), session=self._session)
 
     async def _pause(self, in_flight: InFlight) -> None:
         try:
@@ -277,23 +262,22 @@ class Engine:
         except TimeoutError as error:
             message = f"{self.sampler.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             if self._failure is None:  # a half-loaded model must not run
-                await self._go_on(message)
+                await self._resume(message)
             hint = "they go on; set a higher sync.timeout_s, or sync.in_flight=keep"
             raise ApiError(503, "busy", message, hint) from error
         except vllm_api.engine_errors():
             self.require_ready(admits=CURABLE)
             raise
 
-    async def _go_on(self, message: str) -> None:
-        """Resume the engine. Raises ApiError where that fails: its requests end, and it is as after a failed load."""
+    async def _resume(self, message: str) -> None:
+        """Resume after a pause that failed; where that fails too, end all requests with the reason, `message`."""
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await self.llm.resume_generation()
         except Exception as error:
             self.require_ready(admits=CURABLE)
-            reason = self._fail("not_resumed", f"{message}, and the engine does not go on: {_cause(error)}", RELOAD)
-            await self._abort_all()
-            raise ApiError.of(503, reason) from error
+            message = f"{message}, and the engine does not go on: {cause_of(error)}"
+            raise await self._fail_all(503, "not_resumed", message, RELOAD) from error
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Wait for the engine to fall asleep or wake up. After a failure its memory is in an unknown state."""
@@ -301,11 +285,9 @@ class Engine:
             await self._in_time(moving)
         except Exception as error:
             code = "engine_dead" if self.llm.errored else "sleep_failed"
-            message = f"the engine could not leave the GPU, or come back to it: {_cause(error)}"
+            message = f"the engine could not leave the GPU, or come back to it: {cause_of(error)}"
             hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
-            reason = self._fail(code, message, hint)
-            await self._abort_all()
-            raise ApiError.of(500, reason) from error
+            raise await self._fail_all(500, code, message, hint) from error
 
     async def _in_time(self, work: Awaitable[T]) -> T:
         """Return the result of the work. Raises TimeoutError that names the setting."""
@@ -316,11 +298,7 @@ class Engine:
             raise TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}") from error
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
-        """Receive one file of a version that the trainer sends.
-
-        Raises:
-            ApiError: 4xx, it is not what a version consists of; 507, the disk is full.
-        """
+        """Receive one file of a version. Raises ApiError: 4xx, no version has such a file; 507, the disk is full."""
         return await self._uploads.receive(name, file, chunks, versions.max_bytes(await self._model_shapes()))
 
     async def _model_shapes(self) -> versions.ModelShapes:
@@ -339,10 +317,9 @@ class Engine:
 
     def _holds(self, key: str, version: int) -> ReloadResponse | None:
         """Return the earlier answer where the model already holds this version from this source."""
-        if self._held is None or self._failure is not None:
+        if self._held is None or self._failure is not None or (self._held[0], self._held[1].version) != (key, version):
             return None
-        held, response = self._held
-        return response if (held, response.version) == (key, version) else None
+        return self._held[1]
 
     def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
         """Return the shapes that the tensors must have. Raises ApiError for an adapter that can't be used here."""
@@ -354,34 +331,22 @@ class Engine:
         lora = self.llm.vllm_config.lora_config
         highest = 0 if lora is None else int(lora.max_lora_rank)
         if adapter.r > highest:
-            message = f"the adapter has rank {adapter.r}, the engine takes adapters up to rank {highest}"
             hint = f"start the server with the trainer's model.lora, or server.max_lora_rank={adapter.r}"
+            message = f"the engine takes adapters up to rank {highest}"
             raise ApiError(409, "rank_too_high", message, hint)
         return versions.adapter_shapes(adapter, model)
-
-    def _check_transfer(self, source: CollectiveSource, shapes: versions.ModelShapes) -> None:
-        if source.session != self._group:
-            raise ApiError(409, "no_group", f"there is no weight group {source.session}", "POST /init_weight_group")
-        layout = [item for bucket in source.buckets for item in bucket]
-        versions.check_layout(layout, shapes)
-        versions.refuse_copies(layout, shapes)
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all workers and return their answers. Raises RuntimeError where one failed."""
         answers = await self.llm.collective_rpc(method, args=arguments)
-        for answer in answers:
-            if "error" in answer:
-                raise RuntimeError(answer["error"])
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            raise RuntimeError(errors[0])
         return [answer["value"] for answer in answers]
 
     async def _load(
         self, request: ReloadRequest, call: str, arguments: Sequence[str], checksum: str | None
     ) -> dict[str, Any]:
-        """Load on all workers of a paused engine; resume if all hold the same tensors, and those that were published.
-
-        Returns:
-            `checksum` and `num_tensors` of what went into the model.
-        """
+        """Load on all workers of a paused engine and resume; return `checksum` and `num_tensors` of what went in."""
 
         async def load() -> dict[str, Any]:
             answers: list[dict[str, Any]] = await self._call(call, *arguments)
@@ -403,9 +368,8 @@ class Engine:
             if self.llm.errored:
                 message = f"the engine's process ended while it loaded version {request.version}"
                 raise ApiError.of(500, self._fail("engine_dead", message, RESTART)) from error
-            reason = self._fail("reload_failed", f"loading version {request.version} failed: {_cause(error)}", RELOAD)
-            await self._abort_all()  # no good version may come before the deadline of those requests
-            raise ApiError.of(500, reason) from error
+            message = f"loading version {request.version} failed: {cause_of(error)}"
+            raise await self._fail_all(500, "reload_failed", message, RELOAD) from error
 
     async def _abort_all(self) -> None:
         """Abort every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
@@ -414,7 +378,13 @@ class Engine:
                 await self.llm.pause_generation(mode="abort", clear_cache=True)
         # vLLM reports whatever fails in the engine as a plain Exception. This is on the way out of another failure.
         except Exception as error:  # noqa: BLE001
-            logger.warning("requests in flight could not be aborted: %s", _cause(error))
+            logger.warning("requests in flight could not be aborted: %s", cause_of(error))
+
+    async def _fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
+        """End all requests with a failure now, as no good version may come before their deadlines; return its error."""
+        reason = self._fail(code, message, hint)
+        await self._abort_all()
+        return ApiError.of(status, reason)
 
     def _fail(self, code: str, message: str, hint: str) -> ErrorBody:
         self._status = "failed"
@@ -428,8 +398,3 @@ class Engine:
         await self._abort_all()
         self.sampler.close()
         self._copy.discard()
-
-
-def _cause(error: Exception) -> str:
-    """Return the first line of an error: vLLM appends the traceback of its worker."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -57,6 +57,11 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return invalid(f"{'.'.join(map(str, where))}: {wrong}{more}", "the fields and their types are listed at /docs")
 
 
+def cause_of(error: Exception) -> str:
+    """Return the first line of an error: vLLM appends the traceback of its worker."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _printable(text: str, limit: int = 2000) -> str:
     """Cut a message to a limit and replace characters that UTF-8 can't encode."""
     return text[:limit].encode("utf-8", "replace").decode("utf-8")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import ipaddress
 import os
@@ -13,6 +14,8 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from hocket.config import Config
 from hocket.errors import ConfigError
@@ -112,10 +115,8 @@ def _check(host: str, token: str | None, *, random_init: bool) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -126,29 +127,26 @@ def _bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"server.host={host} is no address of this machine: {error}") from error
-    failure: OSError | None = None
     # Reuse is only for connections of an ended server that the kernel still remembers: two servers that are both
     # still loading could otherwise take the same port.
     for reuse in (False, True):
         sock = socket.socket(family, socket.SOCK_STREAM)
-        if reuse:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         try:
             sock.bind(address)
         except OSError as error:
             sock.close()
-            failure = error
+            if reuse and error.errno == errno.EADDRINUSE:
+                raise ConfigError(f"port {port} is in use by {_holder(port)}; set server.port=") from error
+            if reuse:
+                message = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
+                raise ConfigError(message) from error
         else:
-            return sock
-    assert failure is not None
-    if failure.errno == 98:  # EADDRINUSE
-        raise ConfigError(f"port {port} is in use by {_holder(port)}; set server.port=") from failure
-    raise ConfigError(f"can't listen on server.host={host} server.port={port}: {failure.strerror}") from failure
+            break
+    return sock
 
 
 def _holder(port: int) -> str:
-    import psutil
-
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.status == "LISTEN" and connection.pid:
@@ -222,15 +220,12 @@ async def _serve(
 @contextlib.contextmanager
 def _ending_children() -> Iterator[None]:
     """End every process that was started in the body: terminate it first, then kill it."""
-    import psutil
-
-    me = psutil.Process()
-    before = set(me.children(recursive=True))
+    before = set(_children())
     try:
         yield
     finally:
         _ignore_signals()
-        left = [child for child in me.children(recursive=True) if child not in before and not _ends_by_itself(child)]
+        left = [child for child in _children() if child not in before]
         for child in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.terminate()
@@ -241,9 +236,14 @@ def _ending_children() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _ends_by_itself(process: Any) -> bool:
-    """Return whether it is Python's resource tracker, which cleans up after its parent and then ends."""
-    return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+def _children() -> list[psutil.Process]:
+    """Return all descendants but Python's resource tracker, which cleans up after its parent and then ends."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def _ignore_signals() -> None:
@@ -256,12 +256,9 @@ class _Interrupted(BaseException):
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    import psutil
-
-    for child in psutil.Process().children(recursive=True):  # they have no work to finish yet
+    for child in _children():  # they have no work to finish yet
         with contextlib.suppress(psutil.NoSuchProcess):
-            if not _ends_by_itself(child):
-                child.kill()
+            child.kill()
     raise _Interrupted
 
 
