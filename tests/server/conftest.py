@@ -1,5 +1,6 @@
 """Tiny random Qwen2 models, published versions of them, and real servers in processes of their own."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -253,6 +254,45 @@ class Server:
         self.client.close()
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
+
+
+@contextlib.contextmanager
+def asking(server: Server, **body: Any) -> Iterator[list[httpx.Response]]:
+    """Asks again and again from two threads, so that some of it is in flight whenever the body does something."""
+    answers: list[httpx.Response] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            answers.append(server.client.post("/generate", json=body))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        server.wait_for(lambda health: health["in_flight"] > 0)
+        yield answers
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(120)
+
+
+def assert_spans(answers: Sequence[httpx.Response], prompt: Sequence[int], models: dict[int, Any], mixed: bool) -> None:
+    """Each token was sampled by the model of its version; whether some completions are of both versions is `mixed`."""
+    done = [one for answer in answers if answer.status_code == 200 for one in answer.json()["completions"][0]]
+    for completion in done:
+        spans = completion["versions"]
+        assert [span[0] for span in spans] in ([[number] for number in models] + [list(models)])
+        assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])]
+        assert spans[-1][2] == len(completion["token_ids"])
+    both = [completion for completion in done if len(completion["versions"]) == 2]
+    assert bool(both) == mixed
+    for completion in [*both[:4], *done[:1], *done[-1:]]:
+        for number, start, end in completion["versions"]:
+            expected = reference_logprobs(models[number], prompt, completion["token_ids"])[start:end]
+            # Had the old weights' keys and values survived the reload, the second part would be off.
+            assert completion["logprobs"][start:end] == pytest.approx(expected, abs=1e-4)
 
 
 def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), token: str = "") -> Server:

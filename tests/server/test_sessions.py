@@ -209,7 +209,7 @@ def record_of(server: Any, session_id: str, method: str = "GET") -> AgentRecord:
     return AgentRecord.model_validate_json(response.content)
 
 
-def calls_of(server: Any, session_id: str, method: str = "GET") -> list[Any]:
+def calls_of(server: Any, session_id: str, method: str = "GET") -> tuple[Any, ...]:
     return record_of(server, session_id, method).calls
 
 
@@ -234,11 +234,11 @@ def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logpr
         plain.choices[0].text,
     ]
     rendered = kit.make_tokenizer()("user:hello;assistant:")["input_ids"]
-    assert [call.prompt_token_ids for call in calls] == [rendered, rendered, [5, 6, 7]]
+    assert [list(call.prompt_token_ids) for call in calls] == [rendered, rendered, [5, 6, 7]]
     assert len({call.seed for call in calls}) == 3
     for call, most in zip(calls, (24, 12, 24), strict=True):
         done = call.completion
-        assert done.versions == [(server.health()["version"], 0, len(done.token_ids))]
+        assert done.versions == ((server.health()["version"], 0, len(done.token_ids)),)
         assert len(done.token_ids) == most or done.finish_reason == "stop"
         expected = kit.reference_logprobs(server.model, call.prompt_token_ids, done.token_ids, 0.8)
         assert max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)) < 1e-4
@@ -246,7 +246,7 @@ def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logpr
         if call is calls[2]:
             sampling["stop"] = ["~"]
         (same,) = server.generate(prompts=[call.prompt_token_ids], sampling=sampling)["completions"][0]
-        assert (same["token_ids"], same["text"]) == (done.token_ids, done.text)
+        assert (tuple(same["token_ids"]), same["text"]) == (done.token_ids, done.text)
         assert max(abs(a - b) for a, b in zip(done.logprobs, same["logprobs"], strict=True)) < 1e-5
     assert plain.choices[0].logprobs is not None  # an agent's own wish to see some is still granted
     shown = plain.choices[0].logprobs.token_logprobs
@@ -269,7 +269,7 @@ def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tupl
     for wish in refused:
         with pytest.raises(openai.BadRequestError, match=r"can't be trained|must be 1|could be trained"):
             client.chat.completions.create(model="x", messages=chat, **wish)
-    assert calls_of(server, session_id) == []
+    assert calls_of(server, session_id) == ()
     for _ in range(6):
         client.chat.completions.create(model="x", messages=chat, max_tokens=2)
     assert not record_of(server, session_id).cut_off
