@@ -11,7 +11,7 @@ import pytest
 
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import informative
+from hocket.algorithm.samples import shape
 from hocket.checkpoints import Checkpoints
 from hocket.data import PromptStream
 from hocket.errors import RewardError
@@ -154,7 +154,11 @@ async def trained(
             retire_after=config.curriculum.retire_after,
         )
         pipeline = Pipeline(
-            config, stream, server=world, scorer=world, informative=lambda group: bool(informative([group], config)[0])
+            config,
+            stream,
+            server=world,
+            scorer=world,
+            informative=lambda group: shape(group, config.algorithm, config.rollout.max_tokens).reason is None,
         )
         summary = await Run(
             config=config,

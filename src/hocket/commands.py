@@ -95,7 +95,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     console.doing(f"loading {config.model.path} into the trainer")
 
     from hocket.algorithm.kl import KlController
-    from hocket.algorithm.samples import silence
+    from hocket.algorithm.samples import shape
     from hocket.loop import Run
     from hocket.trainer.state import SavedTensors
     from hocket.trainer.trainer import Trainer
@@ -125,7 +125,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
             stream,
             server=servers,
             scorer=scorer,
-            informative=lambda group: silence(group, config) is None,
+            informative=lambda group: shape(group, config.algorithm, config.rollout.max_tokens).reason is None,
             episodes=episodes,
             progress=console.progress,
         ),

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from hocket import config as config_module
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import informative
+from hocket.algorithm.samples import shape
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.config.algorithm import PRESETS, PresetName
@@ -140,7 +140,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             stream,
             server=copy,
             scorer=scorer,
-            informative=lambda group: bool(informative([group], config)[0]),
+            informative=lambda group: shape(group, config.algorithm, config.rollout.max_tokens).reason is None,
         )
         return await Run(
             config=config,

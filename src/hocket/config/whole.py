@@ -138,6 +138,18 @@ class Config(Section):
         return Path(self.run.dir)
 
     @property
+    def pass_reward(self) -> str:
+        """Reward function whose mean is a prompt's pass rate: eval.reward if it is trained, else the first one."""
+        functions = self.rewards.functions
+        reward = self.eval.reward
+        return reward if reward is not None and reward in functions else next(iter(functions))
+
+    @property
+    def uses_pass_rates(self) -> bool:
+        """Whether the choice of prompts depends on pass rates."""
+        return self.curriculum.name != "shuffle" or self.curriculum.retire_after > 0
+
+    @property
     def sync_root(self) -> Path:
         """Folder under which the server accepts published versions."""
         return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent

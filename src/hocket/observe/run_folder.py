@@ -24,16 +24,9 @@ METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
 
 
 class RunFolder:
-    """Own the files of one run; a context manager, which writes the report of a run that fails.
+    """Own the files of one run. As a context manager it writes the report of a run that fails, too.
 
-    Args:
-        config: the resolved config, written to config.yaml.
-
-    Attributes:
-        history: the records of metrics.jsonl, oldest first.
-
-    Raises:
-        ConfigError: the folder holds a run already, and checkpoint.resume is off.
+    Raises ConfigError if the folder holds a run already and checkpoint.resume is off.
     """
 
     def __init__(self, config: Config) -> None:
@@ -46,7 +39,7 @@ class RunFolder:
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.dump(config))
         (self.path / METRICS).touch()
-        self.history = read_lines(self.path / METRICS)
+        self.history = read_lines(self.path / METRICS)  # one record per finished step
         self._board = _tensorboard(self.path) if config.observe.tensorboard else None
 
     def __enter__(self) -> "RunFolder":
