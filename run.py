@@ -50,12 +50,12 @@ def main(argv: list[str]) -> int:
         print(f"usage: run.py test [pytest arguments]\n\n{COMMANDS['test']}\n\n{_test_help()}")
         return 0
 
-    from hocket import bootstrap
+    from hocket import environment
     from hocket.errors import SetupError
 
     try:
-        bootstrap.ensure(command, install=not asks_for_help)
-    except SetupError as error:
+        environment.ensure(command, install=not asks_for_help)
+    except (SetupError, OSError) as error:
         print(f"run.py: {error}", file=sys.stderr)
         if command != "doctor":
             return 1

@@ -12,8 +12,8 @@ SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
     {"errors", "types", "system"},
-    {"registry", "config", "protocol", "installer"},
-    {"manifest", "tokenizer", "bootstrap", "data"},
+    {"registry", "config", "protocol", "environment"},
+    {"manifest", "tokenizer", "data"},
     {"weight_group", "delta"},
     {"algorithm", "rewards", "envs", "observe", "doctor"},
     {"client"},
@@ -41,8 +41,7 @@ HOMES = {  # the only places that may import a package
 HEAVY = {"torch", "transformers", "deepspeed", "vllm", "fastapi", "datasets", "safetensors", "httpx"}
 BEFORE_ANY_PACKAGE = (
     "run.py",
-    "bootstrap.py",
-    "installer.py",
+    "environment.py",
     "doctor.py",
     "errors.py",
     "system.py",

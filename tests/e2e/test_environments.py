@@ -1,11 +1,8 @@
 """Episodes of several turns on a real server: their log-probs, calls and answers, and three policies that learn."""
 
-import contextlib
 import json
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,9 @@ from hocket.rollout.collect import in_order, play, sampling_params
 from hocket.rollout.episodes import episodes_of
 from hocket.rollout.played import Wave
 from hocket.types import Group, TokenSequence
+from processes import ROOT, START_S, Process, free_port
 
 pytestmark = pytest.mark.e2e
-
-ROOT = Path(__file__).parents[2]
-START_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -38,32 +33,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def port(runs: Path) -> Iterator[int]:
     """A server of checkpoints/tiny-tools."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = int(probe.getsockname()[1])
+    free = free_port()
     runs.mkdir()
-    log = runs.parent / "server.log"
-    command = ["run.py", "serve", "config/guess.yaml", f"server.port={free}", f"run.dir={runs}/server"]
-    command += ["server.tool_parser=hermes"]  # for agents that send tools
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        end = time.monotonic() + START_S
-        while "ready on" not in log.read_text():
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.2)
+    settings = [f"server.port={free}", f"run.dir={runs}/server", "server.tool_parser=hermes"]  # for agents' tools
+    with Process(["serve", "config/guess.yaml", *settings], runs.parent / "server.log") as server:
+        server.wait_for(lambda: "ready on" in server.output(), "the server is ready")
         yield free
-    finally:
-        server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(60)
-        server.kill()
+        server.end()
 
 
 async def groups_of(

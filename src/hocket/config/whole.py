@@ -47,7 +47,7 @@ class Config(Section):
         )
         yield (
             rollout.group_size == 1 and algorithm.baseline in ("mean", "leave_one_out"),
-            f"algorithm.baseline={algorithm.baseline} has nothing to compare a reward with in rollout.group_size=1: set "
+            f"algorithm.baseline={algorithm.baseline} has nothing to compare with in rollout.group_size=1: set "
             "it to 2 or more, or the baseline to none or critic",
         )
         run_dir, root = self.run_dir.resolve(), self.sync_root.resolve()
