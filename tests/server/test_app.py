@@ -84,14 +84,19 @@ class FakeEngine:
         return GroupResponse(session=request.session, workers=1)
 
 
+@pytest.fixture(scope="module")
+def sampler(kit: Any) -> Any:
+    return kit.make_sampler(max_prompts=300)
+
+
 @pytest.fixture
-def engine(kit: Any) -> FakeEngine:
-    return FakeEngine(kit.make_sampler())
+def engine(sampler: Any) -> FakeEngine:
+    return FakeEngine(sampler)
 
 
 @pytest.fixture
 async def http(kit: Any, engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
-    door = kit.wrap(FastAPI(), engine)
+    door = kit.wrap(FastAPI(), engine, max_body_mib=1)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
         yield client
 
@@ -143,6 +148,129 @@ async def test_wrong_method_and_unknown_path_have_our_error_form(http: httpx.Asy
     ):
         response = await http.request(method, path)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+GOOD = {"prompts": [[5, 6]], "sampling": {"max_tokens": 4}}
+
+
+def sampling(**fields: Any) -> dict[str, Any]:
+    return {"prompts": [[5, 6]], "sampling": {"max_tokens": 4, **fields}}
+
+
+BAD_BODIES: dict[str, Any] = {
+    "no prompts": {},
+    "empty list of prompts": {"prompts": []},
+    "prompts of another type": {"prompts": "abc"},
+    "prompts null": {"prompts": None},
+    "empty text": {"prompts": [""]},
+    "empty token list": {"prompts": [[]]},
+    "one empty prompt of two": {"prompts": ["a", ""]},
+    "prompt is a number": {"prompts": [5]},
+    "prompt is an object": {"prompts": [{"role": "user", "content": "a"}]},
+    "token id outside the vocabulary": {"prompts": [[96]]},
+    "negative token id": {"prompts": [[-1]]},
+    "huge token id": {"prompts": [[10**30]]},
+    "token id is a float": {"prompts": [[1.5]]},
+    "token id is true": {"prompts": [[True]]},
+    "token id is text": {"prompts": [["5"]]},
+    "token ids and messages mixed": {"prompts": [[5, {"role": "user", "content": "a"}]]},
+    "nested token ids": {"prompts": [[[5]]]},
+    "too many prompts": {"prompts": [[5]] * 301},
+    "prompt longer than the context": {"prompts": [[5] * 600]},
+    "text longer than the context": {"prompts": ["a" * 5000]},
+    "prompt and max_tokens over the context": {"prompts": [[5] * 500], "sampling": {"max_tokens": 13}},
+    "max_tokens 0": sampling(max_tokens=0),
+    "max_tokens negative": sampling(max_tokens=-1),
+    "max_tokens over the context": sampling(max_tokens=511),
+    "max_tokens huge": sampling(max_tokens=10**40),
+    "max_tokens true": sampling(max_tokens=True),
+    "max_tokens text": sampling(max_tokens="4"),
+    "max_tokens float": sampling(max_tokens=4.0),
+    "n 0": {**GOOD, "n": 0},
+    "n negative": {**GOOD, "n": -3},
+    "n over the cap": {**GOOD, "n": 129},
+    "n huge": {**GOOD, "n": 10**20},
+    "n true": {**GOOD, "n": True},
+    "n text": {**GOOD, "n": "2"},
+    "temperature negative": sampling(temperature=-0.1),
+    "temperature too high": sampling(temperature=10.1),
+    "temperature below the engine's lowest": sampling(temperature=1e-5),
+    "temperature text": sampling(temperature="hot"),
+    "temperature true": sampling(temperature=True),
+    "temperature null": sampling(temperature=None),
+    "top_p 0": sampling(top_p=0),
+    "top_p above 1": sampling(top_p=1.1),
+    "top_k -2": sampling(top_k=-2),
+    "top_k above the vocabulary": sampling(top_k=97),
+    "top_k huge": sampling(top_k=10**25),
+    "too many stop strings": sampling(stop=["x"] * 17),
+    "empty stop string": sampling(stop=[""]),
+    "stop is one string": sampling(stop="x"),
+    "stop of numbers": sampling(stop=[1]),
+    "too many stop ids": sampling(stop_token_ids=[1] * 17),
+    "stop id outside the vocabulary": sampling(stop_token_ids=[96]),
+    "seed negative": sampling(seed=-1),
+    "seed above 63 bits": sampling(seed=2**63),
+    "unknown sampling field": sampling(presence_penalty=1.0),
+    "unknown field": {**GOOD, "logprobs": 5},
+    "stream is a number": {**GOOD, "stream": 1},
+    "chat without messages": {"prompts": [[{}]]},
+    "chat with an unknown role": {"prompts": [[{"role": "wizard", "content": "a"}]]},
+    "chat without content": {"prompts": [[{"role": "user"}]]},
+    "chat content of another type": {"prompts": [[{"role": "user", "content": 5}]]},
+    "chat the template refuses": {"prompts": [[{"role": "tool", "content": "a"}]]},
+    "a list": [GOOD],
+    "a string": "generate",
+    "null": None,
+}
+BAD_BYTES = {
+    "nothing": b"",
+    "no JSON": b"prompts=a",
+    "JSON cut off": b'{"prompts": [[5, 6',
+    "two objects": b'{"prompts": [[5]]} {}',
+    "trailing comma": b'{"prompts": [[5]],}',
+    "no UTF-8": b'{"prompts": ["\xff\xfe"]}',
+    "half a surrogate pair": b'{"prompts": ["\\ud800"]}',
+    "NaN temperature": b'{"prompts": [[5]], "sampling": {"temperature": NaN}}',
+    "infinite temperature": b'{"prompts": [[5]], "sampling": {"temperature": Infinity}}',
+    "temperature that overflows": b'{"prompts": [[5]], "sampling": {"temperature": 1e999}}',
+    "NaN top_p": b'{"prompts": [[5]], "sampling": {"top_p": NaN}}',
+    "deep nesting": b'{"prompts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "integer of 5000 digits": b'{"prompts": [[' + b"9" * 5000 + b"]]}",
+    "body over the limit": b'{"prompts": ["' + b"a" * (1 << 20) + b'"]}',
+}
+
+
+@pytest.mark.parametrize("kind", [*BAD_BODIES, *BAD_BYTES])
+async def test_a_bad_request_is_answered_with_a_reason(http: httpx.AsyncClient, kind: str) -> None:
+    content = BAD_BYTES[kind] if kind in BAD_BYTES else json.dumps(BAD_BODIES[kind]).encode()
+    response = await http.post("/generate", content=content)
+    assert response.status_code in (400, 413, 422), response.text
+    error = response.json()["error"]
+    assert all(isinstance(error[key], str) and error[key] for key in ("code", "message", "hint"))
+    assert len(response.content) < 5000
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/sleep", {"level": 3}),
+        ("/sleep", {"level": True}),
+        ("/sleep", {"in_flight": "wait"}),
+        ("/sleep", {"mode": "abort"}),
+        ("/wake_up", {"tags": []}),
+        ("/wake_up", {"tags": ["scheduling"]}),
+        ("/wake_up", {"tags": "weights"}),
+        ("/reload_weights", "weights"),
+    ],
+)
+async def test_wrong_fields_of_control_calls_are_refused(http: httpx.AsyncClient, route: str, body: Any) -> None:
+    response = await http.post(route, json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
+    malformed = await http.post(route, content=b"{", headers={"Content-Type": "application/json"})
+    assert (malformed.status_code, malformed.json()["error"]["code"]) == (400, "malformed_json")
+    no_json = await http.post(route, content=json.dumps(body).encode())
+    assert "Content-Type: application/json" in no_json.json()["error"]["hint"]
 
 
 async def test_a_reload_request_is_validated(http: httpx.AsyncClient) -> None:
@@ -232,7 +360,11 @@ async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
         ("/generate", "GenerateRequest"),
         ("/reload_weights", "ReloadRequest"),
         ("/init_weight_group", "GroupRequest"),
+        ("/sleep", "SleepRequest"),
+        ("/wake_up", "WakeRequest"),
+        ("/sessions", "SessionRequest"),
     ):
+        assert schema["paths"][path]["post"]["tags"] == ["hocket"]
         body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{model}"}
         assert model in schema["components"]["schemas"]

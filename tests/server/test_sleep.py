@@ -192,33 +192,6 @@ def test_drained_requests_end_first_and_aborted_ones_are_told_to_come_again(serv
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "aborted")  # which a pool plays again
 
 
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
-        ("/sleep", {"level": 3}),
-        ("/sleep", {"level": True}),
-        ("/sleep", {"level": 0}),
-        ("/sleep", {"in_flight": "wait"}),
-        ("/sleep", {"mode": "abort"}),
-        ("/wake_up", {"tags": []}),
-        ("/wake_up", {"tags": ["scheduling"]}),
-        ("/wake_up", {"tags": "weights"}),
-    ],
-)
-def test_other_levels_and_parts_are_refused(server: Any, route: str, body: dict[str, Any]) -> None:
-    assert refusal(server, route, **body) == (422, "invalid_request")
-    assert server.health()["status"] == "ready"
-
-
-def test_the_routes_are_ours_and_described(server: Any) -> None:
-    described = server.client.get("/openapi.json").json()
-    for route, message in (("/sleep", "SleepRequest"), ("/wake_up", "WakeRequest")):
-        operation = described["paths"][route]["post"]
-        assert operation["tags"] == ["hocket"]
-        assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith(message)
-        assert message in described["components"]["schemas"]
-
-
 def test_a_server_not_started_for_it_refuses_and_goes_on(servers: Any) -> None:
     other = servers("tied float32")
     assert refusal(other, "/sleep", level=1) == (409, "no_sleep_mode")
