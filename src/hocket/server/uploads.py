@@ -10,7 +10,7 @@ from pathlib import Path
 from hocket import manifest
 from hocket.protocol import DiskSource
 from hocket.server.errors import ApiError, invalid
-from hocket.system import partial_of
+from hocket.system import complete_folder, partial_of
 
 FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root. Folders with other names than ours are left alone there."""
@@ -55,8 +55,7 @@ class Uploads:
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
                 if file == manifest.COMPLETE_FILE:
-                    shutil.rmtree(folder, ignore_errors=True)  # the same, sent before
-                    partial.rename(folder)
+                    await asyncio.to_thread(complete_folder, folder)  # in place of the same version, sent before
             except OSError as error:
                 shutil.rmtree(partial, ignore_errors=True)
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
