@@ -21,9 +21,7 @@ class Change:
     """The difference of two versions of a tensor."""
 
     count: int  # elements whose bits differ
-    parts: (
-        Mapping[str, torch.Tensor]  # {} for none, {"whole"} where the new tensor is smaller, else {"gaps", "values"}
-    )
+    parts: Mapping[str, torch.Tensor]  # {} for none; {"gaps", "values"}, or {"whole"} where that is smaller
 
 
 def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
