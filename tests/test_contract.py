@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
-    {"errors", "types", "system"},
+    {"errors", "types", "system", "contained"},
     {"registry", "config", "protocol", "environment"},
     {"manifest", "tokenizer", "data"},
     {"weight_group", "delta"},
@@ -42,6 +42,7 @@ HEAVY = {"torch", "transformers", "deepspeed", "vllm", "fastapi", "datasets", "s
 BEFORE_ANY_PACKAGE = (
     "run.py",
     "environment.py",
+    "contained.py",
     "doctor.py",
     "errors.py",
     "system.py",

@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from hocket.contained import kill_with_parent
 from hocket.envs.base import Environment, environment, invoke
 from hocket.registry import Registry
-from hocket.system import kill_with_parent
 from hocket.types import Message
 
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")
