@@ -122,6 +122,18 @@ class VersionFolders:
             ) from error
         return WrittenVersion(version, folder, made.checksum, num_bytes, changed=None)
 
+    def check(self, written: WrittenVersion) -> None:
+        """Raise SyncError unless the files of a whole version hold what was written to them."""
+        try:
+            found = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
+        except (OSError, SafetensorError) as error:
+            found = str(error)
+        if found != written.checksum:
+            raise SyncError(
+                f"{written.folder} does not hold the weights that were written to it: something has changed its files, "
+                "or the disk is failing. Set another run.dir"
+            )
+
     def prune(self) -> list[str]:
         """Remove all but the newest sync.keep folders of both kinds; return the reasons why one could not be removed.
 

@@ -44,13 +44,15 @@ class DiskTransport:
             self.say(failure)
         num_bytes = first.num_bytes * max(len(servers), 1)
         metrics = {} if first.changed is None else {"sync/changed": first.changed}
-        refused = [server for server in servers if metrics and _is_refused(answers[server])]
-        for server in refused:
-            self.say(f"version {version} goes to {server.url} in full: {answers[server]}")
-        if refused:
+        failed = [server for server in servers if _has_failed(answers[server])]
+        if failed and first.changed is None:
+            await run_in_thread(self.folders.check, first)
+        elif failed:
+            for server in failed:
+                self.say(f"version {version} goes to {server.url} in full: {answers[server]}")
             whole = await run_in_thread(self.folders.full, version)
-            answers |= await self._load(whole, refused)
-            num_bytes += whole.num_bytes * len(refused)
+            answers |= await self._load(whole, failed)
+            num_bytes += whole.num_bytes * len(failed)
         metrics |= {
             "sync/mebibytes": num_bytes / max(len(servers), 1) / 2**20,
             "sync/prepare_s": prepared - start,
@@ -86,7 +88,7 @@ class WithFallback:
         """Load the version into the servers, as `Transport.deliver`."""
         first = await self.fast.deliver(version, servers)
         results = dict(zip(servers, zip(first.checksums, first.answers, strict=True), strict=True))
-        failed = [server for server, (_, answer) in results.items() if _is_failed(answer)]
+        failed = [server for server, (_, answer) in results.items() if _has_failed(answer)]
         metrics = first.metrics | {"sync/fallbacks": float(len(failed))}
         if failed:
             start = time.perf_counter()
@@ -99,11 +101,7 @@ class WithFallback:
         return Delivery(checksums=checksums, answers=answers, metrics=metrics)
 
 
-def _is_refused(answer: Answer) -> bool:
-    return isinstance(answer, ServerError) and answer.refused
-
-
-def _is_failed(answer: Answer) -> bool:
-    """Return whether a server that may answer by another way has not taken a version."""
+def _has_failed(answer: Answer) -> bool:
+    """Return whether a server that does answer has not taken a version: it may take it by another way."""
     silent = isinstance(answer, ServerError) and answer.code in ("unreachable", "timeout")
     return isinstance(answer, HocketError) and not silent
