@@ -185,7 +185,8 @@ os.rename({str(tmp_path / "partial")!r}, {str(tmp_path / "pids")!r})
 time.sleep(600)
 """
     command = [sys.executable, "-c", inner]
-    outer = f"import subprocess; from hocket.contained import kill_with_parent; subprocess.run(kill_with_parent({command!r}))"
+    outer = "import subprocess; from hocket.contained import kill_with_parent; "
+    outer += f"subprocess.run(kill_with_parent({command!r}))"
     parent = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(SOURCE)})
     pids = await written(tmp_path / "pids")
     parent.send_signal(signal.SIGKILL)
