@@ -146,7 +146,7 @@ async def trained(
     with (
         RunFolder(config) as folder,
         Console("plain", config.trainer.steps) as console,
-        Checkpoints(config, world, {}) as kept,
+        Checkpoints(config, world.state, {}) as kept,
     ):
         stream = PromptStream(
             [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(3)],

@@ -131,7 +131,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         RewardScorer(config.rewards) as scorer,
         RunFolder(config) as folder,
         Console("plain", config.trainer.steps) as console,
-        Checkpoints(config, trainer, {}) as checkpoints,
+        Checkpoints(config, trainer.state, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)
         stream = PromptStream(prompts, config.trainer.seed)
