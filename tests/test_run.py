@@ -112,7 +112,7 @@ def test_the_test_command_hands_its_arguments_to_pytest_and_shares_out_the_whole
     started: list[list[str]] = []
     monkeypatch.setattr("hocket.environment.ensure", lambda command, install: None)
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("hocket.contained.contain", lambda command: started.append(command) or 3)
+    monkeypatch.setattr("hocket.processes.contain", lambda command: started.append(command) or 3)
     assert door.main(["test", *given]) == 3
     assert started == [[sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *given]]
 

@@ -1,20 +1,16 @@
 """Run threads and tasks, write files atomically, derive seeds, measure free memory. Standard library only."""
 
 import asyncio
-import ctypes
 import functools
 import hashlib
 import os
 import shutil
-import signal
-import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-_PR_SET_PDEATHSIG = 1
 _THREADS = ThreadPoolExecutor(32, "hocket")
 
 P = ParamSpec("P")
@@ -49,18 +45,6 @@ async def as_completed(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGen
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def die_with_parent(parent: int, signum: signal.Signals) -> None:
-    """Have the kernel send `signum` to this process when process `parent`, which started it, ends (Linux only).
-
-    Exits where the parent is gone already.
-    """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it ended before prctl
-        sys.exit(f"the process that started this one (pid {parent}) is gone")
 
 
 def flush(path: Path) -> None:

@@ -185,7 +185,7 @@ os.rename({str(tmp_path / "partial")!r}, {str(tmp_path / "pids")!r})
 time.sleep(600)
 """
     command = [sys.executable, "-c", inner]
-    outer = "import subprocess; from hocket.contained import kill_with_parent; "
+    outer = "import subprocess; from hocket.processes import kill_with_parent; "
     outer += f"subprocess.run(kill_with_parent({command!r}))"
     parent = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(SOURCE)})
     pids = await written(tmp_path / "pids")

@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from hocket.contained import kill_with_parent
 from hocket.envs.base import Environment, environment, invoke
+from hocket.processes import kill_with_parent
 from hocket.registry import Registry
 from hocket.types import Message
 

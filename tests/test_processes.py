@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hocket.contained import kill_with_parent
+from hocket.processes import kill_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 DETACHES = """
@@ -22,6 +22,45 @@ def test_it():
         file.write("".join(f"{{pid}}\\n" for pid in pids))
     time.sleep(600)
 """
+
+
+ORPHAN = """
+import os, signal
+from hocket.processes import die_with_parent
+die_with_parent({parent}, signal.SIGKILL)
+print('went on')
+"""
+PARENT = """
+import subprocess, sys
+code = "import os, signal, time; from hocket.processes import die_with_parent; \
+die_with_parent(os.getppid(), signal.{signum}); print('tied', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()  # then this process ends; the child may not
+print(child.pid)
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_ends_with_its_parent(signum: signal.Signals) -> None:
+    # run() returns when every copy of the pipe is closed: the child, which has one as its stderr, is gone
+    assert run(PARENT.format(signum=signum.name)).returncode == 0
+
+
+def test_a_process_whose_parent_is_gone_already_ends_with_the_reason() -> None:
+    assert run(ORPHAN.format(parent=os.getpid())).stdout == "went on\n"
+    ended = run(ORPHAN.format(parent=2**22 + 1))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "is gone" in ended.stderr
 
 
 def started(file: Path, number: int) -> list[psutil.Process]:

@@ -1,4 +1,7 @@
-"""Run a command so that no process that it starts outlives it: `contained.py PARENT_PID COMMAND ...` (Linux)."""
+"""End processes with the one that started them, and with it all their descendants. Standard library only.
+
+As a program, `processes.py PARENT_PID COMMAND ...` runs a command so that nothing outlives it (Linux).
+"""
 
 import ctypes
 import os
@@ -8,7 +11,19 @@ import time
 from collections.abc import Sequence
 
 GRACE_S = 30  # after a Ctrl-C, for the command to end by itself
-_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with_parent(parent: int, signum: signal.Signals) -> None:
+    """Have the kernel send `signum` to this process when process `parent`, which started it, ends (Linux only).
+
+    Exits where the parent is gone already.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it ended before prctl
+        sys.exit(f"the process that started this one (pid {parent}) is gone")
 
 
 def kill_with_parent(command: Sequence[str]) -> list[str]:
@@ -21,13 +36,13 @@ def contain(command: Sequence[str]) -> int:
 
     SIGTERM kills all at once. Ctrl-C reaches the command, too, which has GRACE_S seconds to end.
     """
-    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)  # processes that lose their parent become children of this one
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes that lose their parent become children of this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))
     signal.signal(signal.SIGINT, lambda *_: signal.alarm(GRACE_S))
     program = os.fork()
     if program == 0:
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.execvp(command[0], list(command))
     try:
         while True:
@@ -55,7 +70,5 @@ def _kill_descendants() -> None:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit(1)
+    die_with_parent(int(sys.argv[1]), signal.SIGTERM)
     sys.exit(contain(sys.argv[2:]))
