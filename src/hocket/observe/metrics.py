@@ -85,8 +85,7 @@ METRICS = (
     Metric("rollout/oversampling", "algorithm.oversampling: prompts played for the step / rollout.prompts_per_step"),
     Metric(
         "eval/accuracy",
-        "held-out prompts: mean of the reward function eval.reward; for a dataset of eval.more the name is "
-        "eval/NAME/accuracy, and so on for the metrics below",
+        "held-out prompts: mean of the reward function eval.reward",
     ),
     Metric("eval/pass@K", "eval.samples: unbiased chance that one of K samples has a reward of 1 (arXiv 2107.03374)"),
     Metric(
@@ -190,7 +189,7 @@ METRICS = (
     ),
     Metric("time/reward", "seconds that the step then waited for scores alone"),
     Metric("time/turn", "launch.share_gpu: seconds until the server has left the GPU and the trainer is on it"),
-    Metric("time/measure", "seconds of the forward passes before the update: reference, critic, entropies"),
+    Metric("time/measure", "seconds of the forward passes before the update: reference and critic"),
     Metric("time/train", "seconds of forward, backward and update"),
     Metric("time/sync", "seconds to publish a version and have it acknowledged"),
     Metric("time/checkpoint", "seconds that training paused for a checkpoint"),
