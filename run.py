@@ -67,7 +67,9 @@ def main(argv: list[str]) -> int:
         os.chdir(ROOT)
         chosen = any(argument.startswith("tests") for argument in argv[1:])
         parallel = [] if chosen else ["-n", "2", "--no-loadscope-reorder"]  # tests/conftest.py says what stays together
-        os.execv(sys.executable, [sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
+        from hocket.processes import contain
+
+        return contain([sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
     return _dispatch(argv, asks_for_help)
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TextIO
 
 from hocket.errors import SetupError
-from hocket.system import atomic_folder, die_with_parent, write_atomically
+from hocket.processes import die_with_parent
+from hocket.system import atomic_folder, write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"

@@ -4,7 +4,7 @@
 
 How the bytes travel is the `Transport`: files, NCCL, or a wrapper around one of them. A server that dies meanwhile is
 taken out of the pool and the others go on; bring_up.py gives it the current version when it answers again. A version
-that arrives as anything else than what was sent stops the run.
+that arrives with another checksum, or is refused, stops the run.
 """
 
 import asyncio
@@ -36,10 +36,7 @@ class Transport(Protocol):
     """One way for weights to travel."""
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
-        """Load the trainer's weights, which are `version`, into these servers; may be repeated.
-
-        Raises SyncError where they can't be sent at all.
-        """
+        """Load the trainer's weights, which are `version`, into these servers; can be repeated. Raises SyncError."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -69,7 +66,7 @@ class Publisher:
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server that is up; call it within `training`.
 
-        Raises SyncError where the version can't be written, is refused, or arrives as something else.
+        Raises SyncError if the version can't be written, is refused, or arrives as something else.
         """
         self.versions.advance()
         metrics = await self.deliver(self.pool.up)
