@@ -189,7 +189,7 @@ METRICS = (
     ),
     Metric("time/reward", "seconds that the step then waited for scores alone"),
     Metric("time/turn", "launch.share_gpu: seconds until the server has left the GPU and the trainer is on it"),
-    Metric("time/measure", "seconds of the forward passes before the update: reference, critic, entropies"),
+    Metric("time/measure", "seconds of the forward passes before the update: reference and critic"),
     Metric("time/train", "seconds of forward, backward and update"),
     Metric("time/sync", "seconds to publish a version and have it acknowledged"),
     Metric("time/checkpoint", "seconds that training paused for a checkpoint"),
