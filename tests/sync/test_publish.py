@@ -48,10 +48,7 @@ class FakeServer:
         if self.error is not None:
             raise self.error
         for i in reversed(range(len(prompts))):
-            done = Completion(
-                token_ids=(7, 8), logprobs=(-0.5, -0.25), finish_reason="stop", versions=((1, 0, 2),), text=""
-            )
-            yield i, 0, done
+            yield i, 0, fakes.completion(7, 8, logprobs=(-0.5, -0.25))
 
 
 class FakeTrainer:
@@ -99,8 +96,7 @@ class FakeTransport:
         return Delivery(checksums=[self.checksum] * len(servers), answers=answers, metrics={**METRICS})
 
     def held(self, version: int, session: str = "s1", checksum: str | None = None) -> ReloadResponse:
-        checksum = checksum or self.checksum
-        return ReloadResponse(version=version, seconds=0.1, num_tensors=2, checksum=checksum, session=session)
+        return fakes.reloaded(version, checksum or self.checksum, session)
 
 
 @dataclasses.dataclass
