@@ -47,19 +47,20 @@ class Copy:
     def __init__(self, trainer: Trainer, path: str) -> None:
         self.trainer = trainer
         self.model = AutoModelForCausalLM.from_pretrained(path)
-        self.version = 0
+        self.current = 0
 
     async def wait_up(self) -> None:
-        if self.version == 0:
+        if self.current == 0:
             await self.publish()
 
     @contextlib.asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
-        yield
+    async def training(self, *, publishes: bool) -> AsyncIterator[dict[str, float]]:
+        del publishes
+        yield {}
 
     async def publish(self) -> dict[str, float]:
         self.trainer.stream(1 << 30, self._load)
-        self.version += 1
+        self.current += 1
         return {}
 
     def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
@@ -107,7 +108,7 @@ class Copy:
                     token_ids=tuple(token_ids[:length]),
                     logprobs=tuple(values[:length]),
                     finish_reason="stop" if ended else "length",
-                    versions=((self.version, 0, length),),
+                    versions=((self.current, 0, length),),
                     text=text,
                 ),
             )
@@ -150,7 +151,8 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             pipeline=pipeline,
             held_out={"": held_out[: config.eval.num_prompts]},
             eval_scorer=scorer,
-            sync=copy,
+            versions=copy,
+            publisher=copy,
             kl=KlController(config.algorithm),
             folder=folder,
             console=console,
