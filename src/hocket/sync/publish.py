@@ -19,6 +19,7 @@ from hocket.members import Member, Members
 from hocket.protocol import ReloadResponse
 from hocket.sync.versions import Versions
 
+Answer = ReloadResponse | HocketError
 Metrics = dict[str, float]
 TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]
 
@@ -28,7 +29,7 @@ class Delivery:
     """The outcome of sending one version, server by server."""
 
     checksums: Sequence[str]  # of the weights that were sent
-    answers: Sequence[ReloadResponse | HocketError]  # a failure is a value: the other servers go on
+    answers: Sequence[Answer]  # a failure is a value: the other servers go on
     metrics: Metrics  # sync/*
 
 
@@ -88,7 +89,7 @@ class Publisher:
             self._accept(member, checksum, answer)
         return delivery.metrics
 
-    def _accept(self, member: Member, checksum: str, answer: ReloadResponse | HocketError) -> None:
+    def _accept(self, member: Member, checksum: str, answer: Answer) -> None:
         version = self.versions.current
         if isinstance(answer, ServerError) and answer.refused:
             raise SyncError(f"weight version {version} was refused: {answer}") from answer
