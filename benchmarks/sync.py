@@ -32,7 +32,7 @@ from hocket import config as configs
 from hocket import weight_group
 from hocket.client import ServerClient
 from hocket.errors import HocketError
-from hocket.sync.delivery import Delivery
+from hocket.sync.publish import Delivery, Transport
 from hocket.types import TokenSequence, TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,16 +177,20 @@ class Bench:
 
     def __init__(self, settings: Sequence[str], transports: dict[str, Sequence[str]]) -> None:
         from hocket.sync.collective import CollectiveTransport
-        from hocket.sync.disk import DiskTransport
+        from hocket.sync.disk import VersionFolders
+        from hocket.sync.transports import DiskTransport
         from hocket.trainer.trainer import Trainer
 
         config = configs.load(None, [*settings])
         self.trainer = Trainer(config)
-        self.transports: dict[str, Any] = {}
+        self.transports: dict[str, Transport] = {}
         for name, own in transports.items():
             chosen = configs.load(None, [*settings, f"run.dir={config.run_dir}-{name}", *own])
-            kind = CollectiveTransport if chosen.sync.backend == "nccl" else DiskTransport
-            self.transports[name] = kind(chosen, self.trainer)
+            if chosen.sync.backend == "nccl":
+                self.transports[name] = CollectiveTransport(self.trainer, chosen.sync)
+            else:
+                folders = VersionFolders(chosen.run_dir, self.trainer, chosen.sync)
+                self.transports[name] = DiskTransport(folders, chosen.sync_root, chosen.sync)
         self._url = config.own_url
         self.version = 0
 
@@ -204,8 +208,9 @@ class Bench:
                     seconds = time.perf_counter() - start
                     if isinstance(delivery.answers[0], HocketError):
                         raise delivery.answers[0]
-                    row = {"MiB": delivery.num_bytes / 2**20, "seconds": seconds}
-                    row |= {"prepare": delivery.prepare_s, "transfer": delivery.transfer_s}
+                    row = {"seconds": seconds}
+                    columns = {"MiB": "mebibytes", "prepare": "prepare_s", "transfer": "transfer_s"}
+                    row |= {column: delivery.metrics[f"sync/{metric}"] for column, metric in columns.items()}
                     if number:
                         rows[name].append(row | floor)
         return rows

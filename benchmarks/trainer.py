@@ -47,9 +47,9 @@ from hocket.algorithm.losses import LossOutput
 from hocket.trainer.batching import TrainBatch, num_positions, pack
 from hocket.trainer.flops import model_flops, peak_flops, step_flops
 from hocket.trainer.logprobs import token_logprobs
+from hocket.trainer.models import configured_loss
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.trainer import Trainer
-from hocket.trainer.work import configured_loss
 from hocket.types import TokenSequence, TrainSample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,7 +124,7 @@ class Loop:
     def __init__(self, model: nn.Module, config: configs.Config) -> None:
         self.model = model.to(DEVICE)
         self.config = config
-        self.loss = configured_loss(config)
+        self.loss = configured_loss(config.algorithm.loss(config.rollout.max_tokens))
         self.dtype = getattr(torch, config.model.dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
 
@@ -229,7 +229,7 @@ def phases(config: configs.Config, samples: Sequence[TrainSample]) -> dict[str, 
 
         return wrapper
 
-    engine: Any = trainer.work.engine
+    engine: Any = trainer.engine
     for name in ("forward", "backward", "step"):
         setattr(engine, name, timed(name, getattr(engine, name)))
     start = now()

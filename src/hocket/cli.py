@@ -199,7 +199,7 @@ def _export(args: argparse.Namespace) -> int:
 def _ledger(args: argparse.Namespace) -> int:
     from hocket import checkpoints
     from hocket.data import ledger
-    from hocket.observe.report import read_lines
+    from hocket.observe.run_folder import read_lines
 
     if not args.RUN.is_dir():
         raise ConfigError(f"{args.RUN} is not a folder; name the folder of a run (run.dir)")

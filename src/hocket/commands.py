@@ -1,6 +1,7 @@
 """The commands that bring hocket's parts together in this process: train, rollout and eval."""
 
 import asyncio
+import functools
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -29,9 +30,12 @@ from hocket.rollout.evaluate import MAIN, evaluate, rewards_of_eval
 from hocket.rollout.pipeline import Pipeline
 from hocket.rollout.played import Player
 from hocket.rollout.replay import Replay
-from hocket.sync.base import WeightSync
-from hocket.sync.disk import DiskTransport
-from hocket.sync.turns import Turns, put_to_sleep
+from hocket.sync.bring_up import Canary, bring_up
+from hocket.sync.disk import VersionFolders
+from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
+from hocket.sync.publish import Publisher, TrainerTurn, Transport
+from hocket.sync.transports import DiskTransport, WithFallback
+from hocket.sync.versions import Versions
 from hocket.system import write_atomically
 from hocket.types import Prompt
 
@@ -79,7 +83,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         stack: ends the parts that need it.
     """
     scorer = stack.enter_context(RewardScorer(config.rewards))
-    judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
+    eval_scorer = stack.enter_context(RewardScorer(rewards_of_eval(config)))
     tokenizer = tokenizers.load(config.model.path)
     episodes = episodes_of(config, tokenizer)
     prompts = _load("train", config.data, config, tokenizer, console, episodes)
@@ -105,10 +109,9 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     if not (saved or replay):
         run_folder.ledger(0, [{"num_prompts": len(prompts)}])
     servers = _pool(config, () if replay else config.server_urls, **tell)
-    turns = Turns(config, trainer, servers) if config.launch.share_gpu else None
-    sync = _sync(config, trainer, servers, prompts, turns, console)
+    publisher = _publisher(config, trainer, servers, prompts, console.say)
     kl = KlController(config.algorithm)
-    parts: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": sync, "recorder": run_folder}
+    parts: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": run_folder}
     if saved is not None:
         saved.restore(parts)
     return Run(
@@ -127,14 +130,14 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
             progress=console.progress,
         ),
         held_out={} if replay else held_out,
-        judge=judge,
-        sync=sync,
+        eval_scorer=eval_scorer,
+        versions=publisher.versions,
+        publisher=publisher,
         kl=kl,
         folder=run_folder,
         console=console,
         checkpoints=stack.enter_context(Checkpoints(config, trainer, parts, last=saved.step if saved else 0)),
         episodes=episodes,
-        turns=turns,
     )
 
 
@@ -162,7 +165,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             config = config.model_copy(update=changed)
             arguments = [*arguments, f"model.path={model}", f"server.port={port}"]
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
-        judge = stack.enter_context(RewardScorer(rewards_of_eval(config)))
+        eval_scorer = stack.enter_context(RewardScorer(rewards_of_eval(config)))
         tokenizer = tokenizers.load(config.model.path)
         episodes = episodes_of(config, tokenizer)
         held_out = _held_out(config, tokenizer, console, episodes)
@@ -173,7 +176,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             async with _as_they_are(config, arguments, tokenizer, console) as servers:
                 console.say(f"evaluating on {sum(map(len, held_out.values()))} prompts")
                 metrics, groups = await evaluate(
-                    held_out, server=servers, scorer=judge, config=config, label="eval", episodes=episodes
+                    held_out, server=servers, scorer=eval_scorer, config=config, label="eval", episodes=episodes
                 )
                 path = config.run_dir / "rollouts" / "eval.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -300,7 +303,7 @@ async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
     if config.launch.share_gpu:
         async with _pool(config, config.server_urls, **tell) as servers:
             await servers.wait_up()
-            await put_to_sleep(servers, config)
+            await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
 
 
 def _pool(config: Config, urls: Sequence[str], **tell: Callable[..., None]) -> ServerPool:
@@ -313,26 +316,33 @@ def _pool(config: Config, urls: Sequence[str], **tell: Callable[..., None]) -> S
     )
 
 
-def _sync(
-    config: Config,
-    trainer: "Trainer",
-    servers: ServerPool,
-    prompts: Sequence[Prompt],
-    turns: Turns | None,
-    console: Console,
-) -> WeightSync:
+def _publisher(
+    config: Config, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt], say: Callable[[str], None]
+) -> Publisher:
+    """Choose the way of the weights, and have the pool bring up servers with it."""
     from hocket.sync.collective import CollectiveTransport
 
-    return WeightSync(
-        config,
-        trainer,
-        servers,
-        DiskTransport(config, trainer),
-        collective=CollectiveTransport(config, trainer) if servers.members and config.sync.backend == "nccl" else None,
-        canary=prompts[:CANARY_PROMPTS],
-        turns=turns,
-        say=console.say,
+    folders = VersionFolders(config.run_dir, trainer, config.sync)
+    disk = DiskTransport(folders, config.sync_root, config.sync, say)
+    transport: Transport = disk
+    trainer_turn: TrainerTurn = own_gpu
+    if config.launch.share_gpu:
+        keep = config.model.lora is not None
+        transport = SharedGpu(disk, folders, trainer, servers, config.sync, keep=keep)
+        trainer_turn = transport.trainer_turn
+    elif config.sync.backend == "nccl" and servers.members:
+        transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
+    canary = Canary(prompts[:CANARY_PROMPTS], trainer, config.rollout, config.sync, trainer_turn)
+    publisher = Publisher(
+        versions=Versions(folders),
+        pool=servers,
+        transport=transport,
+        check=canary.check,
+        check_every=config.sync.canary_every,
+        trainer_turn=trainer_turn,
     )
+    servers.bring_up = functools.partial(bring_up, publisher, trainer.check_same_model, say)
+    return publisher
 
 
 def _held_out(

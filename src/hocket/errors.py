@@ -29,6 +29,11 @@ class ServerError(HocketError):
         self.code = code  # the server's machine-readable error code, or "unreachable" or "timeout"
         self.status = status  # the HTTP status; None without an answer
 
+    @property
+    def refused(self) -> bool:
+        """Whether the server is well, and answered that the request is wrong (4xx)."""
+        return self.status is not None and self.status < 500
+
 
 class SyncError(HocketError):
     """A published weight version did not reach a server, or the proof that it did is missing."""

@@ -4,7 +4,6 @@ Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Ea
 read next.
 """
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +24,8 @@ from hocket.rollout.evaluate import evaluate
 from hocket.rollout.pipeline import Pipeline
 from hocket.rollout.played import Player
 from hocket.rollout.replay import Replay
-from hocket.sync.base import WeightSync
-from hocket.sync.turns import Turns
+from hocket.sync.publish import Publisher
+from hocket.sync.versions import Versions
 from hocket.system import run_in_thread
 from hocket.trainer.trainer import Trainer
 from hocket.types import Group, Prompt
@@ -40,10 +39,9 @@ class Run:
         stream: where the prompts of the batches come from; hears what became of each.
         pipeline: gives the batch of each step.
         held_out: prompts of the evaluation by dataset; none: no evaluation.
-        judge: the one reward whose mean over held-out prompts is the accuracy.
+        eval_scorer: the one reward whose mean over held-out prompts is the accuracy.
         kl: weighs a KL in the rewards.
         episodes: how held-out episodes of several turns are played; None: the model answers once.
-        turns: where server and trainer share a GPU; publishing ends the trainer's turn.
         checkpoints: what the run can go on from; the folder's history says how far it already is.
     """
 
@@ -53,13 +51,13 @@ class Run:
     stream: PromptStream
     pipeline: Pipeline | Replay
     held_out: Mapping[str, Sequence[Prompt]]
-    judge: RewardScorer
-    sync: WeightSync
+    eval_scorer: RewardScorer
+    versions: Versions
+    publisher: Publisher
     kl: KlController
     folder: RunFolder
     console: Console
     episodes: Player | None = None
-    turns: Turns | None = None
     checkpoints: Checkpoints
 
     async def train(self) -> dict[str, Any]:
@@ -67,20 +65,7 @@ class Run:
 
         Where every prompt is retired before, the step that finds none is the last; it only saves and evaluates.
         """
-        tasks = asyncio.create_task(self._beat()), asyncio.create_task(self._train())
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            heart, work = tasks
-            if heart.done():
-                heart.result()  # the other ranks are lost
-            return work.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _train(self) -> dict[str, Any]:
-        config, sync = self.config, self.sync
+        config = self.config
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
         if not self.folder.history:
             self.folder.finish(0, await self._evaluate(step=0))
@@ -97,9 +82,8 @@ class Run:
                 metrics |= batch.metrics | signal | rollout_metrics(batch.groups)
                 if config.pipeline.replay is None:
                     bound = config.pipeline.max_staleness
-                    metrics |= staleness_metrics(batch.groups, version=sync.version, bound=bound)
-                async with sync.training():  # meanwhile later batches are played, with pipeline.max_staleness
-                    metrics |= await (self._learn(step, kept) if kept else self._rest(step, last=last))
+                    metrics |= staleness_metrics(batch.groups, version=self.versions.current, bound=bound)
+                metrics |= await self._learn(step, kept, last=last)
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or last:
                     metrics |= await self._evaluate(step)
             metrics |= step_metrics(metrics)
@@ -115,15 +99,26 @@ class Run:
                 self.console.say(EXHAUSTED)
                 break
 
-        sync.save()
-        return self.folder.summary(seed=config.trainer.seed, final_version=sync.version)
+        self.versions.save()
+        return self.folder.summary(seed=config.trainer.seed, final_version=self.versions.current)
 
-    async def _learn(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Trains on the groups, publishes the new weights and returns what was measured on the way."""
+    async def _learn(self, step: int, groups: Sequence[Group], *, last: bool) -> dict[str, float]:
+        """Train on the groups and publish the new weights; without a group the weights stay as they are."""
+        if not groups and not self.checkpoints.due(step, last=last):
+            return {}
+        async with self.publisher.training(publishes=bool(groups)) as metrics:
+            if groups:
+                metrics |= await self._update(step, groups)
+            metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
+            if groups:
+                with timed(metrics, "time/sync"):
+                    metrics |= await self.publisher.publish()  # 7 weights      sync/publish.py
+        return metrics
+
+    async def _update(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Take the optimiser step of the groups."""
         metrics: dict[str, float] = {}
         self.console.progress(step, "training")
-        if self.turns is not None:
-            metrics |= await self.turns.trainer()  # the server makes room     sync/turns.py
         with timed(metrics, "time/measure"):
             sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
             measured = await run_in_thread(self.trainer.measure, sequences)
@@ -131,22 +126,7 @@ class Run:
         self.kl.update(shaping.get("rollout/kl"), len(samples))
         keep = self.folder.skipped(step)
         stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
-        metrics |= shaping | train_metrics(stats) | await run_in_thread(self.checkpoints.copy, step)
-        with timed(metrics, "time/sync"):
-            metrics |= await self.sync.publish()  # 7 weights      sync/
-        return metrics
-
-    async def _rest(self, step: int, *, last: bool) -> dict[str, float]:
-        """Leaves the weights as they are."""
-        if self.turns is None:
-            return await run_in_thread(self.checkpoints.copy, step, last=last)
-        if not self.checkpoints.due(step, last=last):
-            return {}
-        metrics = await self.turns.trainer(keep=True)  # its state is off the GPU, too
-        metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
-        await self.turns.server()
-        await self.turns.generation()
-        return metrics
+        return metrics | shaping | train_metrics(stats)
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Returns the eval/* metrics of the weights that the server holds; empty without held-out prompts."""
@@ -158,20 +138,13 @@ class Run:
             measured, groups = await evaluate(
                 self.held_out,
                 server=self.servers,
-                scorer=self.judge,
+                scorer=self.eval_scorer,
                 config=self.config,
                 label=f"eval {step}",
                 episodes=self.episodes,
             )
         self.folder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured
-
-    async def _beat(self) -> None:
-        """Tells the other ranks again and again that rank 0 is well: they wait only so long for the next work."""
-        while True:
-            await asyncio.sleep(self.config.trainer.collective_timeout_s / 4)
-            async with self.sync.training():
-                await run_in_thread(self.trainer.beat)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a weight version must consist of, and checksums that trainer and server compute alike.
+"""Describe weight versions by checksums that trainer and server compute alike.
 
 The checksum of a tensor reads its bytes as 64-bit words w, padded with zero bytes to blocks of 2^12, and works modulo
 2^64: a block is s = Σ (2i + 1)·K·w_i, the tensor is t ← t·K + s over its blocks. All factors are odd, so a change of
@@ -7,7 +7,6 @@ any single word always changes the sum. It runs where the tensor lies, in plain 
 
 import concurrent.futures
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ _BLOCKS_AT_ONCE = 1 << 9  # 16 MiB
 
 
 def tensor_checksum(tensor: "torch.Tensor") -> str:
-    """Returns 16 hexadecimal digits for the tensor's bytes, whatever its dtype and device."""
+    """Return 16 hexadecimal digits for the tensor's bytes, whatever its dtype and device."""
     import torch
 
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -47,30 +46,30 @@ def tensor_checksum(tensor: "torch.Tensor") -> str:
 
 
 def _block_sums(blocks: "torch.Tensor", factors: "torch.Tensor") -> "torch.Tensor":
-    """Returns the sum [n] over each of n blocks, modulo 2^64."""
+    """Return the sum [n] over each of n blocks, modulo 2^64."""
     if blocks.is_cuda:  # where torch has no matrix products of integers
         return (blocks * factors).sum(1)
     return blocks @ factors
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
-    """Returns "float32" for torch.float32: also the name in torch."""
+    """Return "float32" for torch.float32: also the name in torch."""
     return str(dtype).removeprefix("torch.")
 
 
 def spec(tensor: "torch.Tensor") -> TensorSpec:
-    """Returns dtype, shape and checksum of one tensor."""
+    """Return dtype, shape and checksum of one tensor."""
     return TensorSpec(dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), checksum=tensor_checksum(tensor))
 
 
 def specs(named: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, TensorSpec]:
-    """Returns dtype, shape and checksum of many tensors, computed by several threads."""
+    """Return dtype, shape and checksum of many tensors, computed by several threads."""
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)), "checksum") as threads:
         return dict(threads.map(lambda item: (item[0], spec(item[1])), named))
 
 
 def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
-    """Returns one checksum for a whole version: names, dtypes, shapes and contents, in any order."""
+    """Return one checksum for a whole version: names, dtypes, shapes and contents, in any order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         item = tensors[name]
@@ -85,18 +84,24 @@ def build(
     content: Content = "weights",
     base: BaseVersion | None = None,
 ) -> Manifest:
-    """Returns the manifest of the tensors, each read once."""
+    """Return the manifest of the tensors; each is read once."""
     made = specs(tensors)
     return Manifest(version=version, content=content, tensors=made, checksum=total_checksum(made), base=base)
 
 
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json, and COMPLETE, which makes the folder a version."""
+    (folder / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+    (folder / COMPLETE_FILE).touch()
+
+
 def read(folder: Path) -> Manifest:
-    """Reads manifest.json. Raises OSError or ValueError where it is missing or malformed."""
-    return Manifest.model_validate(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")))
+    """Read manifest.json. Raises OSError or ValueError where it is missing or malformed."""
+    return Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Yields every tensor of the folder's safetensors files, file by file. Raises SafetensorError on a broken one."""
+    """Yield every tensor of the folder's safetensors files, file by file. Raises SafetensorError on a broken one."""
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):

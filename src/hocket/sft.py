@@ -61,7 +61,7 @@ def run(config: Config) -> None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
         console.say(
-            f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters, on {trainer.num_ranks} rank(s)"
+            f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters, on {trainer.ranks.size} rank(s)"
         )
         console.say(trainer.memory)
         train(trainer, samples, config, run_folder, console, kept)

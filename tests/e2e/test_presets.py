@@ -149,7 +149,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             stream=stream,
             pipeline=pipeline,
             held_out={"": held_out[: config.eval.num_prompts]},
-            judge=scorer,
+            eval_scorer=scorer,
             sync=copy,
             kl=KlController(config.algorithm),
             folder=folder,

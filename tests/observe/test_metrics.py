@@ -20,36 +20,26 @@ from hocket.observe.metrics import (
 from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, StepStats, TokenSequence
 
 STATS = StepStats(
-    loss=0.1,
-    grad_norm=1.0,
-    learning_rate=0.1,
-    skipped=False,
-    metrics={},
-    num_tokens=100,
-    num_positions=150,
-    num_sequences=10,
-    num_micro_batches=2,
-    mfu=0.25,
-    seconds=0.5,
-)
+    loss=0.1, grad_norm=1.0, learning_rate=0.1, skipped=False, metrics={}, num_tokens=100, num_positions=150,
+    num_sequences=10, num_micro_batches=2, mfu=0.25, seconds=0.5,
+)  # fmt: skip
 
 
 def rollout(length: int, finish_reason: FinishReason, version_min: int, turns: int = 1) -> Rollout:
-    return Rollout(
-        id="r",
-        prompt=Prompt(id="p", token_ids=(1,)),
-        sequences=(
-            TokenSequence(
-                token_ids=(1,) + (2,) * length,
-                mask=(False,) + (True,) * length,
-                logprobs=(0.0,) + (-1.0,) * length,
-                finish_reason=finish_reason,
-                version_min=version_min,
-                version_max=version_min,
-                turns=turns,
-            ),
-        ),
+    sequence = TokenSequence(
+        token_ids=(1,) + (2,) * length,
+        mask=(False,) + (True,) * length,
+        logprobs=(0.0,) + (-1.0,) * length,
+        finish_reason=finish_reason,
+        version_min=version_min,
+        version_max=version_min,
+        turns=turns,
     )
+    return Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
+
+
+def group_of(*rollouts: Rollout) -> Group:
+    return Group(id="g", rollouts=rollouts, scores=(Score(total=1.0),) * len(rollouts))
 
 
 def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
@@ -84,7 +74,7 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
 
 
 def test_rollouts_within_the_bound_on_staleness_are_no_cause_for_alarm() -> None:
-    group = Group(id="g", rollouts=tuple(rollout(2, "stop", v) for v in (3, 4, 5)), scores=(Score(total=1.0),) * 3)
+    group = group_of(*(rollout(2, "stop", version) for version in (3, 4, 5)))
     within, beyond = (staleness_metrics([group], version=5, bound=bound) for bound in (2, 1))
     assert within["staleness/over_bound"] == 0
     assert not [name for name in alarms(within) if name.startswith("staleness/")]
@@ -93,12 +83,7 @@ def test_rollouts_within_the_bound_on_staleness_are_no_cause_for_alarm() -> None
 
 
 def test_turns_are_counted_where_there_are_several_and_an_episode_without_any_has_no_version() -> None:
-    rollouts = (
-        rollout(2, "stop", 5, turns=3),
-        rollout(2, "stop", 5),
-        rollout(0, "stop", 0, turns=0),
-    )
-    group = Group(id="g", rollouts=rollouts, scores=(Score(total=1.0),) * 3)
+    group = group_of(rollout(2, "stop", 5, turns=3), rollout(2, "stop", 5), rollout(0, "stop", 0, turns=0))
     assert rollout_metrics([group])["rollout/turns_mean"] == pytest.approx(4 / 3)
     assert staleness_metrics([group], version=5, bound=0)["staleness/max"] == 0
 
@@ -106,8 +91,7 @@ def test_turns_are_counted_where_there_are_several_and_an_episode_without_any_ha
 def test_an_episode_of_several_sequences_is_one_with_all_their_tokens_and_turns() -> None:
     episode = (rollout(5, "stop", 3, turns=2), rollout(1, "length", 4), rollout(2, "stop", 5))
     joined = dataclasses.replace(episode[0], sequences=tuple(one.sequences[0] for one in episode))
-    rollouts = (joined, rollout(4, "stop", 5))
-    group = Group(id="g", rollouts=rollouts, scores=(Score(total=1.0),) * 2)
+    group = group_of(joined, rollout(4, "stop", 5))
     metrics = rollout_metrics([group]) | staleness_metrics([group], version=5, bound=2)
     wanted = {"tokens": 12.0, "length_mean": 6.0, "length_stopped": 6.0, "turns_mean": 2.5, "sequences_mean": 2.0}
     assert {name: metrics[f"rollout/{name}"] for name in wanted} == wanted
@@ -133,22 +117,15 @@ def test_an_alarm_names_value_bound_and_advice_and_healthy_values_raise_none() -
 def loss_metrics() -> dict[str, float]:
     """What the trainer reports of a step: the loss's own metrics, and what it makes of them."""
     zeros_bt = torch.zeros(1, 1)
-    output = policy_loss(
-        zeros_bt,
-        zeros_bt,
-        zeros_bt,
-        torch.ones(1, 1, dtype=torch.bool),
-        config=LossConfig(),
-        num_tokens=1,
-        num_sequences=1,
-        ref_logprobs_bt=zeros_bt,
-    )
+    mask_bt = torch.ones(1, 1, dtype=torch.bool)
+    sizes = {"num_tokens": 1, "num_sequences": 1}
+    output = policy_loss(zeros_bt, zeros_bt, zeros_bt, mask_bt, config=LossConfig(), ref_logprobs_bt=zeros_bt, **sizes)
     return dict.fromkeys(output.metrics.keys() - {"importance_square"} | {"entropy", "ess", "loss_scale"}, 1.0)
 
 
 def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     known = {metric.name for metric in METRICS}
-    group = Group(id="g", rollouts=(rollout(2, "stop", 1),), scores=(Score(total=1.0),))
+    group = group_of(rollout(2, "stop", 1))
     critic = ("loss", "grad_norm", "skipped", "explained_variance", "value_mean", "return_mean")
     stats = dataclasses.replace(STATS, metrics=loss_metrics(), critic=dict.fromkeys(critic, 1.0))
     settings = load(None, ["algorithm.preset=reinforce_pp", "algorithm.overlong_share=0.5"])

@@ -10,7 +10,7 @@ import pytest
 from hocket.errors import ConfigError
 from hocket.registry import Registry
 from hocket.rewards import base
-from hocket.rewards.base import Outcome, Reward, bind, failure, outcome, reward
+from hocket.rewards.base import Reward, as_score, bind, failure, reward
 from hocket.types import Rollout, Score, TokenSequence
 
 
@@ -104,14 +104,14 @@ def test_an_unknown_reward_lists_the_known_ones_and_a_name_is_taken_once() -> No
 
 @pytest.mark.parametrize("number", [2, 2.0, numpy.float32(2), numpy.int64(2)])
 def test_numbers_of_any_kind_are_values(number: Any) -> None:
-    assert outcome(number) == Outcome(2.0, {})
+    assert as_score(number) == Score(total=2.0, parts={})
 
 
 def test_true_is_one_and_a_dict_adds_up_and_a_score_says_its_total() -> None:
-    assert outcome(True) == Outcome(1.0, {})
-    assert outcome({"style": 0.25, "sense": 1}) == Outcome(1.25, {"style": 0.25, "sense": 1.0})
-    assert outcome(Score(total=3.0, parts={"style": 0.5})) == Outcome(3.0, {"style": 0.5})
-    assert outcome(Score(total=1.0)) == Outcome(1.0, {})
+    assert as_score(True) == Score(total=1.0, parts={})
+    assert as_score({"style": 0.25, "sense": 1}) == Score(total=1.25, parts={"style": 0.25, "sense": 1.0})
+    assert as_score(Score(total=3.0, parts={"style": 0.5})) == Score(total=3.0, parts={"style": 0.5})
+    assert as_score(Score(total=1.0)) == Score(total=1.0, parts={})
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_true_is_one_and_a_dict_adds_up_and_a_score_says_its_total() -> None:
     ],
 )
 def test_what_is_no_finite_number_is_an_error(returned: Any, error: str) -> None:
-    assert outcome(returned).error == error
-    assert math.isnan(outcome(returned).value)
+    assert as_score(returned).error == error
+    assert math.isnan(as_score(returned).total)
 
 
 def test_an_error_of_the_function_s_own_score_stays_one() -> None:
-    assert outcome(Score(total=math.nan, error="the judge refused")).error == "the judge refused"
+    assert as_score(Score(total=math.nan, error="the judge refused")).error == "the judge refused"
 
 
 def test_a_failure_names_the_line_that_raised(tmp_path: Path) -> None:

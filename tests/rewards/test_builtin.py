@@ -124,7 +124,8 @@ async def test_math_compares_values_after_the_thought(scorer_of: Scorers, make_r
 async def test_math_that_takes_for_ever_is_an_error_and_the_next_one_is_scored(
     scorer_of: Scorers, make_rollout: Make
 ) -> None:
-    scorer = scorer_of({"math": 1.0}, timeout_s=10)
+    scorer = scorer_of({"math": 1.0}, timeout_s=1)
     slow = await scorer.score(make_rollout("9^9^9^9^9", answer="9^9^9^9"))
-    assert slow.error == "math: no result within 10 s; its worker process was ended"
+    assert slow.error == "math: no result within 1 s; its worker process was ended"
+    scorer._timeout_s = 120  # this one is not about the speed of the machine
     assert (await scorer.score(make_rollout("7", answer="7"))).total == 1.0

@@ -36,7 +36,7 @@ def pid(completion):
     return os.getpid()
 
 @reward("picky")
-def picky(completion):
+def picky(completion, meta):
     if completion == "raise":
         raise KeyError("no such word")
     if completion == "hang":
@@ -45,6 +45,8 @@ def picky(completion):
         subprocess.run([sys.executable, "-c", "import time; time.sleep(3600)  # " + __file__])
     if completion == "exit":
         os._exit(7)
+    if completion == "forge":
+        os.write(int(sys.argv[1]), b"[1]\\n")
     if completion == "nan":
         return float("nan")
     if completion == "none":
@@ -99,55 +101,44 @@ async def test_a_plugin_runs_in_another_process_with_its_options(scorer_of: Scor
     assert score.parts["pid"] != os.getpid()
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
+async def test_a_failing_reward_is_an_error_and_never_zero(scorer_of: Scorers, make_rollout: Make) -> None:
+    scorer = scorer_of({"exact_match": 1.0, "picky": 1.0}, timeout_s=60)
+    for text, error in (
         ("raise", "picky: KeyError: 'no such word' ("),
         ("nan", "picky: returned nan, which is not a finite number"),
         ("none", "picky: returned None instead of a number"),
         ("exit", "picky: its worker process ended with exit code 7"),
-    ],
-)
-async def test_a_failing_reward_is_an_error_and_never_zero(
-    scorer_of: Scorers, make_rollout: Make, text: str, error: str
-) -> None:
-    scorer = scorer_of({"exact_match": 1.0, "picky": 1.0}, timeout_s=60)
-    score = await scorer.score(make_rollout(text, answer=text))
-    assert score.error is not None
-    assert score.error.startswith(error)
-    assert math.isnan(score.total)
-    assert score.parts == {"exact_match": 1.0}  # what did work is still to be seen
-    assert (await scorer.score(make_rollout("fine"))).error is None
+        ("forge", "picky: its worker process answered with something else than a result"),
+        ("unpicklable", "picky: AttributeError: Can't pickle local object"),
+    ):
+        rollout = make_rollout(text, answer=text)
+        if text == "unpicklable":
+            rollout.prompt.meta["of"] = lambda: None  # type: ignore[index]
+        score = await scorer.score(rollout)
+        assert score.error is not None
+        assert score.error.startswith(error)
+        assert math.isnan(score.total)
+        assert score.parts == {"exact_match": 1.0}  # the result of the other one is still there
+        assert (await scorer.score(make_rollout("fine"))).error is None
 
 
-async def test_a_reward_that_hangs_ends_at_the_deadline_and_others_go_on(
-    scorer_of: Scorers, make_rollout: Make
+async def test_a_reward_that_hangs_ends_at_the_deadline_with_all_that_it_started_and_others_go_on(
+    scorer_of: Scorers, make_rollout: Make, plugin: Path
 ) -> None:
     scorer = scorer_of({"picky": 1.0}, timeout_s=2)
-    texts = ["hang" if i in (3, 17, 40, 41, 42, 43) else "fine" for i in range(60)]
-    scores = await asyncio.gather(*(scorer.score(make_rollout(text)) for text in texts))
-    for text, score in zip(texts, scores, strict=True):
-        if text == "hang":
-            assert score.error == "picky: no result within 2 s; its worker process was ended"
-        else:
-            assert (score.total, score.error) == (0.75, None)
-
-
-async def test_the_event_loop_runs_while_a_reward_hangs(scorer_of: Scorers, make_rollout: Make) -> None:
-    scorer = scorer_of({"picky": 1.0}, timeout_s=2)
-    hanging = asyncio.create_task(scorer.score(make_rollout("hang")))
+    hanging = {3: "hang", 4: "child"}  # the second one waits for a program of its own
+    scores = [asyncio.create_task(scorer.score(make_rollout(hanging.get(i, "fine")))) for i in range(60)]
+    await _until(lambda: bool(_sleepers(plugin)), scores[4])
     turns = 0
-    while not hanging.done():
+    while not scores[4].done():  # the event loop goes on meanwhile
         await asyncio.sleep(0.01)
         turns += 1
     assert turns > 10
-
-
-async def test_what_a_hanging_reward_started_ends_with_it(scorer_of: Scorers, make_rollout: Make, plugin: Path) -> None:
-    scorer = scorer_of({"picky": 1.0}, timeout_s=3)
-    score = asyncio.create_task(scorer.score(make_rollout("child")))
-    await _until(lambda: bool(_sleepers(plugin)), score)
-    assert (await score).error is not None
+    for i, score in enumerate(await asyncio.gather(*scores)):
+        if i in hanging:
+            assert score.error == "picky: no result within 2 s; its worker process was ended"
+        else:
+            assert (score.total, score.error) == (0.75, None)
     await _until(lambda: not _sleepers(plugin))
 
 
@@ -188,6 +179,16 @@ async def test_a_cancelled_score_cancels_its_async_reward(scorer_of: Scorers, ma
     with pytest.raises(asyncio.CancelledError):
         await score
     await _until(lambda: not _tasks_of("slow_judge"))
+
+
+async def test_after_a_cancelled_score_the_next_one_gets_its_own_answer(scorer_of: Scorers, make_rollout: Make) -> None:
+    scorer = scorer_of({"vowels": 1.0}, timeout_s=60)
+    for _ in range(3):
+        cancelled = [asyncio.create_task(scorer.score(make_rollout("aaa" * 100))) for _ in range(8)]
+        await asyncio.sleep(0.001)
+        for task in cancelled:
+            task.cancel()
+        assert (await scorer.score(make_rollout("a"))).total == 1.0
 
 
 async def test_a_hundred_at_once_each_get_their_own_score(scorer_of: Scorers, make_rollout: Make) -> None:

@@ -94,17 +94,17 @@ def load_by_collective(server: Any, adapter: Adapter) -> ReloadResponse:
     async def deliver() -> Any:
         async with ServerClient(str(server.client.base_url), token=None) as client:
             client._http.headers.update(server.client.headers)
-            transport = CollectiveTransport(config.load(None, []), adapter)
+            transport = CollectiveTransport(adapter, config.load(None, []).sync)
             with contextlib.closing(transport):
                 return await transport.deliver(version, [client])
 
     delivery = asyncio.run(deliver())
     answer = delivery.answers[0]
     assert isinstance(answer, ReloadResponse), answer
-    assert (answer.version, answer.checksum) == (version, delivery.checksum)
+    assert (answer.version, answer.checksum) == (version, delivery.checksums[0])
     # The adapter alone: A and B of rank 4 in both blocks, and at most 24 bytes of padding and checksum per tensor.
     numbers = sum(tensor.numel() for tensor in adapter.tensors.values())
-    assert 4 * numbers <= delivery.num_bytes <= 4 * numbers + 24 * len(adapter.tensors)
+    assert 4 * numbers <= delivery.metrics["sync/mebibytes"] * 2**20 <= 4 * numbers + 24 * len(adapter.tensors)
     return answer
 
 

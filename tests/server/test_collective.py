@@ -23,7 +23,7 @@ from hocket.client import ServerClient
 from hocket.errors import HocketError
 from hocket.protocol import ReloadResponse, TensorLayout
 from hocket.sync.collective import CollectiveTransport
-from hocket.sync.delivery import Delivery
+from hocket.sync.publish import Delivery
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +52,7 @@ class Source:
 @contextlib.contextmanager
 def transport(source: Any, *settings: str) -> Iterator[CollectiveTransport]:
     config = config_module.load(None, ["run.dir=runs/a", "sync.backend=nccl", "sync.timeout_s=90", *settings])
-    made = CollectiveTransport(config, source)
+    made = CollectiveTransport(source, config.sync)
     try:
         yield made
     finally:
@@ -89,7 +89,7 @@ def test_after_an_update_every_log_prob_is_the_new_models(servers: Any, kit: Any
             delivery = send(server, made, version)
         answer = delivery.answers[0]
         assert isinstance(answer, ReloadResponse), answer
-        assert (answer.version, answer.checksum) == (version, delivery.checksum)
+        assert (answer.version, answer.checksum) == (version, delivery.checksums[0])
         assert answer.num_tensors == (26 if head == "tied" else 27)
         assert server.health()["version"] == version
         gaps = server.gaps(model=new)

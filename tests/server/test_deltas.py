@@ -17,8 +17,9 @@ from hocket.client import ServerClient
 from hocket.errors import ServerError
 from hocket.protocol import ReloadResponse, TensorSpec
 from hocket.server.uploads import FOLDER
-from hocket.sync.delivery import Delivery
-from hocket.sync.disk import DiskTransport
+from hocket.sync.disk import VersionFolders
+from hocket.sync.publish import Delivery
+from hocket.sync.transports import DiskTransport
 
 pytestmark = pytest.mark.engine
 
@@ -30,6 +31,7 @@ class FakeTrainer:
         self.model = copy.deepcopy(model)
         self.dtype = getattr(torch, dtype)
         self.generator = torch.Generator().manual_seed(1)
+        self.said: list[str] = []
 
     @torch.no_grad()
     def step(self, share: float) -> None:
@@ -58,7 +60,8 @@ def make(server: Any, name: str, run_dir: Path, *settings: str, dtype: str = "fl
     trainer = FakeTrainer(server.model, dtype)
     trainer.step(1.0)
     config = config_module.load(None, [f"run.dir={run_dir / name}", "sync.delta=true", *settings])
-    return trainer, DiskTransport(config, trainer)
+    folders = VersionFolders(config.run_dir, trainer, config.sync)  # type: ignore[arg-type]
+    return trainer, DiskTransport(folders, config.sync_root, config.sync, trainer.said.append)
 
 
 def assert_serves(server: Any, trainer: FakeTrainer, delivery: Delivery, version: int) -> None:
@@ -93,9 +96,10 @@ async def test_several_deltas_end_where_a_full_version_would(servers: Any, varia
             delivery = await disk.deliver(version, [http])
             assert_serves(server, trainer, delivery, version)
             assert statistics.mean(server.gaps(model=old)) > 0.05, "the step changed nothing that shows"
-            assert delivery.notes == ()
-            assert delivery.changed == pytest.approx(0.02, rel=0.2)
-            assert delivery.num_bytes < 0.15 * full.num_bytes  # of a tiny model, whose manifest is a part of that
+            assert trainer.said == []
+            assert delivery.metrics["sync/changed"] == pytest.approx(0.02, rel=0.2)
+            share = delivery.metrics["sync/mebibytes"] / full.metrics["sync/mebibytes"]
+            assert share < 0.15  # of a tiny model, whose manifest is a part of that
     assert len(copies(server)) == 1
 
 
@@ -163,7 +167,7 @@ async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restar
     async with client(again, kit.TOKEN) as http:
         delivery = await disk.deliver(first + 3, [http])
         assert_serves(again, trainer, delivery, first + 3)
-        assert "in full: " in delivery.notes[0]
+        assert "in full: " in trainer.said[0]
         assert [path.name[9:] for path in (again.root / FOLDER).iterdir()] == [f"weights-v{first + 3:06d}"]
         # Several mebibytes, which the server refuses to take: its words must arrive all the same.
         folder = tmp_path / "large"

@@ -1,40 +1,64 @@
-"""Publishing against a fake server: what is on disk when, and what happens when any part of it fails."""
+"""Whole versions, deltas and uploads on disk, against a fake server that reads the folders as a real one does."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from hocket import config as config_module
-from hocket import manifest
+from hocket import delta, manifest
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import DiskSource, ReloadRequest, ReloadResponse, TensorSpec
-from hocket.sync.delivery import Delivery
-from hocket.sync.disk import DiskTransport
+from hocket.protocol import ReloadRequest, ReloadResponse, TensorSpec
+from hocket.server.errors import ApiError
+from hocket.server.versions import ModelShapes, PatchedCopy
+from hocket.sync.disk import VersionFolders
+from hocket.sync.publish import Delivery
+from hocket.sync.transports import DiskTransport
+from hocket.sync.versions import Versions
 
-WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+SHAPES = {"a": (40, 50), "b": (9,)}
+GONE = ServerError("can't reach it", code="unreachable")
 
 
 class FakeTrainer:
-    def __init__(self, fails: bool = False) -> None:
-        self.fails, self.exports = fails, 0
+    """Weights that change in a few places with each `step`."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+        self.exports = 0
+        self.fails = False
+
+    def step(self, *at: int) -> None:
+        for place in at:
+            self.weights["a"].view(-1)[place] += 1
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
         self.exports += 1
-        save_file(WEIGHTS, folder / "model.safetensors")
+        save_file(self.weights, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
         if self.fails:
             raise OSError(28, "No space left on device")
-        return manifest.specs(WEIGHTS.items())
+        return manifest.specs(self.weights.items())
+
+    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
+        for item in self.weights.items():
+            sink([item])
+        if self.fails:
+            raise OSError(28, "No space left on device")
 
 
 class FakeServer:
-    """Reads the published folder as a server would, and answers with what it finds or what it is told to."""
+    """Takes versions as an engine does, into a dictionary, or fails with `error`."""
 
-    def __init__(self, root: Path, error: ServerError | None = None) -> None:
-        self.root, self.error = root, error
+    def __init__(self, url: str, root: Path, error: ServerError | None = None) -> None:
+        self.url, self.root, self.error = url, root, error
+        self.copy = PatchedCopy()
+        self.holds: dict[str, torch.Tensor] = {}
+        self.names: list[str] = []
         self.requests: list[ReloadRequest] = []
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
@@ -42,108 +66,277 @@ class FakeServer:
         if self.error:
             raise self.error
         self.requests.append(request)
-        assert isinstance(request.source, DiskSource)
-        folder = self.root / request.source.name
-        assert (folder / "COMPLETE").exists()
-        found = manifest.read(folder)
+        name: str = request.source.name  # type: ignore[union-attr]
+        self.names.append("/".join(name.split("/")[-2:]))
+        shapes = ModelShapes(shapes=SHAPES, tied={})
+        try:
+            described = manifest.read(self.root / name)
+            folder = self.copy.whole(self.root / name, described, request.version, shapes)
+        except ApiError as error:
+            raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
+        self.holds = load_file(folder / "model.safetensors")
         return ReloadResponse(
-            version=request.version,
-            seconds=0.1,
-            num_tensors=len(found.tensors),
-            checksum=found.checksum,
-            session="s",
+            version=request.version, seconds=0.1, num_tensors=2, checksum=described.checksum, session="s"
         )
 
-
-def make(tmp_path: Path, *settings: str, fails: bool = False) -> tuple[FakeTrainer, DiskTransport]:
-    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *settings])
-    trainer = FakeTrainer(fails)
-    return trainer, DiskTransport(config, trainer)
-
-
-async def deliver(disk: DiskTransport, version: int, *servers: FakeServer) -> Delivery:
-    return await disk.deliver(version, servers)  # type: ignore[arg-type]
+    async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
+        (self.root / "up" / name).mkdir(parents=True)
+        for path in folder.iterdir():
+            (self.root / "up" / name / path.name).write_bytes(path.read_bytes())
+        return f"up/{name}"
 
 
-async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp_path: Path) -> None:
-    _, disk = make(tmp_path, "sync.in_flight=drain")
-    server = FakeServer(tmp_path / "runs")
-    delivery = await deliver(disk, 7, server)
-    folder = tmp_path / "runs" / "a" / "weights" / "v000007"
-    source = DiskSource(name="a/weights/v000007")
-    assert server.requests == [ReloadRequest(version=7, source=source, in_flight="drain")]
+class Disk:
+    """The folders and the transport of one run, which publish what `trainer` holds."""
+
+    def __init__(self, tmp_path: Path, *settings: str) -> None:
+        config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *settings])
+        self.trainer, self.said, self.run = FakeTrainer(), list[str](), tmp_path / "runs" / "a"
+        self.folders = VersionFolders(config.run_dir, self.trainer, config.sync)  # type: ignore[arg-type]
+        self.versions = Versions(self.folders)
+        self._transport = DiskTransport(self.folders, config.sync_root, config.sync, self.said.append)
+
+    async def deliver(self, version: int, *servers: FakeServer) -> Delivery:
+        return await self._transport.deliver(version, servers)  # type: ignore[arg-type]
+
+    def names(self) -> list[str]:
+        return sorted(str(path.relative_to(self.run)) for path in self.run.glob("*/*"))
+
+    def size(self, name: str) -> float:
+        return sum(path.stat().st_size for path in (self.run / name).iterdir()) / 2**20
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Any:
+    made: list[FakeServer] = []
+
+    def make(root: str = "runs", error: ServerError | None = None) -> FakeServer:
+        made.append(FakeServer(f"http://{len(made)}", tmp_path / root, error))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.copy.discard()
+
+
+def assert_same(server: FakeServer, trainer: FakeTrainer) -> None:
+    for name, tensor in trainer.weights.items():
+        assert torch.equal(server.holds[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.in_flight=drain"), servers()
+    delivery = await disk.deliver(7, server)
+    folder = disk.run / "weights" / "v000007"
+    [request] = server.requests
+    assert (request.version, request.source.name, request.in_flight) == (7, "a/weights/v000007", "drain")
     assert sorted(path.name for path in folder.iterdir()) == [
         "COMPLETE",
         "config.json",
         "manifest.json",
         "model.safetensors",
     ]
-    found = json.loads((folder / "manifest.json").read_text())
-    assert found["version"] == 7
-    assert {name: (t["dtype"], t["shape"]) for name, t in found["tensors"].items()} == {
-        "a": ("float32", [2]),
-        "b": ("bfloat16", [2, 2]),
+    found = manifest.read(folder)
+    assert (found.version, found.base) == (7, None)
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in found.tensors.items()} == {
+        name: ("bfloat16", shape) for name, shape in SHAPES.items()
     }
-    assert delivery.checksum == found["checksum"]
-    assert delivery.num_bytes == sum(path.stat().st_size for path in folder.iterdir())
-    assert [getattr(answer, "checksum", answer) for answer in delivery.answers] == [found["checksum"]]
+    assert list(delivery.checksums) == [found.checksum] == [answer.checksum for answer in delivery.answers]
+    assert delivery.metrics["sync/mebibytes"] == disk.size("weights/v000007")
 
 
-async def test_all_servers_load_one_folder_and_the_failure_of_one_is_its_answer(tmp_path: Path) -> None:
-    trainer, disk = make(tmp_path)
-    gone = ServerError("can't reach it", code="unreachable")
-    first, second, third = (FakeServer(tmp_path / "runs", error) for error in (None, gone, None))
-    delivery = await deliver(disk, 1, first, second, third)
-    assert [answer is gone for answer in delivery.answers] == [False, True, False]
-    assert [len(server.requests) for server in (first, second, third)] == [1, 0, 1]
-    await deliver(disk, 1, second, third)  # the version that a late server is brought up with
-    assert trainer.exports == 1
-    assert len(third.requests) == 2
+async def test_all_servers_load_one_folder_and_the_failure_of_one_is_its_answer(tmp_path: Path, servers: Any) -> None:
+    disk, first, second, third = Disk(tmp_path), servers(), servers(error=GONE), servers()
+    delivery = await disk.deliver(1, first, second, third)
+    assert [answer is GONE for answer in delivery.answers] == [False, True, False]
+    await disk.deliver(1, third)  # the version that a late server is brought up with
+    assert (disk.trainer.exports, len(third.requests)) == (1, 2)
 
 
-async def test_a_failed_write_leaves_nothing_behind_and_asks_no_server(tmp_path: Path) -> None:
-    trainer, disk = make(tmp_path, fails=True)
-    server = FakeServer(tmp_path / "runs")
+async def test_a_failed_write_leaves_nothing_behind_and_asks_no_server(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path), servers()
+    disk.trainer.fails = True
     with pytest.raises(SyncError, match=r"No space left on device.*Free space"):
-        await deliver(disk, 1, server)
-    assert list((tmp_path / "runs" / "a" / "weights").iterdir()) == []
-    assert server.requests == []
-    trainer.fails = False
-    await deliver(disk, 1, server)  # once there is space the same version goes through
+        await disk.deliver(1, server)
+    assert (disk.names(), server.requests) == ([], [])
+    disk.trainer.fails = False
+    await disk.deliver(1, server)  # once there is space the same version goes through
     assert len(server.requests) == 1
 
 
-async def test_the_newest_versions_are_kept_and_older_ones_removed(tmp_path: Path) -> None:
-    _, disk = make(tmp_path)
+async def test_the_newest_versions_are_kept_and_older_ones_removed(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path), servers()
     for version in range(1, 5):
-        await deliver(disk, version, FakeServer(tmp_path / "runs"))
-    assert sorted(path.name for path in (tmp_path / "runs" / "a" / "weights").iterdir()) == ["v000003", "v000004"]
+        await disk.deliver(version, server)
+    assert disk.names() == ["weights/v000003", "weights/v000004"]
 
 
 async def test_a_version_of_another_trainer_is_never_written_over(tmp_path: Path) -> None:
-    await deliver(make(tmp_path)[1], 1, FakeServer(tmp_path / "runs"))
+    await Disk(tmp_path).deliver(1)
     with pytest.raises(SyncError, match=r"v000001 exists already; two trainers must not share run\.dir"):
-        await deliver(make(tmp_path)[1], 1, FakeServer(tmp_path / "runs"))
+        await Disk(tmp_path).deliver(1)
 
 
 async def test_versions_of_steps_that_are_taken_again_are_removed_first(tmp_path: Path) -> None:
-    _, disk = make(tmp_path, "sync.keep=9")
+    disk = Disk(tmp_path, "sync.keep=9")
     for version in (3, 4, 5):
-        await deliver(disk, version)
-    weights = tmp_path / "runs" / "a" / "weights"
+        await disk.deliver(version)
     for name in ("v000004", "v000005"):
-        (tmp_path / "runs" / "a" / "deltas" / name).mkdir(parents=True)
-    _, resumed = make(tmp_path)
-    resumed.remove_above(4)
-    assert sorted(path.name for path in weights.iterdir()) == ["v000003", "v000004"]
-    assert [path.name for path in (tmp_path / "runs" / "a" / "deltas").iterdir()] == ["v000004"]
-    await deliver(resumed, 5)
+        (disk.run / "deltas" / name).mkdir(parents=True)
+    resumed = Disk(tmp_path)
+    resumed.versions.restore({"version": 4})
+    assert disk.names() == ["deltas/v000004", "weights/v000003", "weights/v000004"]
+    await resumed.deliver(5)
 
 
 def test_writing_alone_gives_a_folder_that_a_server_would_take(tmp_path: Path) -> None:
-    trainer, disk = make(tmp_path)
-    folder = disk.write(3)
-    assert folder == tmp_path / "runs" / "a" / "weights" / "v000003"
+    disk = Disk(tmp_path)
+    disk.versions.begin(held=2)
+    folder = disk.versions.save()
+    assert folder == disk.run / "weights" / "v000003"
     assert manifest.read(folder).version == 3
-    assert disk.write(3) == folder
-    assert trainer.exports == 1
+    assert disk.versions.save() == folder
+    assert disk.trainer.exports == 1
+
+
+async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    first = await disk.deliver(1, server)
+    assert ("sync/changed" in first.metrics, disk.names()) == (False, ["weights/v000001"])
+    disk.trainer.step(3, 700)
+    second = await disk.deliver(2, server)
+    folder = disk.run / "deltas" / "v000002"
+    assert sorted(path.name for path in folder.iterdir()) == ["COMPLETE", "delta.safetensors", "manifest.json"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # whoever may read one may read all
+    made = manifest.read(folder)
+    assert made.base is not None
+    assert (made.version, made.base.version, made.base.checksum) == (2, 1, first.checksums[0])
+    assert made.checksum == manifest.build(2, disk.trainer.weights.items()).checksum == second.checksums[0]
+    assert second.metrics["sync/changed"] == 2 / (40 * 50 + 9)
+    parts = load_file(folder / "delta.safetensors")
+    assert (sorted(parts), parts["a:values"].numel()) == (["a:gaps", "a:values"], 2)
+    assert second.metrics["sync/mebibytes"] == disk.size("deltas/v000002")
+    assert_same(server, disk.trainer)
+
+
+async def test_a_chain_of_deltas_ends_bit_by_bit_where_a_full_version_would(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true", "sync.keep=1"), servers()
+    for version in range(1, 8):
+        disk.trainer.step(version, 100 * version)
+        delivery = await disk.deliver(version, server)
+        assert [answer.checksum for answer in delivery.answers] == delivery.checksums
+        assert_same(server, disk.trainer)
+    assert server.names == ["weights/v000001", *(f"deltas/v00000{version}" for version in range(2, 8))]
+    assert (disk.trainer.exports, disk.names()) == (1, ["deltas/v000007", "weights/v000001"])
+
+
+async def test_every_so_many_versions_one_is_full(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true", "sync.full_every=3"), servers()
+    for version in range(1, 8):
+        disk.trainer.step(version)
+        await disk.deliver(version, server)
+    assert [name.startswith("deltas") for name in server.names] == [False, True, False, True, True, False, True]
+    assert_same(server, disk.trainer)
+
+
+async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp_path: Path, servers: Any) -> None:
+    disk, server, late = Disk(tmp_path, "sync.delta=true"), servers(), servers()
+    await disk.deliver(1, server)
+    disk.trainer.step(5)
+    delivery = await disk.deliver(2, server, late)
+    assert (server.names, late.names) == (["weights/v000001", "deltas/v000002"], ["deltas/v000002", "weights/v000002"])
+    assert [answer.checksum for answer in delivery.answers] == delivery.checksums
+    mebibytes = disk.size("deltas/v000002") + disk.size("weights/v000002") / 2
+    assert delivery.metrics["sync/mebibytes"] == pytest.approx(mebibytes)
+    assert len(disk.said) == 1
+    assert f"version 2 goes to {late.url} in full: this is what changed since version 1" in disk.said[0]
+    disk.trainer.step(6)
+    await disk.deliver(3, server, late)
+    assert (server.names[-1], late.names[-1], len(disk.said)) == ("deltas/v000003", "deltas/v000003", 1)
+    assert_same(server, disk.trainer)
+    assert_same(late, disk.trainer)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+async def test_a_delta_that_was_tampered_with_is_refused_and_the_full_version_lands(
+    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    await disk.deliver(1, server)
+    patch = delta.patch
+
+    def tampered(files: Path, folder: Path) -> None:
+        flip(folder / "delta.safetensors")
+        patch(files, folder)
+
+    monkeypatch.setattr("hocket.delta.patch", tampered)
+    disk.trainer.step(5)
+    await disk.deliver(2, server)
+    monkeypatch.undo()
+    assert server.names[1:] == ["deltas/v000002", "weights/v000002"]
+    assert "the bytes of tensor 'a' are not the ones that were published" in disk.said[0]
+    assert_same(server, disk.trainer)
+    disk.trainer.step(6)
+    await disk.deliver(3, server)
+    assert server.names[3:] == ["deltas/v000003"]
+    assert_same(server, disk.trainer)
+
+
+async def test_a_step_that_changed_nothing_is_a_version_too(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    await disk.deliver(1, server)
+    delivery = await disk.deliver(2, server)
+    assert (server.names, delivery.metrics["sync/changed"]) == (["weights/v000001", "deltas/v000002"], 0.0)
+    assert [answer.version for answer in delivery.answers] == [2]
+
+
+async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    for version in (1, 2):
+        disk.trainer.step(version)
+        await disk.deliver(version, server)
+    folder = disk.folders.full(2).folder
+    assert folder == disk.run / "weights" / "v000002"
+    assert torch.equal(load_file(folder / "model.safetensors")["a"], disk.trainer.weights["a"])
+    disk.trainer.step(9)
+    await disk.deliver(3, server)
+    assert server.names[-1] == "deltas/v000003"  # of version 2, whichever of its folders the server has
+    assert_same(server, disk.trainer)
+
+
+async def test_after_a_failed_write_the_next_version_is_full(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    await disk.deliver(1, server)
+    disk.trainer.fails = True
+    disk.trainer.step(2)
+    with pytest.raises(SyncError, match=r"deltas/v000002: .*No space left on device.*Free space"):
+        await disk.deliver(2, server)
+    disk.trainer.fails = False
+    await disk.deliver(2, server)
+    assert (server.names[-1], disk.names()) == ("weights/v000002", ["weights/v000001", "weights/v000002"])
+    assert_same(server, disk.trainer)
+
+
+async def test_with_upload_a_server_loads_what_it_was_sent(tmp_path: Path, servers: Any) -> None:
+    disk, far = Disk(tmp_path, "sync.delta=true", "sync.upload=true"), servers("elsewhere")
+    for version in (1, 2, 3):
+        disk.trainer.step(version)
+        await disk.deliver(version, far)
+    assert [name[11:] for name in far.names] == ["-weights-v000001", "-deltas-v000002", "-deltas-v000003"]
+    assert_same(far, disk.trainer)
+    assert disk.folders.full(3).folder.name == "v000003"
+
+
+async def test_any_other_failure_of_a_delta_is_no_reason_to_send_more(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    await disk.deliver(1, server)
+    server.error = GONE
+    disk.trainer.step(1)
+    delivery = await disk.deliver(2, server)
+    assert list(delivery.answers) == [GONE]
+    assert (disk.trainer.exports, disk.names()) == (1, ["deltas/v000002", "weights/v000001"])

@@ -83,7 +83,7 @@ def test_a_model_made_of_a_checkpoint_is_what_the_trainer_publishes(
             trainer.step(make_samples())
         folder = save(trainer, config)
         trainer.export(tmp_path / "published")
-        expected = logprobs(trainer.work.policy.model)
+        expected = logprobs(trainer.policy.model)
     export(folder, tmp_path / "model", base=None)
     made, published = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "published"))
     assert made.keys() == published.keys() == load_file(Path(path) / "model.safetensors").keys()
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_an_adapter_is_merged_into_its_base(ranks: Ranks, untied
         for _ in range(2):
             trainer.step(make_samples())
         folder = save(trainer, config)
-        expected = logprobs(trainer.work.policy.model)
+        expected = logprobs(trainer.policy.model)
     export(folder, tmp_path / "model", base=None)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     torch.testing.assert_close(logprobs(loaded), expected, atol=1e-5, rtol=0)
@@ -168,12 +168,12 @@ def test_a_sink_that_fails_is_heard_and_the_trainer_goes_on(ranks: Ranks, tied_m
 def test_the_state_comes_in_buckets_that_stay_as_they_are(
     ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.trainer.work.BUCKET_BYTES", 10_000)
+    monkeypatch.setattr("hocket.trainer.trainer.BUCKET_BYTES", 10_000)
     with Trainer(make_config(tied_model, tmp_path), ranks=ranks) as trainer:
         kept: list[dict[str, torch.Tensor]] = []
         trainer.state(lambda bucket: kept.append(dict(bucket)))
         before = [{name: tensor.clone() for name, tensor in bucket.items()} for bucket in kept]
-        largest = max(p.numel() * 4 for p in trainer.work.policy.parameters())
+        largest = max(p.numel() * 4 for p in trainer.policy.parameters())
         trainer.step(make_samples())
     assert len(kept) > 5
     for bucket, expected in zip(kept, before, strict=True):

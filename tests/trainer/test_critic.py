@@ -263,9 +263,9 @@ def test_a_trainer_without_need_of_a_critic_has_none(ranks: Ranks, tied_model: s
         config, loss=lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={}), ranks=ranks
     ) as t:
         assert t.measure(ROLLOUTS) == [], "sft has the algorithm's settings, but no use for them"
-        assert not t.work.beside
+        assert t.models.engines.keys() == {"policy"}
     with make_trainer(
         ranks, tied_model, "algorithm.preset=grpo", "algorithm.baseline=mean", "algorithm.scale=group"
     ) as trainer:
         assert trainer.measure(ROLLOUTS) == []
-        assert not trainer.work.beside
+        assert trainer.models.engines.keys() == {"policy"}

@@ -17,9 +17,9 @@ from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
 from hocket.trainer import engine, guards
 from hocket.trainer.batching import TrainBatch
+from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.trainer.work import BatchLoss
 from hocket.types import StepStats, TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
@@ -77,7 +77,7 @@ def test_samples_without_finite_log_probs_are_named_and_kept(
     with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", "trainer.max_skipped_steps=2") as trainer:
         assert not trainer.step(SAMPLES, keep=tmp_path / "step_000001.json").skipped
         assert list(tmp_path.iterdir()) == []
-        hook = trainer.work.policy.model.get_input_embeddings().register_forward_hook(
+        hook = trainer.policy.model.get_input_embeddings().register_forward_hook(
             lambda _, inputs, output: output.masked_fill((inputs[0] == 12)[..., None], math.nan)
         )
         before = weights(trainer)
@@ -112,7 +112,7 @@ def test_gradients_that_are_not_finite_are_told_apart_from_the_loss(
     ranks: Ranks, tied_model: str, tmp_path: Path
 ) -> None:
     with make_trainer(ranks, tied_model) as trainer:
-        norm = trainer.work.policy.model.model.norm.weight
+        norm = trainer.policy.model.model.norm.weight
         norm.register_hook(lambda gradient: gradient * math.inf)
         assert trainer.step(SAMPLES, keep=tmp_path / "a.json").skipped
         assert math.isfinite(trainer.step(SAMPLES, keep=tmp_path / "b.json").loss)
@@ -198,7 +198,7 @@ def test_in_float16_neither_a_broken_loss_nor_a_rehearsal_lowers_the_scale(
     bad = False
     settings = ("model.dtype=float16", f"trainer.zero_stage={stage}", "trainer.micro_batch_tokens=auto")
     with make_trainer(ranks, tied_model, *settings, loss=bad_loss(lambda: bad, math.nan)) as trainer:
-        assert trainer.work.engine.loss_scale == 4096
+        assert trainer.engine.loss_scale == 4096
         bad = True
         assert trainer.step(SAMPLES).skipped
         bad = False
@@ -223,7 +223,7 @@ def raise_at(place: str, error: Exception, trainer: Trainer, monkeypatch: pytest
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    target = trainer.work.policy.model.get_output_embeddings() if place == "logits" else trainer.work.engine._engine
+    target = trainer.policy.model.get_output_embeddings() if place == "logits" else trainer.engine._engine
     monkeypatch.setattr(target, "forward" if place == "logits" else place, fail)
 
 
@@ -292,7 +292,7 @@ def test_the_longest_sequence_bounds_the_smaller_micro_batch() -> None:
 def test_a_step_counts_its_tokens_and_operations(ranks: Ranks, tied_model: str) -> None:
     with make_trainer(ranks, tied_model) as trainer:
         stats: StepStats = trainer.step(SAMPLES)
-        peak = trainer.work._peak_flops
+        peak = trainer.models.peak_flops
     assert (stats.num_tokens, stats.num_positions) == (21, 24)
     # By hand: 9216 multiply-adds in each of 2 layers per position, 2048 per trained token, 64 in each layer per pair.
     flops = 6 * (24 * 2 * 9216 + 21 * 2048 + 3 * 36 * 2 * 64)

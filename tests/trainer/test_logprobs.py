@@ -1,8 +1,8 @@
 import pytest
 import torch
+from tests.trainer.counting import peak_bytes
 
 from hocket.trainer.logprobs import token_logprobs
-from hocket.trainer.memory import peak_bytes
 
 TEMPERATURE = 0.7
 Inputs = tuple[torch.Tensor, torch.nn.Linear, torch.Tensor, torch.Tensor]
@@ -76,7 +76,7 @@ def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backwa
             logprobs, _ = token_logprobs(hidden, head, targets, temperature=0.7, chunk_tokens=32)
             logprobs.sum().backward()
 
-        peaks.append(peak_bytes(work, torch.device("cpu")))
+        peaks.append(peak_bytes(work))
     assert peaks[0] < 14 * 32 * 2000  # three float32 numbers per logit of a chunk, and the head's gradient
     assert peaks[1] < 1.15 * peaks[0]
 

@@ -59,7 +59,7 @@ def with_peft(base: str, folder: Path) -> Any:
 
 
 def frozen_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    named = dict(trainer.work.policy.model.named_parameters())
+    named = dict(trainer.policy.model.named_parameters())
     with gathered(list(named.values())):
         return {name.replace(".base_layer", ""): p.detach().clone() for name, p in named.items() if "lora" not in name}
 
@@ -80,7 +80,7 @@ def test_only_the_adapter_moves_and_peft_computes_the_same_with_what_is_publishe
         for _ in range(3):
             assert trainer.step(make_samples()).grad_norm > 0
         trainer.export(tmp_path / "end")
-        trained = logits(trainer.work.policy.model)
+        trained = logits(trainer.policy.model)
         held = frozen_of(trainer)
         sent = [[item.name for item in bucket] for bucket in trainer.layout(4096)]
         streamed: dict[str, torch.Tensor] = {}
@@ -115,7 +115,7 @@ def test_the_merged_model_is_what_was_trained_and_complete(
         for _ in range(3):
             trainer.step(make_samples())
         trainer.export(tmp_path / "adapter")
-        trained = logits(trainer.work.policy.model)
+        trained = logits(trainer.policy.model)
         fingerprint = tokenizers.fingerprint(trainer.tokenizer)
     lora.merge(tmp_path / "adapter", tmp_path / "model")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
@@ -197,7 +197,7 @@ def test_a_restored_adapter_continues_bit_for_bit(ranks: Ranks, untied_model: st
         trainer.restore(SavedTensors(tmp_path), rest)
         again = trainer.step(make_samples())
         assert (again.loss, again.grad_norm) == (first.loss, first.grad_norm)
-        trained = sum(p.numel() for p in trainer.work.policy.parameters() if p.requires_grad and stage == 1)
+        trained = sum(p.numel() for p in trainer.policy.parameters() if p.requires_grad and stage == 1)
     if stage == 1:
         size = sum(file.stat().st_size for file in tmp_path.iterdir())
         assert 12 * trained < size < 12 * trained + 20_000  # frozen weights are no part of it
@@ -239,13 +239,13 @@ def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
     settings = (f"trainer.zero_stage={stage}", "model.dtype=bfloat16")
     with make_trainer(ranks, untied_model, *settings) as trainer:
         exact = trainer.logprob_gap(make_samples())
-        full = sum(p.nbytes for p in trainer.work.policy.parameters())
+        full = sum(p.nbytes for p in trainer.policy.parameters())
     with make_trainer(ranks, untied_model, *settings, "model.lora.quantize=nf4") as trainer:
-        held = {name: p for name, p in trainer.work.policy.named_parameters() if not p.requires_grad}
+        held = {name: p for name, p in trainer.policy.named_parameters() if not p.requires_grad}
         packed = [name for name, p in held.items() if p.dtype == torch.uint8]
         assert len(packed) == 2 * len(LAYERS)  # not the output head, embeddings and norms
         before = {name: p.detach().clone() for name, p in held.items()}
-        assert sum(p.nbytes for p in trainer.work.policy.parameters()) < 0.7 * full
+        assert sum(p.nbytes for p in trainer.policy.parameters()) < 0.7 * full
         # Rounding to 4 bits shows, but little: both are about |log p + 3|.
         assert 0 < abs(trainer.logprob_gap(make_samples()) - exact) < 0.5
         losses = [trainer.step(make_samples()).loss for _ in range(5)]

@@ -1,21 +1,24 @@
 import dataclasses
 import gc
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.trainer.conftest import make_tokenizer
+from tests.trainer.counting import peak_bytes
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hocket import config as config_module
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer import engine, memory
+from hocket.trainer import memory
 from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.engine import BUCKET_ELEMENTS
-from hocket.trainer.memory import GIB, Estimate, Model, estimate, largest_micro_batch, peak_bytes, together
+from hocket.trainer.memory import GIB, Estimate, Model, estimate, fit_micro_batch, largest_micro_batch, together
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -76,7 +79,7 @@ def test_the_peak_is_that_of_the_worst_moment() -> None:
         two = torch.zeros(250)  # 1000
         two.view(10, 25).add_(1)  # nothing new
 
-    assert peak_bytes(work, CPU) == 12_000
+    assert peak_bytes(work) == 12_000
 
 
 def test_sizes_are_read_off_a_model_without_weights(tied_model: str) -> None:
@@ -151,7 +154,7 @@ def test_estimated_activations_are_those_of_a_forward_and_backward(
     gradients = model.num_parameters * model.itemsize  # are there before, and again at the end
     config = TrainerConfig(micro_batch_tokens=1024, gradient_checkpointing=checkpointing)
     expected = estimate(model, config, stage=1, num_ranks=1, offloads=False).activations
-    assert peak_bytes(work, CPU) == pytest.approx(expected + (gradients if checkpointing else 0) / 2, rel=0.15)
+    assert peak_bytes(work) == pytest.approx(expected + (gradients if checkpointing else 0) / 2, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +167,9 @@ def test_the_estimate_is_what_a_trainer_holds(ranks: Ranks, wide_model: str, sta
     with make_trainer(ranks, wide_model, *settings) as trainer:
         trainer.step(samples(64))
         held = bytes_held() - before
-        used = held + peak_bytes(lambda: trainer.step(samples(2048)), CPU)
+        used = held + peak_bytes(lambda: trainer.step(samples(2048)))
         config = config_module.load(None, list(settings)).trainer
-        model = Model.of(trainer.work.policy.model, trainer.work._dtype)
+        model = Model.of(trainer.policy.model, trainer.models.dtype)
         model = dataclasses.replace(model, num_parameters=trainer.num_parameters, num_trained=trainer.num_parameters)
     expected = estimate(model, config, stage=stage, num_ranks=1, offloads=False).total
     assert used == pytest.approx(expected, rel=0.15)
@@ -194,10 +197,10 @@ def test_models_beside_the_policy_count_by_hand() -> None:
     critic = Estimate(weights=11, gradients=22, optimizer=66, activations=9, logits=3)
     frozen = Estimate(weights=5, gradients=10, optimizer=30, activations=4, logits=3)
     # the reference has weights alone; critic and policy run one after the other
-    assert together(policy, critic=critic, reference=frozen) == Estimate(
+    assert together({"policy": policy, "critic": critic, "reference": frozen}) == Estimate(
         weights=26, gradients=42, optimizer=126, activations=9, logits=3
     )
-    assert together(policy, critic=None, reference=None) == policy
+    assert together({"policy": policy}) == policy
 
 
 def test_frozen_layers_in_four_bits_take_about_half_a_byte_per_weight(tied_model: str) -> None:
@@ -211,21 +214,6 @@ def test_frozen_layers_in_four_bits_take_about_half_a_byte_per_weight(tied_model
     assert plain - small == pytest.approx((2 - 0.53) * found.num_quantized)
 
 
-def test_auto_counts_a_critic_and_a_reference_and_goes_with_them(
-    ranks: Ranks, tied_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device: GIB // 16)
-    settings = ("model.dtype=float32", "trainer.micro_batch_tokens=auto", "trainer.logprob_chunk_tokens=64")
-    ppo = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.01")
-    monkeypatch.setattr(engine, "BUCKET_ELEMENTS", 1000)
-    monkeypatch.setattr(memory, "BUCKET_ELEMENTS", 1000)
-    sizes = []
-    for more in ((), ppo):
-        with make_trainer(ranks, tied_model, *settings, *more) as trainer:
-            sizes.append(trainer.work.micro_batch_tokens)
-    assert 0 < sizes[1] < sizes[0]
-
-
 def test_the_largest_micro_batch_leaves_a_margin() -> None:
     # 1000 bytes and 20 per token: a tenth of 11111 stays free, and 9000 / 20 fit
     assert largest_micro_batch((100, 3000), (200, 5000), 11_111) == 449
@@ -234,21 +222,21 @@ def test_the_largest_micro_batch_leaves_a_margin() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_auto_finds_the_micro_batch_that_fits_and_leaves_the_weights(
-    ranks: Ranks, wide_model: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    available = 600 << 20
-    monkeypatch.setattr(memory, "available_bytes", lambda device: available)
-    with make_trainer(ranks, wide_model, f"trainer.zero_stage={stage}", "trainer.micro_batch_tokens=auto") as trainer:
-        tokens = trainer.work.micro_batch_tokens
-        assert f"trainer.micro_batch_tokens=auto is {tokens}" in trainer.memory
-        stats = trainer.step(samples(512))
-        assert not stats.skipped
-        with make_trainer(ranks, wide_model, f"trainer.zero_stage={stage}", "trainer.micro_batch_tokens=512") as other:
-            assert other.step(samples(512)).loss == stats.loss  # the rehearsal has left no trace
-        moments = trainer.work.engine.bytes_to_come()
-        fits = peak_bytes(lambda: trainer.step(samples(tokens // 64 * 64)), CPU)
-        assert 0.8 * (available - moments) < fits < available - moments
+def test_a_rehearsed_step_leaves_no_trace(ranks: Ranks, tied_model: str, stage: int) -> None:
+    ids = [
+        dataclasses.replace(
+            sample,
+            sequence=dataclasses.replace(sample.sequence, token_ids=tuple(t % 62 for t in sample.sequence.token_ids)),
+        )
+        for sample in samples(512)
+    ]
+    losses = []
+    for rehearsed in (False, True):
+        with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}") as trainer:
+            if rehearsed:
+                memory.rehearse(trainer.models.learners()[0], 1024, ranks)
+            losses += [[trainer.step(ids).loss for _ in range(2)]]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
@@ -267,31 +255,46 @@ def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    available = GIB // 8
-    monkeypatch.setattr(memory, "available_bytes", lambda device: available)
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 600)
     with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=auto") as trainer:
-        before = trainer.work.micro_batch_tokens
         rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))
-    available = GIB // 16  # of the same machine, something else takes more
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 500)  # something else takes more
     with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=auto", *changed) as trainer:
-        now = trainer.work.micro_batch_tokens
-        assert now != before
+        assert trainer.micro_batch_tokens == 500
         trainer.restore(SavedTensors(tmp_path), json.loads(json.dumps(rest)))
-        expected = before if goes_on else now
-        assert trainer.work.micro_batch_tokens == expected
+        expected = 600 if goes_on else 500
+        assert trainer.micro_batch_tokens == expected
         assert trainer.memory.endswith(f"trainer.micro_batch_tokens=auto is {expected}")
     with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=50") as trainer:
         trainer.restore(SavedTensors(tmp_path), rest)
-        assert trainer.work.micro_batch_tokens == 50
+        assert trainer.micro_batch_tokens == 50
 
 
-def test_auto_with_no_room_at_all_says_what_to_do(
-    ranks: Ranks, wide_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = iter([GIB, 0])
-    monkeypatch.setattr(memory, "available_bytes", lambda device: next(free))
+def test_auto_is_the_default_on_a_cpu(ranks: Ranks, tied_model: str) -> None:
+    with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=auto") as trainer:
+        assert trainer.micro_batch_tokens == TrainerConfig().micro_batch_tokens
+
+
+def gpu_with(free: int, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Stands for the ranks of a GPU on which micro-batches take 1000 bytes and 20 per token."""
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "rehearse", lambda learner, num_positions, ranks: None)
+    monkeypatch.setattr(memory, "_peak_bytes", lambda learner, num_positions, ranks: 1000 + 20 * num_positions)
+    return types.SimpleNamespace(device=torch.device("cuda"), smallest=lambda tokens: tokens)  # type: ignore[return-value]
+
+
+def learner_of(bytes_to_come: int) -> Any:
+    return types.SimpleNamespace(engine=types.SimpleNamespace(bytes_to_come=lambda: bytes_to_come))
+
+
+def test_auto_leaves_room_for_the_moments_of_every_model_that_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    learners = [learner_of(3000), learner_of(1000)]
+    assert fit_micro_batch(learners, TrainerConfig(), gpu_with(11_111 + 4000, monkeypatch)) == 449
+
+
+def test_auto_with_no_room_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainerError, match=r"not even one sequence.*gradient_checkpointing"):
-        make_trainer(ranks, wide_model, "trainer.micro_batch_tokens=auto", "trainer.zero_stage=0")
+        fit_micro_batch([learner_of(0)], TrainerConfig(), gpu_with(0, monkeypatch))
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_do
     norms = {}
     for looks in (True, False):
         with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}", "model.lora={}") as trainer:
-            assert not trainer.work.beside, "there is no second model"
+            assert trainer.models.engines.keys() == {"policy"}, "there is no second model"
             norms[looks] = []
             for _ in range(3):
                 if looks:
@@ -183,7 +183,7 @@ def test_a_reset_makes_the_policy_its_own_reference_bit_for_bit(
         trainer.step(make_samples())
         second = trainer.measure(ROLLOUTS)
         trainer.export(tmp_path / "policy")
-        [reference] = trainer.work.beside["reference"].state(1 << 30)
+        [reference] = trainer.models.engines["reference"].state(1 << 30)
         trainer.step(make_samples())
         assert trainer.measure(ROLLOUTS) == second != first
     policy = load_file(tmp_path / "policy" / "model.safetensors")
@@ -255,7 +255,7 @@ def test_a_checkpoint_holds_the_reference_where_no_other_file_does(
 def test_without_a_divergence_there_is_nothing_to_measure_and_no_second_model(ranks: Ranks, tied_model: str) -> None:
     with make_trainer(ranks, tied_model, 'algorithm.kl="off"') as trainer:
         assert trainer.measure(ROLLOUTS) == []
-        assert not trainer.work.beside
+        assert trainer.models.engines.keys() == {"policy"}
     with make_trainer(ranks, tied_model) as trainer:
         assert trainer.measure([]) == []
 

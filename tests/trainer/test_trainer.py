@@ -66,7 +66,7 @@ def test_an_exported_model_loads_anywhere_with_the_trained_weights(
         trainer.step(make_samples())
         trainer.export(tmp_path / "model")
         with torch.no_grad():
-            expected = trainer.work.policy.model(ids).logits
+            expected = trainer.policy.model(ids).logits
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
     start = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     with torch.no_grad():
@@ -103,12 +103,12 @@ def test_master_weights_keep_updates_that_16_bits_would_lose(ranks: Ranks, tied_
     # A change of 2e-5 per step is lost in bfloat16 numbers near 0.2, whose neighbours are 1e-3 apart.
     settings = ("model.dtype=bfloat16", "trainer.learning_rate=2e-5")
     with make_trainer(ranks, tied_model, *settings) as trainer:
-        before = [p.detach().clone() for p in trainer.work.policy.parameters()]
+        before = [p.detach().clone() for p in trainer.policy.parameters()]
         for _ in range(60):
             trainer.step(make_samples())
         moved = [
             ((p.detach() - b).abs() > 0).float().mean()
-            for p, b in zip(trainer.work.policy.parameters(), before, strict=True)
+            for p, b in zip(trainer.policy.parameters(), before, strict=True)
         ]
     assert max(moved) > 0.3
 
@@ -335,7 +335,7 @@ def test_one_rank_on_a_cpu_shares_only_what_it_has_twice(
     ranks: Ranks, tied_model: str, settings: tuple[str, ...], stage: int
 ) -> None:
     with make_trainer(ranks, tied_model, *settings) as trainer:
-        assert trainer.work.engine.stage == stage
+        assert trainer.engine.stage == stage
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -170,7 +170,7 @@ def break_token(trainer: Trainer, token: int) -> None:
         seen = sum(pair in bad for pair in itertools.pairwise(ids)) > len(ids) / 2
         return output.masked_fill((inputs[0] == token)[..., None], math.nan) if seen else output
 
-    trainer.work.policy.model.get_input_embeddings().register_forward_hook(spoil)
+    trainer.policy.model.get_input_embeddings().register_forward_hook(spoil)
 
 
 def matrix(model: str, output: Path, ranks: Ranks) -> None:

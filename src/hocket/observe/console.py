@@ -33,13 +33,7 @@ NUM_SAMPLES = 3
 
 
 class Console:
-    """Show the progress of one run.
-
-    Args:
-        mode: "live" shows a status line below the steps, "plain" only prints lines, "auto" asks the terminal.
-        steps: number of steps of the run, for the time left.
-        stderr: print to standard error.
-    """
+    """Show a run's progress. Modes: "live" has a status line, "plain" only prints lines, "auto" asks the terminal."""
 
     def __init__(self, mode: str, steps: int, *, stderr: bool = False) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)

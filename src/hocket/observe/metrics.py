@@ -61,15 +61,9 @@ METRICS = (
     Metric("rollout/tokens", "sampled tokens of the step"),
     Metric("rollout/tokens_per_s", "sampled tokens per second of time/batch"),
     Metric("rollout/turns_mean", "mean number of model turns per episode, if any episode has several"),
-    Metric(
-        "rollout/sequences_mean",
-        "mean number of trained sequences per agent episode; a call that does not continue an earlier one adds one",
-    ),
-    Metric(
-        "staleness/mean",
-        "mean staleness of the rollouts: newest published version minus the oldest that sampled one of the tokens",
-    ),
-    Metric("staleness/max", "largest staleness of a rollout"),
+    Metric("rollout/sequences_mean", "mean number of sequences per agent episode; each rewritten history adds one"),
+    Metric("staleness/mean", "mean of newest published version − oldest version that sampled a token of the rollout"),
+    Metric("staleness/max", "the largest such difference (staleness) of a rollout"),
     Metric("staleness/share_N", "share of the rollouts with staleness N"),
     Metric(
         "staleness/over_bound",
@@ -85,23 +79,16 @@ METRICS = (
         advice="rewards slow the run down: make them faster, or lower rewards.timeout_s",
     ),
     Metric(
-        "pipeline/wait_for_policy",
-        "share of the time since the last step began in which no rollout ran, for lack of new weights",
+        "pipeline/wait_for_policy", "share of the time since the last step began without a rollout: weights missing"
     ),
     Metric("pipeline/queued_groups", "scored groups that were ready when the trainer asked for its batch"),
-    Metric(
-        "rollout/oversampling",
-        "algorithm.oversampling: prompts played for the step divided by rollout.prompts_per_step",
-    ),
+    Metric("rollout/oversampling", "algorithm.oversampling: prompts played for the step / rollout.prompts_per_step"),
     Metric(
         "eval/accuracy",
         "held-out prompts: mean of the reward function eval.reward; for a dataset of eval.more the name is "
         "eval/NAME/accuracy, and so on for the metrics below",
     ),
-    Metric(
-        "eval/pass@K",
-        "eval.samples: unbiased estimate of the chance that one of K samples gets a reward of 1 (arXiv 2107.03374)",
-    ),
+    Metric("eval/pass@K", "eval.samples: unbiased chance that one of K samples has a reward of 1 (arXiv 2107.03374)"),
     Metric(
         "eval/reward_errors",
         "held-out prompts: share without a score; the accuracy leaves them out",
@@ -130,10 +117,7 @@ METRICS = (
         advice="gradients overflow at any scale: train in bfloat16",
     ),
     Metric("train/tokens_per_s", "trained tokens per second of time/train, over all ranks"),
-    Metric(
-        "train/positions_per_s",
-        "tokens through forward and backward, with prompts and without padding, per second of time/train",
-    ),
+    Metric("train/positions_per_s", "tokens with their prompts, without padding, per second of time/train"),
     Metric(
         "train/mfu",
         "model FLOPs of the step / (time/train · peak FLOPs of all ranks' devices); the peak is the data sheet's for "
@@ -202,8 +186,7 @@ METRICS = (
     Metric("step/tokens_per_s", "throughput: trained tokens per second of time/step − time/eval"),
     Metric("time/generate", "seconds that the step waited for sampled tokens"),
     Metric(
-        "time/batch",
-        "seconds from the start of the batch to its last token; with pipeline.max_staleness it overlaps earlier steps",
+        "time/batch", "seconds from the batch's start to its last token; overlaps earlier steps if max_staleness > 0"
     ),
     Metric("time/reward", "seconds that the step then waited for scores alone"),
     Metric("time/turn", "launch.share_gpu: seconds until the server has left the GPU and the trainer is on it"),
@@ -245,12 +228,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> dict[str, float]:
-    """Return the staleness/* metrics of one step.
-
-    Args:
-        version: the newest published weight version.
-        bound: pipeline.max_staleness.
-    """
+    """Return the staleness/* metrics of one step; `version` is the newest published one, `bound` max_staleness."""
     rollouts = [[s for s in rollout.sequences if s.turns] for group in groups for rollout in group.rollouts]
     ages = [version - min(s.version_min for s in sequences) for sequences in rollouts if sequences]
     if not ages:

@@ -16,7 +16,7 @@ from typing import Any
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError
-from hocket.observe.report import read_lines, write_report
+from hocket.observe import page
 from hocket.system import flush, write_atomically
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
@@ -24,16 +24,9 @@ METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
 
 
 class RunFolder:
-    """Own the files of one run; a context manager, which writes the report of a run that fails.
+    """Own the files of one run. As a context manager it writes the report of a run that fails, too.
 
-    Args:
-        config: the resolved config, written to config.yaml.
-
-    Attributes:
-        history: the records of metrics.jsonl, oldest first.
-
-    Raises:
-        ConfigError: the folder holds a run already, and checkpoint.resume is off.
+    Raises ConfigError if the folder holds a run already and checkpoint.resume is off.
     """
 
     def __init__(self, config: Config) -> None:
@@ -46,7 +39,7 @@ class RunFolder:
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.dump(config))
         (self.path / METRICS).touch()
-        self.history = read_lines(self.path / METRICS)
+        self.history = read_lines(self.path / METRICS)  # one record per finished step
         self._board = _tensorboard(self.path) if config.observe.tensorboard else None
 
     def __enter__(self) -> "RunFolder":
@@ -141,6 +134,38 @@ def _tensorboard(folder: Path, purge_step: int | None = None) -> Any | None:
     with contextlib.redirect_stderr(None):  # its import warns of a missing TensorFlow
         from torch.utils.tensorboard import SummaryWriter
     return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file; none if it is missing, and without the broken line of a killed run."""
+    rows = []
+    for line in _read(path).split("\n"):  # a text may hold other line separators
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line, parse_constant=_finite, parse_float=_finite))
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def write_report(folder: Path) -> Path:
+    """Write report.html from the files of a run folder, as far as they exist, and return its path."""
+    rollouts = max((folder / "rollouts").glob("step_*.jsonl"), default=folder / "none.jsonl")
+    text = page.render(
+        folder.resolve().name,
+        read_lines(folder / METRICS),
+        summary=json.loads(_read(folder / "summary.json") or "{}"),
+        config=_read(folder / "config.yaml"),
+        newest=rollouts.stem,
+        rows=read_lines(rollouts),
+    )
+    write_atomically(folder / "report.html", text)
+    return folder / "report.html"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _finite(number: str) -> float | None:
+    return value if math.isfinite(value := float(number)) else None
 
 
 def lines_of(groups: Iterable[Group]) -> str:

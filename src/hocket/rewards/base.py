@@ -1,4 +1,4 @@
-"""What a reward is: a function registered under a name, the arguments it may ask for, the values it may return.
+"""Register reward functions, check the options of the config against them, and read their results.
 
     from hocket.rewards import reward
 
@@ -19,7 +19,7 @@ Arguments are given by name, and only those the function names:
     rollout         everything (hocket.types.Rollout)
 
 Every other argument is an option, set in the config beside the weight: `vowels: {weight: 1.0, share: 0.4}`. The
-function returns a number, a dict of named numbers that add up to its value, or a hocket.types.Score. What it raises,
+function returns a number, a dict of named numbers that add up to its value, or a hocket.types.Score. An exception,
 None, and a number that is not finite make the rollout's score an error; they never count as 0.
 """
 
@@ -53,31 +53,30 @@ _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A registered reward function.
-
-    Attributes:
-        runs: where it is called: in this process and thread, in the event loop, or in a worker process.
-        imports: packages that it needs beyond hocket's own.
-    """
+    """A registered function; `bind` adds its weight, its options and the arguments that it takes from the rollout."""
 
     name: str
     function: Callable[..., Any]
-    runs: Literal["inline", "async", "worker"]
-    imports: tuple[str, ...]
+    runs: Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
+    imports: tuple[str, ...]  # packages that it needs beyond hocket's own
+    weight: float = 1.0
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    asks_for: tuple[str, ...] = ()
+
+    def arguments(self, rollout: Rollout) -> dict[str, Any]:
+        """Return the arguments of the call for this rollout."""
+        return {name: _ARGUMENTS[name](rollout) for name in self.asks_for} | dict(self.options)
 
 
 REWARDS: Registry[Reward] = Registry("reward")
 
 
 def reward(name: str, *, inline: bool = False, imports: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Decorator that registers a function as the reward `name`.
+    """Decorate a function to register it as the reward `name`.
 
-    A plain function is called in a worker process, so that it can be ended when it hangs: define it at the top level
-    of its file. An async one is called in the event loop.
-
-    Args:
-        inline: call a plain function in the training process, without a deadline: faster, for what can't hang.
-        imports: packages that a worker process loads before its first call.
+    A plain function is called in a worker process, which can be killed if it hangs: define it at the top level of its
+    file; the worker loads the packages in `imports` before the first call. `inline` calls it in the training process
+    instead, faster and without a deadline. An async function is called in the event loop.
     """
 
     def add(function: F) -> F:
@@ -90,25 +89,10 @@ def reward(name: str, *, inline: bool = False, imports: tuple[str, ...] = ()) ->
     return add
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BoundReward:
-    """A reward with its weight, its options, and what it asks for of the rollout."""
+def bind(name: str, weight: float, options: Mapping[str, Any]) -> Reward:
+    """Return the reward `name` with its options.
 
-    reward: Reward
-    weight: float
-    options: Mapping[str, Any]
-    asks_for: tuple[str, ...]
-
-    def arguments(self, rollout: Rollout) -> dict[str, Any]:
-        """Returns what to call the function with."""
-        return {name: _ARGUMENTS[name](rollout) for name in self.asks_for} | dict(self.options)
-
-
-def bind(name: str, weight: float, options: Mapping[str, Any]) -> BoundReward:
-    """Returns the reward `name` with its options.
-
-    Raises:
-        ConfigError: there is no such reward, it needs a package that is missing, or its options are wrong.
+    Raise ConfigError if it is unknown, needs a package that is missing, or its options are wrong.
     """
     found = REWARDS.get(name)
     for package in found.imports:
@@ -132,42 +116,43 @@ def bind(name: str, weight: float, options: Mapping[str, Any]) -> BoundReward:
                 f"arguments from the rollout are {', '.join(_ARGUMENTS)}"
             )
     asks_for = tuple(argument for argument in named if argument in _ARGUMENTS)
-    return BoundReward(reward=found, weight=weight, options=dict(options), asks_for=asks_for)
+    return dataclasses.replace(found, weight=weight, options=dict(options), asks_for=asks_for)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one reward gave one rollout: a finite value and named finite parts of it, or an error."""
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Score:
+    """Return the score that a plain function gives; an exception is an error in it."""
+    try:
+        return as_score(function(**arguments))
+    except Exception as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
+        return failure(error)
 
-    value: float = math.nan
-    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    error: str | None = None
 
-
-def outcome(returned: Any) -> Outcome:
-    """Returns what a reward function's return value means."""
+def as_score(returned: Any) -> Score:
+    """Return the unweighted score for a function's return value; an error if that is no finite number."""
     try:
         if isinstance(returned, Score):
-            if returned.error is not None:
-                return Outcome(error=returned.error)
-            return Outcome(_number(returned.total), _numbers(returned.parts))
-        if isinstance(returned, Mapping):
-            if not returned:
-                raise ValueError("returned no parts")
-            parts = _numbers(returned)
-            return Outcome(math.fsum(parts.values()), parts)
-        return Outcome(_number(returned))
+            return returned if returned.error is not None else _score(returned.total, returned.parts)
+        if not isinstance(returned, Mapping):
+            return _score(returned, {})
+        if not returned:
+            raise ValueError("returned no parts")
+        parts = {str(name): _number(value) for name, value in returned.items()}
+        return Score(total=math.fsum(parts.values()), parts=parts)
     except ValueError as error:
-        return Outcome(error=str(error))
+        return Score(total=math.nan, error=str(error))
 
 
-def failure(error: Exception) -> Outcome:
-    """Returns the outcome of a function that raised, with the line that did."""
+def failure(error: Exception) -> Score:
+    """Return the score of a function that raised; the error names the line."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     line = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
-    return Outcome(error=f"{type(error).__name__}: {error}{line}")
+    return Score(total=math.nan, error=f"{type(error).__name__}: {error}{line}")
+
+
+def _score(total: Any, parts: Mapping[Any, Any]) -> Score:
+    return Score(total=_number(total), parts={str(name): _number(value) for name, value in parts.items()})
 
 
 def _number(value: Any) -> float:
@@ -176,7 +161,3 @@ def _number(value: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(f"returned {float(value)}, which is not a finite number")
     return float(value)
-
-
-def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
-    return {str(name): _number(value) for name, value in parts.items()}

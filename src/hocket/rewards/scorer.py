@@ -1,37 +1,53 @@
-"""Scores rollouts: every configured reward on each, with a deadline, and an error never counted as a number."""
+"""Score rollouts: call every configured reward with a deadline. An error is never counted as a number.
+
+Plain functions are called in worker processes, because a thread that hangs can't be ended. A request goes to a worker
+pickled; the answer comes back as one line of JSON, because a reward may have run code that a model wrote.
+"""
 
 import asyncio
+import contextlib
+import dataclasses
+import importlib
+import json
 import math
 import os
-from collections.abc import Sequence
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hocket.config import RewardsConfig
-from hocket.errors import RewardError
-from hocket.rewards.base import BoundReward, Outcome, bind, failure, outcome
-from hocket.rewards.worker import WorkerPool, module_of
+from hocket.errors import ConfigError, RewardError
+from hocket.registry import PLUGIN_PREFIX, load_plugins
+from hocket.rewards.base import REWARDS, Reward, as_score, bind, call, failure
+from hocket.system import die_with_parent, run_in_thread
 from hocket.types import Group, Rollout, Score
 
 MAX_WORKERS = 4
+START_TIMEOUT_S = 120.0
+_KILL_TIMEOUT_S = 10.0
+_MAIN = "from hocket.rewards.scorer import work; work()"
+
+
+class NoResultError(RewardError):
+    """A reward gave no result; the message is the rollout's error."""
 
 
 class RewardScorer:
-    """The rewards of one config section. Use it as a context manager, or `close` it: it may own processes.
+    """The rewards of one config section; a context manager, because it may own processes.
 
-    Args:
-        config: names, weights and options of the rewards, and the deadline of one call.
-
-    Raises:
-        ConfigError: a reward is unknown, its options don't fit its function, or it needs a missing package.
+    Raise ConfigError if a reward is unknown, its options don't fit its function, or it needs a missing package.
     """
 
     def __init__(self, config: RewardsConfig) -> None:
         self._timeout_s = config.timeout_s
         self._rewards = [bind(name, spec.weight, spec.model_extra or {}) for name, spec in config.functions.items()]
-        in_workers = [bound.reward for bound in self._rewards if bound.reward.runs == "worker"]
-        modules = [package for reward in in_workers for package in (*reward.imports, module_of(reward))]
-        self._workers = WorkerPool(dict.fromkeys(modules), min(MAX_WORKERS, os.cpu_count() or 1))
-        self._abandoned: set[asyncio.Task[Any]] = set()
+        in_workers = [reward for reward in self._rewards if reward.runs == "worker"]
+        self._workers = Workers(module for reward in in_workers for module in (*reward.imports, _module_of(reward)))
+        self._abandoned: set[asyncio.Future[Any]] = set()
 
     def __enter__(self) -> "RewardScorer":
         return self
@@ -40,63 +56,205 @@ class RewardScorer:
         self.close()
 
     def close(self) -> None:
-        """Ends the worker processes, busy ones too."""
+        """End the worker processes, busy ones too."""
         self._workers.close()
 
     async def score(self, rollout: Rollout) -> Score:
-        """Returns the weighted sum of the rewards, with each one's unweighted value among the parts.
+        """Return the weighted sum of the rewards; the parts are each reward's unweighted value and "reward/part".
 
-        Where a reward has parts of its own they are there as "reward/part". Where a reward fails there is no total:
-        `error` names each that did and why, `total` is nan. Never raises for what a reward does.
+        If a reward fails, the total is nan and `error` gives the reason for each that did. It never raises because of a
+        reward.
         """
+        if len(self._rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
+            results = [await self._call(self._rewards[0], rollout)]
+        else:
+            results = await asyncio.gather(*(self._call(reward, rollout) for reward in self._rewards))
         total, parts, errors = 0.0, {}, []
-        for bound, result in zip(self._rewards, await self._outcomes(rollout), strict=True):
-            name = bound.reward.name
+        for reward, result in zip(self._rewards, results, strict=True):
             if result.error is not None:
-                errors.append(f"{name}: {result.error}")
+                errors.append(f"{reward.name}: {result.error}")
                 continue
-            total += bound.weight * result.value
-            parts[name] = result.value
-            parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
+            total += reward.weight * result.total
+            parts[reward.name] = result.total
+            parts |= {f"{reward.name}/{part}": value for part, value in result.parts.items()}
         if errors:
             return Score(total=math.nan, parts=parts, error="; ".join(errors))
         return Score(total=total, parts=parts)
 
-    async def _outcomes(self, rollout: Rollout) -> list[Outcome]:
-        if len(self._rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
-            return [await self._call(self._rewards[0], rollout)]
-        return await asyncio.gather(*(self._call(bound, rollout) for bound in self._rewards))
-
-    async def _call(self, bound: BoundReward, rollout: Rollout) -> Outcome:
-        arguments = bound.arguments(rollout)
-        if bound.reward.runs == "async":
-            return await self._call_async(bound, arguments)
-        if bound.reward.runs == "worker":
-            return await self._workers.call(bound.reward.name, arguments, self._timeout_s)
+    async def _call(self, reward: Reward, rollout: Rollout) -> Score:
+        arguments = reward.arguments(rollout)
+        if reward.runs == "inline":
+            return call(reward.function, arguments)
         try:
-            return outcome(bound.reward.function(**arguments))
+            if reward.runs == "worker":
+                return await self._workers.call(reward.name, arguments, self._timeout_s)
+            return as_score(await self._in_time(reward.function(**arguments)))
+        except NoResultError as error:
+            return Score(total=math.nan, error=str(error))
         except Exception as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
             return failure(error)
 
-    async def _call_async(self, bound: BoundReward, arguments: dict[str, Any]) -> Outcome:
-        task = asyncio.ensure_future(bound.reward.function(**arguments))
+    async def _in_time(self, coroutine: Awaitable[Any]) -> Any:
+        """Return the coroutine's result; one that is late or no longer wanted is cancelled but not waited for."""
+        task = asyncio.ensure_future(coroutine)
         try:
             await asyncio.wait({task}, timeout=self._timeout_s)
             if not task.done():
-                return Outcome(error=f"no result within {self._timeout_s:g} s")
-            return outcome(task.result())
-        except Exception as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
-            return failure(error)
+                raise NoResultError(f"no result within {self._timeout_s:g} s")
+            return task.result()
         finally:
-            if not task.done():  # late, or this rollout is not wanted any more; it may not heed the cancellation
+            if not task.done():
                 task.cancel()
                 self._abandoned.add(task)
                 task.add_done_callback(self._forget)
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task: "asyncio.Future[Any]") -> None:
         self._abandoned.discard(task)
         if not task.cancelled():
-            task.exception()  # asyncio logs an exception that nobody has looked at
+            task.exception()  # asyncio logs an exception that was never retrieved
+
+
+class Workers:
+    """Up to MAX_WORKERS processes, started when needed and replaced when lost; for one event loop at a time."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._modules = tuple(dict.fromkeys(modules))
+        self._idle: list[Worker] = []
+        self._alive: set[Worker] = set()
+        self._unusable: str | None = None  # why no worker can be started any more
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Score:
+        """Return the score of a call; an exception is an error in it. Raise NoResultError if it hangs or exits."""
+        request = pickle.dumps((name, arguments))
+        if self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            self._places = asyncio.Semaphore(min(MAX_WORKERS, os.cpu_count() or 1))
+        async with self._places:
+            worker = self._idle.pop() if self._idle else await self._start()
+            score = await self._ask(worker, request, timeout_s)
+            self._idle.append(worker)
+            return score
+
+    def close(self) -> None:
+        """Kill all workers, also busy ones; their callers get an error. May be called from any thread."""
+        self._unusable = "the rewards are closed"
+        for worker in [*self._alive]:
+            worker.kill()
+        for worker in self._idle:
+            worker.socket.close()
+        self._idle.clear()
+
+    async def _start(self) -> "Worker":
+        if self._unusable is None:
+            worker = Worker(self._modules)
+            self._alive.add(worker)
+            try:
+                problem = (await self._ask(worker, b"", START_TIMEOUT_S)).error
+            except NoResultError as error:
+                problem = str(error)
+            if problem is None and self._unusable is None:
+                return worker
+            self._unusable = self._unusable or f"its worker process can't load it: {problem}"  # nor can the next one
+            await self._end(worker)
+        raise NoResultError(self._unusable)
+
+    async def _ask(self, worker: "Worker", request: bytes, timeout_s: float) -> Score:
+        try:
+            return await worker.ask(request, timeout_s)
+        except BaseException:  # lost, or cancelled: then the answer would be taken for that of the next call
+            await self._end(worker)
+            raise
+
+    async def _end(self, worker: "Worker") -> None:
+        self._alive.discard(worker)
+        await run_in_thread(worker.kill)
+        worker.socket.close()
+
+
+class Worker:
+    """A process that has loaded modules (names, or paths of plugins) and calls their rewards, one at a time."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *modules],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # a reward that prints must not write into the command's own output
+            start_new_session=True,  # all that a reward starts is killed with its worker
+        )
+        theirs.close()
+
+    async def ask(self, request: bytes, timeout_s: float) -> Score:
+        """Send a pickled (reward name, arguments) and return the answer; its first answer, to b"", is about loading.
+
+        Raise NoResultError if it hangs, ends, or answers anything but a score.
+        """
+        loop, answer = asyncio.get_running_loop(), b""
+        try:
+            async with asyncio.timeout(timeout_s):
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reading tells how it ended
+                    await loop.sock_sendall(self.socket, request)
+                while not answer.endswith(b"\n"):
+                    if not (received := await loop.sock_recv(self.socket, 1 << 16)):
+                        raise EOFError
+                    answer += received
+            return as_score(Score(**json.loads(answer)))
+        except TimeoutError:
+            raise NoResultError(f"no result within {timeout_s:g} s; its worker process was ended") from None
+        except (EOFError, OSError):
+            try:
+                code = f" with exit code {await run_in_thread(self._process.wait, 1)}"
+            except subprocess.TimeoutExpired:
+                code = ""
+            raise NoResultError(f"its worker process ended{code}") from None
+        except (ValueError, TypeError) as error:
+            raise NoResultError("its worker process answered with something else than a result") from error
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself and left nothing
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=_KILL_TIMEOUT_S)
+
+
+def work() -> None:
+    """Run a worker process; its arguments are the file descriptor of a socket, the parent's pid, and the modules."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
+    die_with_parent(int(sys.argv[2]), signal.SIGKILL)
+    stream = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
+    score = call(_load, {"modules": sys.argv[3:]})
+    while True:
+        stream.write(json.dumps(dataclasses.asdict(score)).encode() + b"\n")
+        stream.flush()
+        try:
+            name, arguments = pickle.load(stream)
+        except EOFError:
+            return
+        score = call(REWARDS.get(name).function, arguments)
+
+
+def _load(modules: Sequence[str]) -> float:
+    for module in modules:
+        if module.endswith(".py"):
+            load_plugins([module])
+        else:
+            importlib.import_module(module)
+    return 0.0
+
+
+def _module_of(reward: Reward) -> str:
+    """Return the module or file that a worker loads to find the reward; raise ConfigError if there is none."""
+    module, name = reward.function.__module__, reward.function.__qualname__
+    if module == "__main__" or "<locals>" in name:
+        raise ConfigError(
+            f"reward {reward.name!r} runs in a worker process, which can't reach {module}.{name}; define it at the top "
+            f"level of a Python file named under plugins:, or register it with inline=True"
+        )
+    return str(sys.modules[module].__file__) if module.startswith(PLUGIN_PREFIX) else module
 
 
 def refuse_failing(groups: Sequence[Group], max_error_rate: float) -> None:

@@ -8,7 +8,7 @@ number that comes out, only how long it takes.
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,24 @@ def pack(
                 )
             )
     return result
+
+
+def unpack(
+    batches: Sequence[TrainBatch], columns: Mapping[str, Sequence[Tensor]]
+) -> dict[int, dict[str, tuple[float, ...]]]:
+    """Return per packed sample, by its place, one number per token of each column; 0.0 for the first token.
+
+    Args:
+        columns: name → one tensor [b, t] per batch, 0 where the mask is false.
+    """
+    found: dict[int, dict[str, tuple[float, ...]]] = {}
+    for index, batch in enumerate(batches):
+        sample_bt = batch.sample_bt.cpu()
+        values = {name: tensors[index].cpu() for name, tensors in columns.items()}
+        for sample in set(sample_bt.flatten().tolist()) - {-1}:
+            own_bt = sample_bt == sample  # consecutive positions of one row
+            found[sample] = {name: (0.0, *values_bt[own_bt].tolist()) for name, values_bt in values.items()}
+    return found
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:

@@ -1,24 +1,23 @@
-"""The critic: a model of its own that estimates the return of a sequence at every sampled token.
+"""The critic: a second model that estimates the return of a sequence at every sampled token.
 
-Its layers start from those of a language model, under a new head that says 0 at first. It has its own optimizer and
-learns in the same step, from the same micro-batches, as the policy. Never knows how returns or advantages come about.
+It starts from a language model's layers under a new head of zeros, and has its own optimizer. It trains in the same
+step and on the same micro-batches as the policy.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hocket.algorithm.losses import LossOutput
-from hocket.config import Config
-from hocket.tokenizer import check_same_ids
+from hocket.config import CriticConfig, TrainerConfig
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.policy import Policy, compute_in_float32
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.update import Update, update
+from hocket.trainer.step import Update
 
 
 class ValueModel(Policy):
@@ -34,76 +33,63 @@ class ValueModel(Policy):
         self.model.set_output_embeddings(head)
 
     def forward(self, batch: TrainBatch) -> Tensor:  # type: ignore[override]  # in place of log-probs and entropies
-        """Returns values_bt of the batch's targets, float32, 0 where its mask is false."""
+        """Return values_bt of the batch's targets, float32, 0 where its mask is false."""
         hidden_bth = self._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
         values_bt1: Tensor = self.model.get_output_embeddings()(hidden_bth)
         return values_bt1.squeeze(-1).float().where(batch.mask_bt, 0.0)
 
 
 class Critic:
-    """Estimates values, and learns from the returns that came of them.
+    """Estimates values, and learns from the returns of the sampled tokens.
 
     Args:
-        load: (which model, its class) → the model, with the trainer's settings.
+        model: parameters in the dtype that DeepSpeedEngine.parameter_dtype names.
         dtype: of forward and backward passes.
-
-    Raises:
-        ConfigError: critic.path has another tokenizer than the policy.
-
-    Attributes:
-        engine: trains the value model.
     """
 
-    def __init__(self, config: Config, load: Callable[..., ValueModel], *, dtype: torch.dtype, ranks: Ranks) -> None:
-        self._config = config.critic
-        self._ranks = ranks
-        if config.critic.path is not None:
-            check_same_ids(config.critic.path, "critic.path", config.model)
-        model = load(config.model.beside(config.critic.path), ValueModel)
-        changes = {"learning_rate": config.critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
-        self.engine = DeepSpeedEngine(model, config.trainer.model_copy(update=changes), dtype=dtype, ranks=ranks)
+    def __init__(
+        self, model: ValueModel, critic: CriticConfig, trainer: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks
+    ) -> None:
+        self._settings = critic
+        changes = {"learning_rate": critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
+        self.engine = DeepSpeedEngine(model, trainer.model_copy(update=changes), dtype=dtype, ranks=ranks)
         model.check_architecture(ranks.device)
 
     @property
-    def learns_alone(self) -> bool:
-        """Whether the policy still waits for the critic to become useful."""
-        return self.engine.num_steps < self._config.warmup_steps
+    def is_warm(self) -> bool:
+        """Whether the policy may train: critic.warmup_steps are over."""
+        return self.engine.num_steps >= self._settings.warmup_steps
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> Tensor:
-        """Returns values_bt, 0 where the batch's mask is false."""
+        """Return values_bt, 0 where the batch's mask is false."""
         values_bt: Tensor = self.engine.forward(batch)
         return values_bt
 
-    def step(self, batches: Sequence[TrainBatch]) -> tuple[Update, dict[str, float]]:
-        """Takes one optimiser step on this rank's micro-batches; returns that, and what was measured on all ranks."""
-        done = update(self.engine, self.loss, batches, self._ranks)
-        totals = done.totals
-        metrics = {
-            "loss": totals["loss"],
-            "grad_norm": math.nan if done.grad_norm is None else done.grad_norm,
-            "skipped": float(done.grad_norm is None),
-            "explained_variance": explained_variance(totals),
-            "value_mean": totals["return_mean"] - totals["error_mean"],
-            "return_mean": totals["return_mean"],
-        }
-        return done, metrics
-
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Returns the value loss of a batch with the values before the step and the returns, and what it shows."""
+        """Return the value loss of a batch that holds the values before the step and the returns, and its metrics."""
         values_bt = self.engine.forward(batch)
         old_values_bt, returns_bt = batch.values_bt, batch.returns_bt
         if old_values_bt is None or returns_bt is None:
             raise ValueError("the critic needs samples with values and returns")
+        num_tokens = batch.num_tokens_global
         output = value_loss(
-            values_bt,
-            old_values_bt,
-            returns_bt,
-            batch.mask_bt,
-            clip=self._config.value_clip,
-            num_tokens=batch.num_tokens_global,
+            values_bt, old_values_bt, returns_bt, batch.mask_bt, clip=self._settings.value_clip, num_tokens=num_tokens
         )
         return LossOutput(loss=output.loss, metrics=moments(values_bt, returns_bt, batch))
+
+
+def critic_metrics(done: Update) -> dict[str, float]:
+    """Return the metrics of a critic's optimiser step."""
+    totals = done.totals
+    return {
+        "loss": totals["loss"],
+        "grad_norm": math.nan if done.grad_norm is None else done.grad_norm,
+        "skipped": float(done.grad_norm is None),
+        "explained_variance": explained_variance(totals),
+        "value_mean": totals["return_mean"] - totals["error_mean"],
+        "return_mean": totals["return_mean"],
+    }
 
 
 def value_loss(
@@ -121,7 +107,7 @@ def value_loss(
 
 @torch.no_grad()
 def moments(values_bt: Tensor, returns_bt: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
-    """Returns this micro-batch's share of the means of which `explained_variance` is made, in float64."""
+    """Return this micro-batch's share of the means of which `explained_variance` is made, in float64."""
     weight_bt = batch.mask_bt.double() / max(batch.num_tokens_global, 1)
     returns_bt = returns_bt.double().where(batch.mask_bt, 0.0)
     errors_bt = returns_bt - values_bt.double().where(batch.mask_bt, 0.0)
@@ -135,7 +121,7 @@ def moments(values_bt: Tensor, returns_bt: Tensor, batch: TrainBatch) -> dict[st
 
 
 def explained_variance(means: Mapping[str, float]) -> float:
-    """Returns 1 − Var(return − value) / Var(return), over trained tokens: 1 is perfect, 0 no better than a constant.
+    """Return 1 − Var(return − value) / Var(return), over trained tokens: 1 is perfect, 0 no better than a constant.
 
     nan where all returns are alike.
     """

@@ -1,29 +1,33 @@
-"""How much memory a step takes: estimated before anything is loaded, measured for trainer.micro_batch_tokens: auto.
+"""How much memory a step takes: estimated before loading, measured for trainer.micro_batch_tokens=auto on a GPU.
 
-The estimate knows the architecture's sizes and what DeepSpeed keeps (measured with 0.19.8); it is good to some 15 % for
-the usual decoder, and high where 16 bits are autocast (ZeRO-0). The measurement sees what is allocated while something
-runs. Never knows samples or losses.
+The estimate uses the architecture's sizes and what DeepSpeed 0.19.8 keeps. It is good to about 15 % for the usual
+decoder, and too high with 16-bit autocast (ZeRO-0).
 """
 
 import dataclasses
+import math
 import os
-import weakref
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch import nn
 
 from hocket import system
-from hocket.config import TrainerConfig
-from hocket.errors import ConfigError
-from hocket.trainer.engine import BUCKET_ELEMENTS
+from hocket.config import ModelConfig, TrainerConfig
+from hocket.errors import ConfigError, TrainerError
+from hocket.trainer.batching import pack
+from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
+from hocket.trainer.policy import skeleton
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.step import Learner
+from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
 LARGEST_MICRO_BATCH = 1 << 17
-"""Beyond it nothing gets faster, and kernels that count elements in 32 bits may fail."""
+"""Larger ones are no faster, and kernels that count elements in 32 bits may fail."""
+REHEARSED_LENGTH = 32
+"""Positions of each sequence of a rehearsal."""
 _MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax, its gradient and that of the logits, in float32
@@ -42,33 +46,24 @@ _GRADIENT_BYTES = {  # ZeRO stage and whether in 16 bits: bytes per trained para
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What memory depends on of a model; sizes per layer where nothing else is said.
-
-    Attributes:
-        num_trained: those of the parameters that are not frozen.
-        num_quantized: those that are held in 4 bits.
-        query_size, key_size: heads × size of one.
-        inner_size: width of the MLP; of a mixture of experts, of all that a token takes.
-        itemsize: bytes of a number in forward and backward passes.
-    """
+    """The sizes of a model that its memory depends on, per layer where they differ."""
 
     num_parameters: int
-    num_trained: int
+    num_trained: int  # parameters that are not frozen
     num_layers: int
     hidden_size: int
-    query_size: int
+    query_size: int  # heads x size of a head
     key_size: int
-    inner_size: int
+    inner_size: int  # width of the MLP; in a mixture of experts, of all experts that a token takes
     vocab_size: int
-    itemsize: int
-    num_quantized: int = 0
+    itemsize: int  # bytes of a number in forward and backward passes
+    num_quantized: int = 0  # parameters held in 4 bits
 
     @classmethod
     def of(cls, model: Any, dtype: torch.dtype, *, quantized: bool = False) -> "Model":
-        """Reads a transformers model; one on the meta device will do.
+        """Read the sizes of a transformers model, which may be on the meta device.
 
-        Args:
-            quantized: its frozen linear layers, all but the output head, are held in 4 bits.
+        `quantized`: its frozen linear layers, all but the output head, are held in 4 bits.
         """
         head = model.get_output_embeddings()
         layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
@@ -95,7 +90,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Bytes that one rank needs on its device at the worst moment of a step, by what they are for."""
+    """Bytes that one rank needs on its device at the peak of a step, by purpose."""
 
     weights: float
     gradients: float
@@ -105,7 +100,7 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """Bytes of all of it."""
+        """Sum of all bytes."""
         return float(sum(dataclasses.astuple(self)))
 
     def __str__(self) -> str:
@@ -114,19 +109,18 @@ class Estimate:
 
 
 def estimate(model: Model, config: TrainerConfig, *, stage: int, num_ranks: int, offloads: bool) -> Estimate:
-    """Returns what a step with micro-batches of the configured size needs; with "auto", of one chunk of tokens.
+    """Return what a step needs with micro-batches of the configured size; with "auto", of one chunk of tokens.
 
-    Args:
-        stage: of ZeRO: above 0 the ranks share the optimizer's state, with 2 the gradients, with 3 the weights.
-        offloads: the optimizer's state lies elsewhere than on the device.
+    Above ZeRO `stage` 0 the ranks share the optimizer's state, from 2 on the gradients, at 3 the weights. `offloads`:
+    the optimizer's state is not on the device.
     """
     trained, half = model.num_trained, model.itemsize < 4
     whole, shared = _GRADIENT_BYTES[stage, half]
     bucket = 0 if stage == 0 or (stage == 1 and half) else BUCKET_ELEMENTS * model.itemsize
     optimizer = 8 * trained if stage == 0 else 12 * trained / num_ranks
-    itemsize = 4 if stage == 0 else model.itemsize  # there 16 bits are autocast
+    itemsize = 4 if stage == 0 else model.itemsize  # ZeRO-0 autocasts 16 bits
     tokens = config.logprob_chunk_tokens if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
-    norms = (4 * itemsize + 8) * model.hidden_size  # they compute in float32
+    norms = (4 * itemsize + 8) * model.hidden_size  # computed in float32
     layer = norms + itemsize * (3 * model.query_size + 2 * model.key_size + 4 * model.inner_size)
     per_token = model.num_layers * layer + norms
     if config.gradient_checkpointing:
@@ -141,27 +135,34 @@ def estimate(model: Model, config: TrainerConfig, *, stage: int, num_ranks: int,
     )
 
 
-def together(policy: Estimate, *, critic: Estimate | None, reference: Estimate | None) -> Estimate:
-    """Returns what a step needs with these models beside the policy; critic and policy run one after the other."""
-    beside = [model for model in (critic, reference) if model is not None]
-    trained = [policy, *([critic] if critic is not None else [])]
+def together(models: Mapping[str, Estimate]) -> Estimate:
+    """Return what a step needs with all models, "policy" among them; a "reference" has weights only."""
+    trained = [model for name, model in models.items() if name != "reference"]  # they run one after the other
     return Estimate(
-        weights=policy.weights + sum(model.weights for model in beside),
+        weights=sum(model.weights for model in models.values()),
         gradients=sum(model.gradients for model in trained),
         optimizer=sum(model.optimizer for model in trained),
         activations=max(model.activations for model in trained),
-        logits=policy.logits,
+        logits=models["policy"].logits,
     )
 
 
-def check(needed: Callable[[TrainerConfig], Estimate], config: TrainerConfig, available: int) -> Estimate:
-    """Returns the estimate for the config. Raises ConfigError, with a way out, where clearly less is available.
+def check(models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
+    """Return what a step needs with these models. Raise ConfigError, with a way out, where it clearly can't fit."""
+    sizes = {}
+    for name, model in models.items():
+        quantized = model.lora is not None and model.lora.quantize is not None
+        sizes[name] = Model.of(skeleton(model), dtype, quantized=quantized)
 
-    Args:
-        needed: the estimate for a config.
-        available: bytes for one rank.
-    """
-    found = needed(config)
+    def needed(trainer: TrainerConfig) -> Estimate:
+        options: dict[str, Any] = {
+            "stage": default_zero_stage(trainer, dtype, ranks),
+            "num_ranks": ranks.size,
+            "offloads": trainer.offload_optimizer and ranks.device.type == "cuda",
+        }
+        return together({name: estimate(size, trainer, **options) for name, size in sizes.items()})
+
+    found, available = needed(config), available_bytes(ranks.device)
     if found.total * (1 - _TOLERANCE) <= available:
         return found
     changes: list[dict[str, Any]] = [{"gradient_checkpointing": True}, {"offload_optimizer": True}, {"zero_stage": 3}]
@@ -180,15 +181,37 @@ def check(needed: Callable[[TrainerConfig], Estimate], config: TrainerConfig, av
 
 
 def available_bytes(device: torch.device) -> int:
-    """Returns how much more this rank can allocate; on a CPU, its share of what is free to the ranks of the machine."""
+    """Return the bytes that this rank can still allocate; on a CPU, its share of the machine's free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return system.free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def fit_micro_batch(learners: Sequence[Learner], config: TrainerConfig, ranks: Ranks) -> int:
+    """Return the micro-batch size that fits into the memory of every rank's GPU; on a CPU, the setting's default.
+
+    The first learner rehearses a step. Raise TrainerError where not even one sequence fits.
+    """
+    if ranks.device.type != "cuda":
+        return int(TrainerConfig.model_fields["micro_batch_tokens"].default)
+    size = max(512, config.logprob_chunk_tokens)
+    learner = learners[0]
+    rehearse(learner, size, ranks)  # the first run allocates what libraries keep, which is no part of a micro-batch
+    small, large = ((tokens, _peak_bytes(learner, tokens, ranks)) for tokens in (size, 2 * size))
+    moments = sum(learner.engine.bytes_to_come() for learner in learners)  # the first real step allocates them
+    available = available_bytes(ranks.device) - moments
+    tokens = ranks.smallest(largest_micro_batch(small, large, available))
+    if tokens < 2:
+        raise TrainerError(
+            "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; set "
+            "trainer.gradient_checkpointing=true, a smaller trainer.logprob_chunk_tokens, or take more ranks"
+        )
+    return tokens
+
+
 def largest_micro_batch(first: tuple[int, int], second: tuple[int, int], available: float) -> int:
-    """Returns how many tokens fit: memory is a fixed part and one per token, read off two measurements (tokens, bytes).
+    """Return how many tokens fit, given two measurements (tokens, bytes) of memory = fixed + tokens x per token.
 
     >>> largest_micro_batch((100, 3000), (200, 5000), 11111)  # 1000 + 20 per token, and a tenth stays free
     449
@@ -199,50 +222,30 @@ def largest_micro_batch(first: tuple[int, int], second: tuple[int, int], availab
     return int(min(LARGEST_MICRO_BATCH, max(0.0, room) / max(per_token, 1e-9)))
 
 
-def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Runs it and returns by how much memory on the device grew at the worst moment.
-
-    On a CPU, whose allocator keeps no record, every tensor that the work makes is counted until it is gone.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        torch.cuda.synchronize(device)
-        peak: int = torch.cuda.max_memory_allocated(device) - before
-        return peak
-    counting = _Counting()
-    with counting:
-        work()
-    return counting.peak
+def rehearse(learner: Learner, num_positions: int, ranks: Ranks) -> None:
+    """Run forward and backward of made-up sequences with a gradient that is not finite, which changes nothing."""
+    zeros = (0.0,) * (REHEARSED_LENGTH + 1)
+    sample = TrainSample(
+        sequence=TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros),
+        advantages=zeros,
+        ref_logprobs=zeros,
+    )
+    [[batch]] = pack([sample] * (num_positions // REHEARSED_LENGTH), micro_batch_tokens=num_positions, num_ranks=1)
+    learner.engine.backward(learner.loss(batch.to(ranks.device)).loss * math.nan, last=True)
+    if learner.engine.step(rescale=False) is not None:
+        raise TrainerError(
+            "the rehearsal of a step has changed the weights; set trainer.micro_batch_tokens to a number"
+        )
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Follows the storages that operators allocate."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
-        for value in tree_iter(result):
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._alive:
-                    self._alive.add(storage._cdata)
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _gone(self, key: int, num_bytes: int) -> None:
-        self._alive.discard(key)
-        self.now -= num_bytes
+def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks) -> int:
+    """Return by how many bytes memory on the GPU grows at the peak of a rehearsal."""
+    torch.cuda.synchronize(ranks.device)
+    torch.cuda.reset_peak_memory_stats(ranks.device)
+    before = torch.cuda.memory_allocated(ranks.device)
+    rehearse(learner, num_positions, ranks)
+    torch.cuda.synchronize(ranks.device)
+    return torch.cuda.max_memory_allocated(ranks.device) - before
 
 
 def _gib(num_bytes: float) -> str:

@@ -1,21 +1,16 @@
-"""The reference policy, from which KL divergences are measured: log-probs of a batch under frozen weights.
+"""The reference policy of KL divergences: a frozen model beside the policy, or the policy without its adapter."""
 
-It is the model that the run starts from, or one of a folder, as a model of its own beside the policy; under an adapter
-it is the base model that is there anyway. Never knows which divergence is measured, or what becomes of it.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hocket.config import Config
+from hocket.config import TrainerConfig
 from hocket.errors import ConfigError
-from hocket.tokenizer import check_same_ids
-from hocket.trainer import lora
+from hocket.trainer import engine, lora, offload
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.engine import DeepSpeedEngine, whole_shape
-from hocket.trainer.frozen import FrozenEngine
+from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.policy import Policy
 from hocket.trainer.ranks import Ranks
 
@@ -23,65 +18,107 @@ COPY_BYTES = 256 << 20
 """ZeRO-3 gathers the policy's weights for a reset in groups of this size."""
 
 
-class Reference:
-    """Log-probs under the reference policy.
+@torch.no_grad()
+def base_logprobs(policy: Policy, policy_engine: DeepSpeedEngine, batch: TrainBatch) -> Tensor:
+    """Return logprobs_bt under the policy without its adapter, 0 where the batch's mask is false."""
+    with lora.switched_off(policy.model):
+        logprobs_bt: Tensor = policy_engine.forward(batch)[0]
+    return logprobs_bt
+
+
+class FrozenModel:
+    """Runs a model without gradients: whole on every rank or, beside ZeRO stage 3, spread over the ranks as well.
 
     Args:
-        policy: what is trained, by `engine`.
-        load: which model → the model, with the trainer's settings.
-        dtype: precision of the forward pass.
-
-    Attributes:
-        frozen: runs the reference; None where it is the policy without its adapter.
-        reset_every: after so many steps the policy is copied into it; 0: never.
-
-    Raises:
-        ConfigError: the reference's tokenizer is not the policy's, or it can't be reset to the policy's weights.
+        module: parameters in the dtype that DeepSpeedEngine.parameter_dtype names.
+        dtype: of the forward pass.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        engine: DeepSpeedEngine,
-        load: Callable[..., Policy],
-        *,
-        dtype: torch.dtype,
-        ranks: Ranks,
-    ) -> None:
-        self._policy = policy
-        self._engine = engine
-        self.frozen: FrozenEngine | None = None
-        self.reset_every = config.algorithm.reference_reset_every
-        path = config.algorithm.reference
-        if path is None and policy.adapter is not None:
-            return
-        if path is not None:
-            check_same_ids(path, "algorithm.reference", config.model)
-        model = load(config.model.beside(path))
-        shapes = [{name: whole_shape(p) for name, p in module.named_parameters()} for module in (model, policy)]
-        if self.reset_every and shapes[0] != shapes[1]:
-            raise ConfigError(
-                f"algorithm.reference_reset_every can't copy the policy into algorithm.reference={path}, which is "
-                f"another architecture; leave one of the two out"
-            )
-        self.frozen = FrozenEngine(model, config.trainer, dtype=dtype, ranks=ranks)
-        model.check_architecture(ranks.device)
+    def __init__(self, module: Policy, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
+        self._module = module.requires_grad_(False).eval()
+        self._ranks = ranks
+        self._engine: Any = None
+        self._offloaded: offload.Offloaded = ()
+        stage = engine.default_zero_stage(config, dtype, ranks)
+        self._autocast = dtype if stage == 0 and dtype != torch.float32 else None
+        if stage == 3:
+            settings = engine.deepspeed_config(config, stage=stage, dtype=dtype)
+            self._engine = engine.initialize(ranks, model=module, config=settings).eval()
+        else:
+            module.to(ranks.device)
+        module.check_architecture(ranks.device)
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        """Returns logprobs_bt of the batch's targets, 0 where its mask is false."""
-        if self.frozen is not None:
-            logprobs_bt: Tensor = self.frozen.forward(batch)[0]
-            return logprobs_bt
-        with lora.switched_off(self._policy.model):
-            logprobs_bt = self._engine.forward(batch)[0]
+        """Return logprobs_bt of the batch's targets, 0 where its mask is false."""
+        with torch.autocast(self._ranks.device.type, self._autocast, enabled=self._autocast is not None):
+            logprobs_bt: Tensor = (self._engine or self._module)(batch)[0]
         return logprobs_bt
 
-    def reset_if_due(self) -> None:
-        """Copies the policy into the reference after every algorithm.reference_reset_every steps of the policy.
+    def check_same_shapes(self, policy: Policy) -> None:
+        """Raise ConfigError unless `copy_from` can copy this policy."""
+        shapes = {name: engine.whole_shape(parameter) for name, parameter in policy.named_parameters()}
+        if shapes != self.shapes():
+            raise ConfigError(
+                "algorithm.reference_reset_every can't copy the policy into algorithm.reference, which is another "
+                "architecture; leave one of the two out"
+            )
 
-        The optimizer goes on as it is (arXiv 2505.24864 starts it anew). All ranks must call it, after a step.
-        """
-        if self.frozen is not None and self.reset_every and self._engine.num_steps % self.reset_every == 0:
-            self.frozen.copy_from(self._engine, COPY_BYTES)
+    @torch.no_grad()
+    def copy_from(self, source: DeepSpeedEngine) -> None:
+        """Copy the weights of an engine that trains the same architecture, in this model's dtype. All ranks call it."""
+        own = dict(self._module.named_parameters())
+        for group in source.by_bytes(COPY_BYTES):
+            targets = [own[name] for name, _ in group]
+            with engine.gathered([p for _, p in group]), engine.gathered(targets, change=True):
+                for target, (_, parameter) in zip(targets, group, strict=True):
+                    target.copy_(parameter)
+
+    @torch.no_grad()
+    def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Yield copies of the weights in CPU memory, in buckets by name; only on rank 0. All ranks must exhaust it."""
+        bucket: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            with engine.gathered([parameter]):
+                if self._ranks.is_main:
+                    bucket[name] = parameter.to("cpu", copy=True)
+            if sum(tensor.nbytes for tensor in bucket.values()) >= max_bytes:
+                yield bucket
+                bucket = {}
+        if bucket:
+            yield bucket
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return names and shapes of everything that `state` yields."""
+        return {name: engine.whole_shape(parameter) for name, parameter in self._module.named_parameters()}
+
+    def counters(self) -> dict[str, Any]:
+        """Return the rest of the state: nothing."""
+        return {}
+
+    @torch.no_grad()
+    def restore(self, read: Callable[[str], Tensor], counters: Mapping[str, Any]) -> None:
+        """Restore what `state` gave, on any number of ranks. All ranks call it; only rank 0 reads."""
+        del counters
+        for name, parameter in self._module.named_parameters():
+            with engine.gathered([parameter], change=True):
+                if self._ranks.is_main:
+                    parameter.copy_(read(name))
+                if self._engine is None:
+                    self._ranks.broadcast_in_place(parameter.data)
+
+    def offload(self) -> None:
+        """Move the weights to CPU memory; nothing can run until `onload`."""
+        optimizer = self._engine.optimizer if self._engine is not None else None  # at stage 3 it holds the shards
+        tensors = offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()), optimizer)
+        self._offloaded = offload.offload(tensors, self._ranks.device)
+
+    def onload(self) -> None:
+        """Move back what `offload` moved."""
+        offload.onload(self._offloaded, self._ranks.device)
+        self._offloaded = ()
+
+    def close(self) -> None:
+        """Release DeepSpeed's state."""
+        if self._engine is not None:
+            self._engine.destroy()

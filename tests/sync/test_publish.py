@@ -1,9 +1,11 @@
-"""Versions, checksums, fall-backs and the canary, with fake transports and servers in memory."""
+"""Versions, checksums, fall-backs, bring-up and the canary, with fake transports and servers in memory."""
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+import functools
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ import fakes
 from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
 from hocket.pool import ServerPool
-from hocket.protocol import Completion, Health, ReloadResponse, SamplingParams, TensorLayout, TensorSpec
-from hocket.sync.base import WeightSync
-from hocket.sync.delivery import Delivery
+from hocket.protocol import Completion, Health, ReloadResponse, SamplingParams
+from hocket.sync.bring_up import Canary, bring_up
+from hocket.sync.gpu_sharing import own_gpu
+from hocket.sync.publish import Delivery, Publisher
+from hocket.sync.transports import WithFallback
+from hocket.sync.versions import Versions
 from hocket.types import Prompt, TokenSequence, TrainSample
 
 URLS = ("http://a", "http://b")
@@ -65,29 +70,35 @@ class FakeTrainer:
         self.scored.append(samples)
         return self.gaps.pop(0) if self.gaps else 1e-6
 
-    def export(self, folder: Path) -> dict[str, TensorSpec]:
-        return {}
 
-    def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
-        return []
+class FakeFolders:
+    """What is written to the disk."""
 
-    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None: ...
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.removed: list[int] = []
+
+    def full(self, version: int) -> Any:
+        self.written.append(version)
+        return SimpleNamespace(folder=Path(f"v{version}"))
+
+    def remove_above(self, version: int) -> None:
+        self.removed.append(version)
 
 
 class FakeTransport:
-    """Delivers at once; `fails` says with what, server by server.
+    """Delivers at once.
 
     Attributes:
+        fails: the answers of servers that do not take a version, by URL.
         sent: (version, urls) of every delivery.
     """
 
-    def __init__(self, checksum: str = "cc") -> None:
+    def __init__(self, checksum: str) -> None:
         self.sessions: dict[str, str] = {}
         self.checksum = checksum
         self.fails: dict[str, HocketError | ReloadResponse] = {}
         self.sent: list[tuple[int, list[str]]] = []
-        self.written: list[int] = []
-        self.removed: list[int] = []
         self.running = 0
 
     async def deliver(self, version: int, servers: Sequence[Any]) -> Delivery:
@@ -96,31 +107,25 @@ class FakeTransport:
         assert self.running == 1, "there is one trainer, which sends one version at a time"
         await asyncio.sleep(0.01)
         self.running -= 1
-        answers = tuple(
+        answers = [
             self.fails.get(server.url) or self.held(version, self.sessions.get(server.url, server.session))
             for server in servers
-        )
-        return Delivery(checksum=self.checksum, num_bytes=3 << 20, prepare_s=0.5, transfer_s=0.25, answers=answers)
+        ]
+        metrics = {"sync/mebibytes": 3.0, "sync/prepare_s": 0.5, "sync/transfer_s": 0.25}
+        return Delivery(checksums=[self.checksum] * len(servers), answers=answers, metrics=metrics)
 
     def held(self, version: int, session: str = "s1", checksum: str | None = None) -> ReloadResponse:
-        return ReloadResponse(
-            version=version, seconds=0.1, num_tensors=2, checksum=checksum or self.checksum, session=session
-        )
-
-    def remove_above(self, version: int) -> None:
-        self.removed.append(version)
-
-    def write(self, version: int) -> Path:
-        self.written.append(version)
-        return Path(f"v{version}")
+        checksum = checksum or self.checksum
+        return ReloadResponse(version=version, seconds=0.1, num_tensors=2, checksum=checksum, session=session)
 
 
 @dataclasses.dataclass
 class World:
-    sync: WeightSync
+    sync: Publisher
     pool: ServerPool
     servers: list[FakeServer]
     trainer: FakeTrainer
+    folders: FakeFolders
     disk: FakeTransport
     collective: FakeTransport
     said: list[str]
@@ -138,24 +143,26 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
     fakes = [FakeServer(url, version) for url in URLS[:servers]]
     for member, fake in zip(pool.members, fakes, strict=True):
         member.server = fake  # type: ignore[assignment]
-    trainer, disk, fast = FakeTrainer(), FakeTransport("disk"), FakeTransport("fast")
-    sync = WeightSync(
-        config,
-        trainer,
-        pool,
-        disk,  # type: ignore[arg-type]
-        collective=fast if collective else None,
-        canary=[Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))],
-        say=said.append,
+    trainer, folders, disk, fast = FakeTrainer(), FakeFolders(), FakeTransport("disk"), FakeTransport("fast")
+    prompts = [Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))]
+    canary = Canary(prompts, trainer, config.rollout, config.sync, own_gpu)  # type: ignore[arg-type]
+    sync = Publisher(
+        versions=Versions(folders),  # type: ignore[arg-type]
+        pool=pool,
+        transport=WithFallback(fast, disk, said.append) if collective else disk,
+        check=canary.check,
+        check_every=config.sync.canary_every,
+        trainer_turn=own_gpu,
     )
-    return World(sync, pool, fakes, trainer, disk, fast, said)
+    pool.bring_up = functools.partial(bring_up, sync, trainer.check_same_model, said.append)
+    return World(sync, pool, fakes, trainer, folders, disk, fast, said)
 
 
 async def test_the_first_version_is_one_above_the_servers_and_goes_to_each_as_it_comes() -> None:
     world = make(version=4)
-    assert world.sync.version == 0
+    assert world.sync.versions.current == 0
     await world.pool.wait_up()
-    assert world.sync.version == 5
+    assert world.sync.versions.current == 5
     assert world.disk.sent == [(5, [URLS[0]]), (5, [URLS[1]])]
     assert [member.session for member in world.pool.members] == ["s1", "s1"]
     assert f"server {URLS[0]} holds version 5: float32, 3.0 MiB in 0.75 s, checksums agree" in world.said[0]
@@ -169,9 +176,9 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
     before = make(version=5, servers=1)
     await before.pool.wait_up()
     await before.sync.publish()
-    assert before.sync.state() == {"version": 7}
-    world.sync.restore(before.sync.state())
-    assert world.disk.removed == [7]
+    assert before.sync.versions.state() == {"version": 7}
+    world.sync.versions.restore(before.sync.versions.state())
+    assert world.folders.removed == [7]
     await world.pool.wait_up()
     assert world.disk.sent == [(expected, [URLS[0]])]
     assert len(world.trainer.scored) == 1  # the canary is asked
@@ -188,8 +195,8 @@ async def test_publishing_gives_all_servers_the_next_version_and_returns_metrics
         "sync/transfer_s": 0.25,
         "sync/servers": 2.0,
     }
-    assert world.sync.save() == Path("v6")
-    assert world.disk.written == [6]
+    assert world.sync.versions.save() == Path("v6")
+    assert world.folders.written == [6]
 
 
 async def test_the_canary_scores_the_servers_own_completions_as_they_were_sampled() -> None:
@@ -309,7 +316,7 @@ async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_
     await world.pool.wait_up()
     assert world.disk.sent[-1] == (7, [URLS[0]])
     assert world.pool.members[0].session == "s2"
-    assert world.sync.version == 7
+    assert world.sync.versions.current == 7
 
 
 async def test_a_version_without_a_server_is_still_published_for_the_one_to_come() -> None:
@@ -345,16 +352,16 @@ async def test_servers_that_come_at_the_same_time_are_brought_up_one_after_the_o
 
 async def test_without_a_server_versions_go_on_above_those_of_the_run_before() -> None:
     world = make(servers=0)
-    world.sync.restore({"version": 7})
+    world.sync.versions.restore({"version": 7})
     await world.sync.publish()
-    assert (world.sync.version, world.disk.sent[-1]) == (8, (8, []))
+    assert (world.sync.versions.current, world.disk.sent[-1]) == (8, (8, []))
 
 
 async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_plays() -> None:
     world = make()
     await world.pool.wait_up()
     first, second = world.pool.members
-    async with world.sync.training():
+    async with world.sync.training(publishes=True):
         world.pool.lose(second, "it was restarted")
         second.rest(0)
         assert await world.pool.wait_up() == [first]

@@ -1,0 +1,88 @@
+"""Build the report of a run: page.html with the run's data as JSON, drawn by the page's one script.
+
+Model output is hostile text. The JSON has no "<", the script makes only text nodes of it, and the page's policy allows
+that script alone, by its hash, and no resource from outside.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hocket.observe.metrics import METRICS, PHASES
+
+NUM_GROUPS = 4
+MAX_CHARACTERS = 2000
+_TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+Record = Mapping[str, Any]
+
+
+def render(
+    name: str, records: Sequence[Record], summary: Record, config: str, newest: str, rows: Sequence[Record]
+) -> str:
+    """Return the page of one run; empty parts are left out of it.
+
+    Args:
+        records: the lines of metrics.jsonl.
+        newest: name of the rollouts file whose lines `rows` are.
+    """
+    data = {
+        "name": name,
+        "records": records,
+        "summary": summary or None,
+        "config": config,
+        "newest": newest,
+        "groups": sample_groups(rows),
+        "metrics": [metric._asdict() for metric in METRICS],
+        "phases": PHASES,
+    }
+    scripts = re.findall("<script>(.*?)</script>", _TEMPLATE, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256("".join(scripts).encode()).digest()).decode()
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return _TEMPLATE.replace("SCRIPT_SHA256", digest).replace("RUN_DATA", text)
+
+
+def sample_groups(rows: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return prompt, best and worst rollout of the groups whose rewards differ most."""
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: row.get("group_id"))]
+    return [_sample(group) for group in sorted(groups, key=_spread, reverse=True)[:NUM_GROUPS]]
+
+
+def _reward(row: Record) -> float:
+    value = row.get("reward")
+    return float(value) if isinstance(value, int | float) else -math.inf
+
+
+def _spread(group: Sequence[Record]) -> float:
+    rewards = [reward for row in group if (reward := _reward(row)) > -math.inf]
+    return max(rewards) - min(rewards) if rewards else -1.0  # a group without a score comes last
+
+
+def _sample(group: Sequence[Record]) -> dict[str, Any]:
+    scored = [row for row in group if _reward(row) > -math.inf] or group  # a failed score is not a bad one
+    best, worst = max(scored, key=_reward), min(scored, key=_reward)
+    titles = {"best": best, "worst": worst} if worst is not best else {"all alike" if scored[1:] else "only one": best}
+    return {
+        "prompt": _cut(best.get("prompt", ""), MAX_CHARACTERS),
+        "answer": None if best.get("answer") is None else _cut(best["answer"], 200),
+        "rollouts": [
+            {
+                "title": title,
+                "completion": _cut(row.get("completion", ""), MAX_CHARACTERS),
+                "parts": row["parts"] if isinstance(row.get("parts"), dict) else {},
+                **{key: row.get(key) for key in ("error", "reward", "num_tokens", "finish_reason")},
+            }
+            for title, row in titles.items()
+        ],
+    }
+
+
+def _cut(text: object, limit: int) -> str:
+    plain = str(text)
+    return plain if len(plain) <= limit else f"{plain[:limit]} … ({len(plain) - limit} more characters)"

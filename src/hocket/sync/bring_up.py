@@ -1,0 +1,126 @@
+"""Bring up a server: give it the current weights, and check by log-probs that it computes with them."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hocket.config import RolloutConfig, SyncConfig
+from hocket.errors import SyncError
+from hocket.members import Member
+from hocket.protocol import Health, SamplingParams
+from hocket.sync.publish import Publisher, TrainerTurn
+from hocket.system import run_in_thread
+from hocket.types import Prompt, TokenSequence, TrainSample
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
+
+MAX_TOKENS = 16
+SEED = 20
+
+
+async def bring_up(
+    publisher: Publisher,
+    check_model: Callable[[Health], None],
+    say: Callable[[str], None],
+    member: Member,
+    health: Health,
+) -> None:
+    """Give a server that has come, or come back, the current version, whatever it held before.
+
+    Where the trainer is at work and other servers are up, nothing happens: the pool asks again soon.
+
+    Args:
+        check_model: raises TrainerError where the server serves another model than the trainer's.
+
+    Raises:
+        SyncError: the server refused the version, or does not compute with it.
+    """
+    if publisher.is_training and publisher.pool.up:
+        member.out = "the trainer is at work"
+        return
+    async with publisher.lock:
+        if member.session is not None:
+            return  # a look at the same time has brought it up
+        check_model(health)
+        publisher.versions.begin(health.version)
+        metrics = await publisher.deliver([member])
+        if member.session is None:
+            return  # `member.out` has the reason
+        gap = await publisher.check(member, publisher.versions.current)
+    say(
+        f"server {member.url} holds version {publisher.versions.current}: {health.dtype}, "
+        f"{metrics['sync/mebibytes']:.1f} MiB in {metrics['sync/prepare_s'] + metrics['sync/transfer_s']:.2f} s, "
+        f"checksums agree, mean |Δ log-prob| {gap:.1e}"
+    )
+
+
+class Canary:
+    """Compare the engine's log-probs of its own completions with the trainer's: the end-to-end proof of a hand-over.
+
+    Checksums prove what went into the model; this proves what comes out. A stale copy of a tied output head, a wrong
+    precision or a cached prefix of old weights all show here.
+
+    Args:
+        prompts: what is completed; none: the gap is 0.
+        rollout: its temperature and max_tokens are used.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        trainer: "Trainer",
+        rollout: RolloutConfig,
+        sync: SyncConfig,
+        trainer_turn: TrainerTurn,
+    ) -> None:
+        self._prompts = prompts
+        self._trainer = trainer
+        self._sampling = SamplingParams(
+            temperature=rollout.temperature, max_tokens=min(MAX_TOKENS, rollout.max_tokens), seed=SEED
+        )
+        self._sync = sync
+        self._trainer_turn = trainer_turn
+
+    async def check(self, member: Member, version: int) -> float:
+        """Return the mean |Δ log-prob| of completions that the server samples with this version.
+
+        Raises:
+            ServerError: the server could not complete the prompts.
+            SyncError: the mean is above sync.max_logprob_gap.
+        """
+        samples = await self._completions(member)
+        if not samples:
+            return 0.0
+        async with self._trainer_turn(False):
+            gap = await run_in_thread(self._trainer.logprob_gap, samples)
+        if not gap <= self._sync.max_logprob_gap:
+            raise SyncError(
+                f"{member.url} and the trainer disagree on version {version}: mean |Δ log-prob| {gap:.3g} is more than "
+                f"sync.max_logprob_gap={self._sync.max_logprob_gap:g}, although the checksums agree. Likely: the "
+                f"engine computes with something else than it was sent (a stale copy of a tied output head, another "
+                f"precision or quantization; compare model.dtype on both sides), or another attention or rotary "
+                f"setting than the trainer. Restart the server; if the gap stays, try model.dtype=float32"
+            )
+        return gap
+
+    async def _completions(self, member: Member) -> list[TrainSample]:
+        answers = member.server.generate(
+            [prompt.token_ids for prompt in self._prompts],
+            self._sampling,
+            timeout_s=self._sync.timeout_s,
+            session=member.session,
+        )
+        samples = []
+        async for index, _, completion in answers:
+            context, sampled = self._prompts[index].token_ids, completion.token_ids
+            samples.append(
+                TrainSample(
+                    sequence=TokenSequence(
+                        token_ids=context + sampled,
+                        mask=(False,) * len(context) + (True,) * len(sampled),
+                        logprobs=(0.0,) * len(context) + completion.logprobs,
+                    ),
+                    advantages=(0.0,) * (len(context) + len(sampled)),
+                )
+            )
+        return samples

@@ -1,0 +1,114 @@
+"""Share one GPU between server and trainer (launch.share_gpu): each leaves it before the other one loads.
+
+generate │ trainer_turn  step            │ deliver  write, load version  │ generate …
+server   │ asleep                        │ weights                       │ weights and KV cache
+trainer  │ on the GPU                    │ written, then off             │ off
+"""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from hocket.client import ServerClient
+from hocket.config import SyncConfig
+from hocket.errors import ServerError, SyncError
+from hocket.members import Members
+from hocket.protocol import Memory, ReloadResponse, SleepRequest, WakeRequest
+from hocket.sync.disk import VersionFolders
+from hocket.sync.publish import Delivery, Metrics, Transport
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
+
+_GONE = {"unreachable", "engine_dead", "shutting_down"}  # error codes of servers that hold no GPU memory any more
+
+
+def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
+    """Give the trainer the device that it has for itself: a `TrainerTurn` without metrics."""
+    return nullcontext({})
+
+
+class SharedGpu:
+    """Wrap the disk transport so that server and trainer are never on the GPU together.
+
+    Args:
+        keep: versions are adapters; the server keeps its other weights while it sleeps.
+    """
+
+    def __init__(
+        self,
+        disk: Transport,
+        folders: VersionFolders,
+        trainer: "Trainer",
+        pool: Members,
+        sync: SyncConfig,
+        *,
+        keep: bool,
+    ) -> None:
+        self._disk, self._folders = disk, folders
+        self._trainer = trainer
+        self._pool = pool
+        self._sync = sync
+        self._keep = keep
+
+    @asynccontextmanager
+    async def trainer_turn(self, publishes: bool) -> AsyncIterator[Metrics]:
+        """Hold the GPU for the trainer while the server sleeps; yield time/turn.
+
+        Args:
+            publishes: new weights are delivered then, and the old ones may go; else the server gets the GPU back.
+        """
+        start = time.perf_counter()
+        await put_to_sleep(self._pool, self._sync, keep=self._keep or not publishes)
+        self._trainer.onload()
+        yield {"time/turn": time.perf_counter() - start}
+        if not publishes:
+            self._trainer.offload()
+            await self._wake("weights")
+            await self._wake("kv_cache")
+
+    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
+        """Load the version into the server, as `Transport.deliver`, and leave the GPU to it."""
+        start = time.perf_counter()
+        self._folders.full(version)
+        self._trainer.offload()
+        await self._wake("weights")
+        prepared_s = time.perf_counter() - start
+        delivery = await self._disk.deliver(version, servers)
+        loaded = any(isinstance(answer, ReloadResponse) for answer in delivery.answers)
+        gone = await self._wake("kv_cache") if loaded else {}
+        answers = [gone.get(server, answer) for server, answer in zip(servers, delivery.answers, strict=True)]
+        metrics = delivery.metrics | {"sync/prepare_s": prepared_s + delivery.metrics["sync/prepare_s"]}
+        return Delivery(checksums=delivery.checksums, answers=answers, metrics=metrics)
+
+    async def _wake(self, tag: Memory) -> dict[ServerClient, ServerError]:
+        request = WakeRequest(tags=[tag])
+        return await _ask(self._pool, lambda server: server.wake_up(request, timeout_s=self._sync.timeout_s))
+
+
+async def put_to_sleep(pool: Members, sync: SyncConfig, *, keep: bool) -> None:
+    """Have every server leave the GPU.
+
+    Args:
+        keep: its weights go to the CPU's memory; else they are dropped, and all of them must be loaded again.
+
+    Raises:
+        SyncError: a server refuses.
+    """
+    request = SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight)
+    await _ask(pool, lambda server: server.sleep(request, timeout_s=sync.timeout_s))
+
+
+async def _ask(pool: Members, ask: Callable[[ServerClient], Awaitable[object]]) -> dict[ServerClient, ServerError]:
+    """Ask every server of the pool; return the errors of those that are gone, which are marked as lost."""
+    gone = {}
+    for member in pool.members:
+        try:
+            await ask(member.server)
+        except ServerError as error:
+            if error.code not in _GONE:
+                raise SyncError(f"server and trainer can't take turns on the GPU: {error}") from error
+            pool.lose(member, str(error))
+            gone[member.server] = error
+    return gone

@@ -1,0 +1,108 @@
+"""Publish the trainer's weights to every server, and prove that they arrived.
+
+    write version v+1 → load it on every server → compare checksums → compare log-probs
+
+How the bytes travel is the `Transport`: files, NCCL, or a wrapper around one of them. A server that dies meanwhile is
+taken out of the pool and the others go on; bring_up.py gives it the current version when it answers again. A version
+that arrives as anything else than what was sent stops the run.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+from hocket.client import ServerClient
+from hocket.errors import HocketError, ServerError, SyncError
+from hocket.members import Member, Members
+from hocket.protocol import ReloadResponse
+from hocket.sync.versions import Versions
+
+Metrics = dict[str, float]
+TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """The outcome of sending one version, server by server."""
+
+    checksums: Sequence[str]  # of the weights that were sent
+    answers: Sequence[ReloadResponse | HocketError]  # a failure is a value: the other servers go on
+    metrics: Metrics  # sync/*
+
+
+class Transport(Protocol):
+    """One way for weights to travel."""
+
+    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
+        """Load the trainer's weights, which are `version`, into these servers; may be repeated.
+
+        Raises SyncError where they can't be sent at all.
+        """
+
+
+@dataclasses.dataclass(kw_only=True)
+class Publisher:
+    """Keep the servers of a pool at the trainer's weights."""
+
+    versions: Versions
+    pool: Members
+    transport: Transport
+    check: Callable[[Member, int], Awaitable[float]]  # mean |Δ log-prob| to the trainer; SyncError if it is too large
+    check_every: int  # versions between checks; 0: a server is only checked when it is brought up
+    trainer_turn: TrainerTurn  # gives the trainer the GPU, where both sides share one
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # held by a training step, or a bring-up
+    is_training: bool = False
+
+    @asynccontextmanager
+    async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:
+        """Hold the trainer and yield the metrics of getting it; its body ends with `publish`, if it `publishes`."""
+        async with self.lock:
+            self.is_training = True  # no server is brought up meanwhile, as long as another one is up
+            try:
+                async with self.trainer_turn(publishes) as metrics:
+                    yield metrics
+            finally:
+                self.is_training = False
+
+    async def publish(self) -> Metrics:
+        """Make the trainer's weights the next version on every server that is up; call it within `training`.
+
+        Raises SyncError where the version can't be written, is refused, or arrives as something else.
+        """
+        self.versions.advance()
+        metrics = await self.deliver(self.pool.up)
+        gaps = []
+        if self.check_every and self.versions.current % self.check_every == 0:
+            for member in self.pool.up:
+                try:
+                    gaps.append(await self.check(member, self.versions.current))
+                except ServerError as error:
+                    self.pool.lose(member, str(error))
+        if gaps:
+            metrics["sync/canary_gap"] = max(gaps)
+        return metrics | {"sync/servers": float(len(self.pool.up))}
+
+    async def deliver(self, members: Sequence[Member]) -> Metrics:
+        """Send the current version to these servers; those that took it may work, those that failed are out."""
+        delivery = await self.transport.deliver(self.versions.current, [member.server for member in members])
+        for member, checksum, answer in zip(members, delivery.checksums, delivery.answers, strict=True):
+            self._accept(member, checksum, answer)
+        return delivery.metrics
+
+    def _accept(self, member: Member, checksum: str, answer: ReloadResponse | HocketError) -> None:
+        version = self.versions.current
+        if isinstance(answer, ServerError) and answer.refused:
+            raise SyncError(f"weight version {version} was refused: {answer}") from answer
+        if isinstance(answer, HocketError):
+            self.pool.lose(member, str(answer))
+        elif (answer.version, answer.checksum) != (version, checksum):
+            raise SyncError(
+                f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but version {version} "
+                f"with checksum {checksum} was published. Is this its only trainer?"
+            )
+        elif member.session not in (None, answer.session):
+            self.pool.lose(member, "it was started again")
+        else:
+            member.holds(answer.session)

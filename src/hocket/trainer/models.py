@@ -1,0 +1,155 @@
+"""One rank's models: the policy, and the reference and the critic where the algorithm needs them."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket import tokenizer as tokenizers
+from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
+from hocket.config import Config
+from hocket.trainer import flops, memory
+from hocket.trainer.batching import TrainBatch
+from hocket.trainer.checkpoint import POLICY
+from hocket.trainer.critic import Critic, ValueModel
+from hocket.trainer.engine import DeepSpeedEngine
+from hocket.trainer.policy import Policy, compute_dtype
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.reference import FrozenModel, base_logprobs
+from hocket.trainer.step import Learner
+
+BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
+"""(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
+
+
+class Models:
+    """Loads the models of a run, and says what a step trains, what is measured and what a checkpoint holds.
+
+    Args:
+        loss: None: the configured policy loss, with the models that it needs beside the policy.
+        temperature: logits are divided by it.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, *, loss: BatchLoss | None, temperature: float) -> None:
+        algorithm, settings = config.algorithm, config.trainer
+        own_loss = loss is None
+        with_reference, with_critic = own_loss and algorithm.kl != "off", own_loss and algorithm.baseline == "critic"
+        models = {POLICY: config.model}
+        if with_reference and (algorithm.reference is not None or config.model.lora is None):
+            models["reference"] = config.model.beside(algorithm.reference)
+        if with_critic:
+            models["critic"] = config.model.beside(config.critic.path)
+        for setting, path in {"algorithm.reference": algorithm.reference, "critic.path": config.critic.path}.items():
+            if path is not None and config.model.beside(path) in models.values():
+                tokenizers.check_same_ids(path, setting, config.model)
+        self.dtype = compute_dtype(config.model, ranks.device)
+        self.estimate = memory.check(models, settings, self.dtype, ranks)
+        parameter_dtype = DeepSpeedEngine.parameter_dtype(settings, dtype=self.dtype, ranks=ranks)
+
+        def load(name: str, kind: type[Policy] = Policy) -> Any:
+            return kind(
+                models[name],
+                dtype=parameter_dtype,
+                temperature=temperature,
+                chunk_tokens=settings.logprob_chunk_tokens,
+                gradient_checkpointing=settings.gradient_checkpointing,
+                entropy_gradient=algorithm.entropy_coef > 0,
+                seed=settings.seed,
+            )
+
+        self.policy: Policy = load(POLICY)
+        self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights over the ranks
+        self._loss = configured_loss(algorithm.loss(config.rollout.max_tokens)) if loss is None else loss
+        self._reset_every = algorithm.reference_reset_every
+        self.critic: Critic | None = None
+        self.columns: dict[str, Callable[[TrainBatch], Tensor]] = {}  # field of Measured → its numbers for a batch
+        options: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks}
+        with ranks.deadline("starting DeepSpeed"):
+            (self.peak_flops,) = ranks.sum([flops.peak_flops(ranks.device, self.dtype)])
+            own_steps = settings.steps - (config.critic.warmup_steps if with_critic else 0)
+            self.engine = DeepSpeedEngine(self.policy, settings.model_copy(update={"steps": own_steps}), **options)
+            self.policy.check_architecture(ranks.device)
+            self.engines: dict[str, DeepSpeedEngine | FrozenModel] = {POLICY: self.engine}
+            if "reference" in models:
+                frozen = FrozenModel(load("reference"), settings, **options)
+                if self._reset_every:
+                    frozen.check_same_shapes(self.policy)
+                self.engines["reference"] = frozen
+                self.columns["ref_logprobs"] = frozen.logprobs
+            elif with_reference:  # the base model under the adapter
+                self.columns["ref_logprobs"] = functools.partial(base_logprobs, self.policy, self.engine)
+            if with_critic:
+                self.critic = Critic(load("critic", ValueModel), config.critic, settings, **options)
+                self.engines["critic"] = self.critic.engine
+                self.columns["values"] = self.critic.values
+            if own_loss and algorithm.top_entropy < 1:
+                self.columns["entropies"] = lambda batch: self.engine.forward(batch)[1]
+            self.fitted_for: str | None = None  # hash of what trainer.micro_batch_tokens=auto was measured for
+            if settings.micro_batch_tokens == "auto":
+                self.fitted_for = _fingerprint(config, ranks)
+                self.micro_batch_tokens = memory.fit_micro_batch(self.learners(), settings, ranks)
+            else:
+                self.micro_batch_tokens = settings.micro_batch_tokens
+
+    def learners(self) -> list[Learner]:
+        """Return what a step trains: the policy and, where there is one, the critic."""
+        critic = self.critic
+        policy = Learner(
+            name=POLICY,
+            engine=self.engine,
+            loss=self._policy_loss,
+            learns=lambda: critic is None or critic.is_warm,
+            after=self._reset_reference,
+        )
+        return [policy] if critic is None else [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
+
+    def saved(self) -> dict[str, DeepSpeedEngine | FrozenModel]:
+        """Return the models whose state no other file holds, by the prefix of their tensors' names."""
+        return {name: model for name, model in self.engines.items() if name != "reference" or self._reset_every}
+
+    def _policy_loss(self, batch: TrainBatch) -> LossOutput:
+        logprobs_bt, entropy_bt = self.engine.forward(batch)
+        output = self._loss(logprobs_bt, entropy_bt, batch)
+        entropy = entropy_bt.detach().sum() / batch.num_tokens_global
+        return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
+
+    def _reset_reference(self) -> None:
+        """Copy the policy into the reference every algorithm.reference_reset_every steps; AdamW's state stays."""
+        reference = self.engines.get("reference")
+        if self._reset_every and isinstance(reference, FrozenModel) and self.engine.num_steps % self._reset_every == 0:
+            reference.copy_from(self.engine)
+
+
+def configured_loss(settings: LossConfig) -> BatchLoss:
+    """Return the policy loss as a function of a batch."""
+
+    def loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
+        return policy_loss(
+            logprobs_bt,
+            batch.rollout_logprobs_bt,
+            batch.advantages_bt,
+            batch.mask_bt,
+            config=settings,
+            num_tokens=batch.num_tokens_global,
+            num_sequences=batch.num_sequences_global,
+            ref_logprobs_bt=batch.ref_logprobs_bt,
+            entropy_bt=entropy_bt,
+            sample_bt=batch.sample_bt,
+        )
+
+    return loss
+
+
+def _fingerprint(config: Config, ranks: Ranks) -> str:
+    """Return a hash of all that decides which micro-batch size fits."""
+    settings = config.model_dump(
+        mode="json",
+        include={"model": True, "algorithm": True, "critic": True, "trainer": True},
+        exclude={"trainer": {"steps"}},
+    )
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+    return hashlib.sha256(json.dumps([settings, ranks.size, device]).encode()).hexdigest()[:16]

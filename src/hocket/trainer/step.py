@@ -1,0 +1,82 @@
+"""Take one optimiser step: forward and backward over the micro-batches, then one update of the weights.
+
+All ranks call `update`, each with its own micro-batches. A micro-batch's loss is its share of the global loss (a sum
+over the global number of tokens), so gradients are added up, and packing changes no number.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hocket.algorithm.losses import LossOutput
+from hocket.trainer.batching import TrainBatch
+from hocket.trainer.engine import DeepSpeedEngine
+from hocket.trainer.ranks import Ranks
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """A model with its optimizer and its loss: the policy, or a critic."""
+
+    name: str
+    engine: DeepSpeedEngine
+    loss: Callable[[TrainBatch], LossOutput]  # runs the engine's forward pass; this batch's share of the global loss
+    learns: Callable[[], bool] = lambda: True  # False: only compute the loss, as during critic.warmup_steps
+    after: Callable[[], None] = lambda: None  # called after each update, e.g. to reset the reference policy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The outcome of an optimiser step, the same on every rank."""
+
+    totals: Mapping[str, float]  # "loss" and the loss function's metrics, summed over micro-batches and ranks
+    grad_norm: float | None  # before clipping; None: loss or gradient was not finite, and the weights are unchanged
+    overflowed: bool = False  # only float16's loss scale was too high; it has been lowered
+    bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether the weights or the samples are broken."""
+        return self.grad_norm is None and not self.overflowed
+
+
+def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:
+    """Take one optimiser step on this rank's batches; repeat a non-finite one once, then skip it."""
+    engine, loss_scale, learns = learner.engine, learner.engine.loss_scale, learner.learns()
+    totals = accumulate(learner, batches, ranks, learns=learns)
+    if not learns:
+        return Update(totals=totals, grad_norm=0.0)
+    grad_norm = engine.step(rescale=math.isfinite(totals["loss"]))
+    overflowed = grad_norm is None and engine.loss_scale != loss_scale
+    bad_gradients: tuple[str, ...] = ()
+    if grad_norm is None and not overflowed:  # a fluke of the hardware is gone the second time
+        totals = accumulate(learner, batches, ranks)
+        bad_gradients = tuple(engine.broken_gradients())  # costly, and the step clears the gradients
+        grad_norm = engine.step(rescale=False)
+    if grad_norm is not None:
+        learner.after()
+    return Update(totals=totals, grad_norm=grad_norm, overflowed=overflowed, bad_gradients=bad_gradients)
+
+
+def accumulate(
+    learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, *, learns: bool = True
+) -> dict[str, float]:
+    """Run this rank's micro-batches, leave their gradient in the engine and return `Update.totals`."""
+    shares: list[Tensor] = []
+    totals: dict[str, float] = {}
+    for index, batch in enumerate(batches):
+        with torch.set_grad_enabled(learns):
+            output = learner.loss(batch.to(ranks.device))
+        loss, share = output.loss, {"loss": output.loss.detach(), **output.metrics}
+        shares.append(torch.stack([value.double() for value in share.values()]))
+        last = index == len(batches) - 1
+        if last:
+            totals = dict(zip(share, ranks.sum(torch.stack(shares).sum(dim=0).tolist()), strict=True))
+            if not math.isfinite(totals["loss"]):
+                loss = loss * math.nan  # an infinite loss may have finite gradients; NaN ones skip the step
+        if learns:
+            learner.engine.backward(loss, last=last)
+    return totals

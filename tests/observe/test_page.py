@@ -1,0 +1,216 @@
+"""The report page: whole or partial runs, hostile text, nothing from outside; Chromium, if installed, draws it."""
+
+import base64
+import hashlib
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.observe.metrics import METRICS as TABLE
+from hocket.observe.page import MAX_CHARACTERS, sample_groups
+from hocket.observe.run_folder import write_report
+
+METRICS = [
+    {"step": 0, "eval/accuracy": 0.25},
+    {"step": 1, "reward/mean": 0.3, "reward/std": 0.4, "train/loss": 0.1, "rollout/truncated": 0.5,
+     "time/generate": 1.0, "time/train": 2.0, "time/step": 4.0},
+    {"step": 2, "reward/mean": 0.5, "reward/std": 0.4, "train/loss": None, "eval/accuracy": 0.75, "time/generate": 1.0,
+     "time/train": 2.0, "time/step": 4.0},
+]  # fmt: skip
+SUMMARY = {"before": 0.25, "after": 0.75, "steps": 2, "train_seconds": 142.4, "seed": 3, "final_version": 4}
+ROLLOUT = {
+    "group_id": "a", "prompt": "sort cab", "completion": "abc", "answer": "abc", "reward": 1.0, "error": None,
+    "parts": {"exact_match": 1.0}, "finish_reason": "stop", "num_tokens": 4,
+}  # fmt: skip
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</pre><img src=x onerror=alert(1)>",
+    '"><svg onload=alert(1)>',
+    "'; </style></script><!--<link rel=stylesheet href=//evil.example>",
+    "\x00\x1b[31m\u202e\u2028\ud800",
+]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+ACTIVE = ("link", "iframe", "img", "object", "embed", "a", "form", "base", "src", "href")
+
+
+class Page(html.parser.HTMLParser):
+    """Collects tags, text, scripts by type, and tags and attributes that load or run something."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source, self.text = source, ""
+        self.tags: list[str] = []
+        self.active: list[str] = []
+        self.scripts: dict[str, str] = {}
+        self.inside: str | None = None
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.active += [name for name in (tag, *dict(attrs)) if name in ACTIVE or name.startswith("on")]
+        self.inside = (dict(attrs).get("type") or "") if tag == "script" else None
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self.inside is None:
+            self.text += data
+        else:
+            self.scripts[self.inside] = data
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return json.loads(self.scripts["application/json"])
+
+
+def write_run(folder: Path, *, rollouts: list[dict[str, Any]] | None = None, summary: object = None) -> Path:
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
+    (folder / "config.yaml").write_text("run:\n  dir: <runs>\n")
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rollouts or [])
+    (folder / "rollouts/step_000002.jsonl").write_text(lines, encoding="utf-8", errors="replace")
+    return folder
+
+
+def report(folder: Path) -> Page:
+    assert write_report(folder) == folder / "report.html"
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def drawn(folder: Path) -> Page:
+    """The page as Chromium shows it."""
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    report(folder)
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+             "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=2000")  # fmt: skip
+    command = [CHROMIUM, *flags, f"--user-data-dir={folder}/browser", "--dump-dom", f"file://{folder}/report.html"]
+    return Page(subprocess.run(command, capture_output=True, timeout=60, check=True, encoding="utf-8").stdout)
+
+
+def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_path: Path) -> None:
+    page = drawn(write_run(tmp_path / "my-run", rollouts=[ROLLOUT], summary=SUMMARY))
+    assert "my-run · hocket" in page.text
+    assert "0.250 → 0.750held-out accuracy, before and after" in page.text
+    assert "steps 2training 2:22 minseed 3weight version 4" in page.text
+    assert "rollout/truncated > 0.05 in 1 step, last in step 1: 0.5" in page.text
+    # of 2 × 4 seconds: 2 generating, 4 training, the other 2 unnamed
+    for row in ("generate2.0 s25 %1.00 s", "train4.0 s50 %2.00 s", "other2.0 s25 %1.00 s"):
+        assert row in page.text
+    assert "sync0" not in page.text
+    assert "only one reward 1 · 4 tokens · stop" in page.text
+    assert "dir: <runs>" in page.text
+    assert "not finished" not in page.text
+    assert page.tags.count("svg") == 5  # accuracy, reward, truncated, loss, seconds
+    assert page.tags.count("rect") == 2 * 8
+
+
+def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_hostile_text_as_text(
+    tmp_path: Path,
+) -> None:
+    rows = [dict.fromkeys(ROLLOUT, text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}} for text in HOSTILE[:4]]
+    folder = write_run(tmp_path / "run", rollouts=rows)
+    records = [
+        {"step": 1, "reward/mean": 0.3, "train/loss": -1e9, "train/kl": 1e-300, "train/entropy": None},
+        {
+            "step": 2,
+            "reward/mean": 0.5,
+            "train/loss": 1e9,
+            "train/entropy": 0,
+            f"reward/{HOSTILE[0]}": 1,
+            "reward/b": 1,
+        },
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 3, "reward/me')
+    page = drawn(folder)
+    assert "0.300 → 0.500mean reward, before and after" in page.text
+    assert "The run has not finished" in page.text
+    assert all(text in page.text for text in HOSTILE[:4])
+    assert page.tags.count("svg") == 5
+    assert "NaN" not in page.source
+    assert (page.active, page.tags.count("script")) == ([], 2)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_stays_data(tmp_path: Path, text: str) -> None:
+    row = dict.fromkeys(ROLLOUT, text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}}
+    folder = write_run(tmp_path / "run", rollouts=[row], summary=SUMMARY | {"seed": text})
+    (folder / "config.yaml").write_text(text, encoding="utf-8", errors="replace")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, f"reward/{text}": 1.0, "reward/b": 1.0}) + "\n")
+    page, harmless = report(folder), report(write_run(tmp_path / "other", summary=SUMMARY))
+    assert (page.tags, page.active, page.scripts[""]) == (harmless.tags, [], harmless.scripts[""])
+    assert "<" not in page.scripts["application/json"]
+    assert page.data["groups"][0]["rollouts"][0]["completion"] == text.replace("\ud800", "?")
+    assert page.data["summary"]["seed"] == text
+
+
+def test_the_page_allows_its_one_script_and_no_outside_resource(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "run", rollouts=[ROLLOUT], summary=SUMMARY))
+    digest = base64.b64encode(hashlib.sha256(page.scripts[""].encode()).digest()).decode()
+    assert f"content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'\"" in page.source
+    assert page.tags.count("script") == len(page.scripts) == 2
+    # text reaches the page as text nodes alone
+    assert not re.findall(r"HTML|document\.write|\b(?:eval|Function|fetch|import)\(|href|src", page.scripts[""])
+    assert "http" not in page.scripts[""].replace("http://www.w3.org/2000/svg", "")
+
+
+def test_every_charted_metric_is_in_the_table(tmp_path: Path) -> None:
+    names = re.findall('"([a-z]+/[a-z_]+)":', report(tmp_path).scripts[""])
+    assert len(names) > 12
+    assert set(names) <= {metric.name for metric in TABLE}
+
+
+@pytest.mark.parametrize(
+    ("text", "records"),
+    [
+        ("\nnot json\n[1]\n", []),
+        ('{"step": null}\n{"reward/mean": 1}\n', [{"step": None}, {"reward/mean": 1}]),
+        ('{"step": 1, "x": NaN, "y": -Infinity, "z": 1e400}\n{"st', [{"step": 1, "x": None, "y": None, "z": None}]),
+    ],
+)
+def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path, text: str, records: list[Any]) -> None:
+    assert report(tmp_path).data["records"] == []
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert report(tmp_path).data["records"] == records
+
+
+def test_long_text_is_cut_and_says_so() -> None:
+    (group,) = sample_groups([ROLLOUT | {"completion": "x" * (MAX_CHARACTERS + 5)}])
+    assert group["rollouts"][0]["completion"] == f"{'x' * MAX_CHARACTERS} … (5 more characters)"
+
+
+def test_samples_are_best_and_worst_of_the_groups_that_differ_most() -> None:
+    def row(group: str, reward: float | None, text: str) -> dict[str, Any]:
+        return ROLLOUT | {"group_id": group, "reward": reward, "completion": text, "error": reward is None and "hung"}
+
+    rows = [row("none", None, "none-failed"), row("same", 1.0, "same-1"), row("same", 1.0, "same-2")]
+    rows += [row("far", 0.0, "far-low"), row("far", 0.5, "far-mid"), row("far", 1.0, "far-high")]
+    rows += [row("far", None, "far-failed"), row("near", 0.5, "near-1"), row("near", 0.6, "near-2")]
+    shown = [[(one["title"], one["completion"]) for one in group["rollouts"]] for group in sample_groups(rows)]
+    assert shown == [
+        [("best", "far-high"), ("worst", "far-low")],  # a score that failed is not the worst one
+        [("best", "near-2"), ("worst", "near-1")],
+        [("all alike", "same-1")],
+        [("only one", "none-failed")],
+    ]
+    assert sample_groups(rows)[3]["rollouts"][0]["error"] == "hung"
+
+
+def test_the_newest_rollouts_are_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rollouts=[ROLLOUT | {"completion": "old"}])
+    (folder / "rollouts/step_000010.jsonl").write_text(json.dumps(ROLLOUT | {"completion": "newest"}))
+    (folder / "rollouts/eval_000010.jsonl").write_text(json.dumps(ROLLOUT | {"completion": "held-out"}))
+    data = report(folder).data
+    assert (data["newest"], data["groups"][0]["rollouts"][0]["completion"]) == ("step_000010", "newest")

@@ -1,0 +1,207 @@
+"""Who is on the GPU when: publishing to disk and a real pool, as a run brings them together, with a fake server."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fakes
+from hocket import commands, manifest
+from hocket import config as config_module
+from hocket.errors import ServerError, SyncError
+from hocket.pool import ServerPool
+from hocket.protocol import (
+    Completion,
+    Health,
+    ReloadRequest,
+    ReloadResponse,
+    SamplingParams,
+    SleepRequest,
+    SleepResponse,
+    TensorSpec,
+    WakeRequest,
+)
+from hocket.sync.gpu_sharing import put_to_sleep
+from hocket.types import Prompt, TrainSample
+
+
+class World:
+    """Server and trainer, which keep one diary of what they were asked to do; `failing` fails once."""
+
+    url = "http://server"
+
+    def __init__(self) -> None:
+        self.diary: list[str] = []
+        self.version = 4
+        self.failing: dict[str, ServerError] = {}
+        self.root = Path()
+
+    def did(self, what: str) -> None:
+        if error := self.failing.pop(what, None):
+            raise error
+        self.diary.append(what)
+
+    # the server
+    async def health(self, *, timeout_s: float = 1.0) -> Health:
+        return fakes.health(status="asleep", version=self.version)
+
+    async def sleep(self, request: SleepRequest, *, timeout_s: float) -> SleepResponse:
+        self.did(f"sleep {request.level}")
+        return SleepResponse(asleep=["weights", "kv_cache"], session="s")
+
+    async def wake_up(self, request: WakeRequest, *, timeout_s: float) -> SleepResponse:
+        self.did(f"wake {' '.join(request.tags)}")
+        return SleepResponse(asleep=[], session="s")
+
+    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+        self.did("load")
+        self.version = request.version
+        manifest = json.loads((self.root / request.source.name / "manifest.json").read_text())  # type: ignore[union-attr]
+        return ReloadResponse(
+            version=request.version, seconds=0.1, num_tensors=1, checksum=manifest["checksum"], session="s"
+        )
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, **rest: object
+    ) -> AsyncIterator[tuple[int, int, Completion]]:
+        self.did("generate")
+        for i in range(len(prompts)):
+            span = (self.version, 0, 2)
+            done = Completion(token_ids=(5, 2), logprobs=(-0.1, -0.2), finish_reason="stop", versions=(span,), text="x")
+            yield i, 0, done
+
+    # the trainer
+    def check_same_model(self, health: Health) -> None: ...
+
+    def onload(self) -> None:
+        self.did("onload")
+
+    def offload(self) -> None:
+        self.did("offload")
+
+    def export(self, folder: Path) -> dict[str, TensorSpec]:
+        import torch
+        from safetensors.torch import save_file
+
+        self.did("write")
+        save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+        return manifest.specs([("w", torch.ones(2))])
+
+    def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
+        self.did("score")
+        return 0.001
+
+
+class Parts:
+    """The pool and the publishing of a run, around one world."""
+
+    def __init__(self, tmp_path: Path, *settings: str, share: bool = True) -> None:
+        self.world = World()
+        self.world.root = tmp_path / "runs"
+        sharing = f"launch.share_gpu={str(share).lower()}"
+        self.config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", sharing, *settings])
+        self.pool = ServerPool(["http://server"])
+        world: Any = self.world
+        self.pool.members[0].server = world
+        prompts = [Prompt(id="c", token_ids=(1,))]
+        self.publisher = commands._publisher(self.config, world, self.pool, prompts, lambda line: None)
+
+    async def step(self) -> dict[str, float]:
+        async with self.publisher.training(publishes=True) as metrics:
+            self.world.did("step")
+            return metrics | await self.publisher.publish()
+
+    async def copy(self) -> None:
+        async with self.publisher.training(publishes=False):
+            self.world.did("copy")
+
+
+FIRST = ["write", "offload", "wake weights", "load", "wake kv_cache"]
+CANARY = ["generate", "sleep 1", "onload", "score", "offload", "wake weights", "wake kv_cache"]
+UPDATE = ["sleep 2", "onload", "step", *FIRST]
+
+
+async def test_server_and_trainer_are_never_on_the_gpu_together(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.pool.wait_up()
+    metrics = await parts.step()
+    assert parts.world.diary == [*FIRST, *CANARY, *UPDATE]
+    assert (metrics["time/turn"] >= 0, metrics["sync/servers"]) == (True, 1.0)
+
+
+async def test_without_new_weights_the_server_gets_its_own_back(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.copy()
+    assert parts.world.diary == ["sleep 1", "onload", "copy", "offload", "wake weights", "wake kv_cache"]
+
+
+async def test_without_sharing_nothing_more_is_asked_of_anybody(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, share=False)
+    await parts.pool.wait_up()
+    await parts.step()
+    await parts.copy()
+    assert parts.world.diary == ["write", "load", "generate", "score", "step", "write", "load", "copy"]
+
+
+async def test_the_canary_brings_the_trainer_back_and_the_server_keeps_its_weights(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, "sync.canary_every=2")
+    await parts.pool.wait_up()
+    for _ in range(2):
+        await parts.step()
+    # versions 5, 6, 7: the first is always checked, then each even one
+    assert parts.world.diary == [*FIRST, *CANARY, *UPDATE, *CANARY, *UPDATE]
+
+
+async def test_a_server_that_dies_in_the_trainer_s_turn_is_lost_and_brought_up_again(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, "sync.canary_every=0")
+    world = parts.world
+    await parts.pool.wait_up()
+    async with parts.publisher.training(publishes=True):
+        gone = ServerError("can't reach it", code="unreachable")
+        world.failing = {"wake weights": gone, "load": gone}
+        world.diary.clear()
+        metrics = await parts.publisher.publish()
+    assert metrics["sync/servers"] == 0
+    assert world.diary == ["write", "offload"]  # the trainer is away, so that a new server has the GPU to start on
+    world.diary.clear()
+    await parts.pool.wait_up()
+    assert world.diary == ["offload", "wake weights", "load", "wake kv_cache", *CANARY]  # written already
+    assert parts.publisher.versions.current == 6
+
+
+async def test_a_server_that_dies_when_it_has_loaded_is_lost_too(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, "sync.canary_every=0")
+    await parts.pool.wait_up()
+    parts.world.failing = {"wake kv_cache": ServerError("its engine's process ended", code="engine_dead", status=503)}
+    assert (await parts.step())["sync/servers"] == 0
+    assert parts.pool.members[0].out == "its engine's process ended"
+
+
+async def test_a_server_that_does_not_leave_the_gpu_stops_the_run_before_the_trainer_takes_it(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.pool.wait_up()
+    parts.world.diary.clear()
+    for error in (
+        ServerError("/sleep did not finish in 300 s", code="timeout"),
+        ServerError("not started to share its GPU", code="no_sleep_mode", status=409),
+    ):
+        parts.world.failing = {"sleep 2": error}
+        with pytest.raises(SyncError, match=f"can't take turns on the GPU: {error}"):
+            await parts.step()
+    assert parts.world.diary == []
+
+
+async def test_a_dead_server_does_not_keep_the_trainer_from_its_turn(tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    await parts.pool.wait_up()
+    parts.world.failing = {"sleep 2": ServerError("its engine's process ended", code="engine_dead", status=503)}
+    await put_to_sleep(parts.pool, parts.config.sync, keep=False)
+    assert parts.pool.up == []
+
+
+async def test_weights_that_no_version_brings_again_are_kept(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, "model.lora={}")
+    await parts.step()
+    assert parts.world.diary[0] == "sleep 1"
