@@ -1,8 +1,8 @@
 """Ask the servers for model turns: many episodes' turns in few requests, each turn's seed its own.
 
 One request per turn costs the engine more than half of its throughput, and the HTTP client slows down with hundreds in
-flight. Turns that come within a few milliseconds go together, and a prompt that several of them share is sent once. What
-a lost server has not finished is asked again, of the others or of itself once it is back.
+flight. Turns that come within a few milliseconds go together, and a prompt that several share is sent once. What a
+lost server has not finished is asked again, of the others or of itself once it is back.
 """
 
 import asyncio
@@ -101,29 +101,29 @@ class Batcher:
 
     async def _dispatch_soon(self) -> None:
         """Wait for company, the longer the more requests are under way, then send the turns that wait."""
+        await asyncio.sleep(WINDOW_S * (1 + len(self._requests)))
         try:
-            await asyncio.sleep(WINDOW_S * (1 + len(self._requests)))
-            try:
-                up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
-            except Exception as error:  # noqa: BLE001 - every episode that waits raises it
-                _fail(self._waiting, error)
-                self._waiting = []
-                return
+            up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
             waiting, self._waiting = self._waiting, []
-            waiting = [turn for turn in waiting if not turn.answer.done()]  # an episode may have been cancelled
-            for member, prompts in _requests(self._routed(waiting, up)):
-                turns = [turn for turns in prompts for turn in turns]
-                if len(self._requests) >= MAX_REQUESTS:
-                    self._waiting += turns  # until a request has ended
-                    continue
-                request = self._pool.start(self._request(member, prompts))
-                self._requests[request] = turns
-                for turn in turns:
-                    turn.request = request
-                request.add_done_callback(self._ended)
-        finally:
-            self._dispatch = None
-            self._wake()
+            wanted = [turn for turn in waiting if not turn.answer.done()]  # an episode may have been cancelled
+            for member, prompts in _requests(self._routed(wanted, up)):
+                self._send(member, prompts)
+        except Exception as error:  # noqa: BLE001 - whatever it is, every episode that waits raises it
+            _fail(self._waiting, error)
+            self._waiting = []
+        self._dispatch = None
+        self._wake()
+
+    def _send(self, member: Member, prompts: Sequence[Sequence[Turn]]) -> None:
+        turns = [turn for turns in prompts for turn in turns]
+        if len(self._requests) >= MAX_REQUESTS:
+            self._waiting += turns  # until a request has ended
+            return
+        request = self._pool.start(self._request(member, prompts))
+        self._requests[request] = turns
+        for turn in turns:
+            turn.request = request
+        request.add_done_callback(self._ended)
 
     def _ended(self, request: "asyncio.Task[None]") -> None:
         del self._requests[request]
@@ -192,7 +192,7 @@ class Batcher:
 
 
 def _requests(shares: Mapping[Member, Sequence[Turn]]) -> list[tuple[Member, list[list[Turn]]]]:
-    """Divide shares into requests of one sampling and deadline, prompt by prompt, within what a server takes at once."""
+    """Divide shares into requests of one sampling and deadline, prompt by prompt, within what a server takes."""
     alike: dict[tuple[Member, SamplingParams, Deadline], dict[tuple[int, ...], list[Turn]]] = {}
     for member, turns in shares.items():
         for turn in turns:
@@ -200,7 +200,9 @@ def _requests(shares: Mapping[Member, Sequence[Turn]]) -> list[tuple[Member, lis
             by_prompt.setdefault(turn.token_ids, []).append(turn)
     requests = []
     for (member, _, _), by_prompt in sorted(alike.items(), key=lambda item: item[0][2].left_s):
-        prompts = [turns[k : k + MAX_SAMPLES] for turns in by_prompt.values() for k in range(0, len(turns), MAX_SAMPLES)]
+        prompts = [
+            turns[k : k + MAX_SAMPLES] for turns in by_prompt.values() for k in range(0, len(turns), MAX_SAMPLES)
+        ]
         requests += [(member, prompts[k : k + MAX_PROMPTS]) for k in range(0, len(prompts), MAX_PROMPTS)]
     return requests
 

@@ -21,6 +21,7 @@ MAX_LOSSES = 3
 """Give up on a turn or an episode after it has coincided with this many lost servers; it may be the cause."""
 POLL_S = 0.25
 LOOK_S = 3.0
+LOST_REST_S = 1.0
 LOOKING_SHARE = 0.1
 """Share of the time that looking at servers that are out may cost those that work."""
 GONE = frozenset(
@@ -133,6 +134,7 @@ class ServerPool:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
+            await asyncio.sleep(0)  # until they are discarded
         await self._stack.aclose()
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
@@ -226,6 +228,7 @@ class ServerPool:
         if member.session is not None:
             self._say(f"lost server {member.url}: {reason}")
         member.mark_out(reason)
+        member.rest(LOST_REST_S if self.up else 0.0)  # what it had not finished goes to the others without another look
 
     async def watched(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
         """Run the work of one server; raise ServerError and cancel it once the server's /health has gone silent."""

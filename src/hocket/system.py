@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +69,21 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+async def as_completed(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
+    """Run coroutines at once and yield each result when it is there; leaving early cancels the others."""
+    ended: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    for task in tasks:
+        task.add_done_callback(ended.put_nowait)
+    try:
+        for _ in tasks:
+            yield (await ended.get()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

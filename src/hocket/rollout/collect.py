@@ -1,4 +1,4 @@
-"""Gather one batch: prompts become episodes, episodes are scored as they end, and groups are complete with their scores.
+"""Gather one batch: play the episodes of its prompts, score each as it ends, return complete groups.
 
 Rollouts are waited for, never thrown away because they are slow: that would favour short answers. So the prompts of a
 batch are the next ones of the stream, whichever episodes are fast.

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hocket.data import Renderer
-from hocket.data.rendering import TooLongError
+from hocket.data.prompts import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
-from hocket.protocol import Completion, SamplingParams
+from hocket.protocol import Completion
 from hocket.rollout.collect import Seat
 from hocket.system import seed_of
 from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
@@ -165,11 +165,11 @@ class Episode:
         transcript, sampling = self.transcript, self._seat.sampling
         max_tokens = sampling.max_tokens if observation.max_tokens is None else observation.max_tokens
         stop = sampling.stop if observation.stop is None else observation.stop
-        changes = {"max_tokens": min(max_tokens, room), "stop": tuple(stop), "seed": None}
-        grown(len(transcript.token_ids) + changes["max_tokens"])
+        max_tokens = min(max_tokens, room)
+        grown(len(transcript.token_ids) + max_tokens)
         return await self._ask(
             transcript.token_ids,
-            sampling.model_copy(update=changes),
+            sampling.model_copy(update={"max_tokens": max_tokens, "stop": tuple(stop), "seed": None}),
             seed=self._seed(transcript.turns + 1),
             deadline=self._seat.deadline,
             group=self._seat.group,

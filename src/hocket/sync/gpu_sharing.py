@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hocket.client import ServerClient
 from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
-from hocket.members import Members
+from hocket.pool import ServerPool
 from hocket.protocol import Memory, ReloadResponse, SleepRequest, WakeRequest
 from hocket.sync.disk import VersionFolders
 from hocket.sync.publish import Delivery, Metrics, Transport
@@ -41,7 +41,7 @@ class SharedGpu:
         disk: Transport,
         folders: VersionFolders,
         trainer: "Trainer",
-        pool: Members,
+        pool: ServerPool,
         sync: SyncConfig,
         *,
         keep: bool,
@@ -87,7 +87,7 @@ class SharedGpu:
         return await _ask(self._pool, lambda server: server.wake_up(request, timeout_s=self._sync.timeout_s))
 
 
-async def put_to_sleep(pool: Members, sync: SyncConfig, *, keep: bool) -> None:
+async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
     """Have every server leave the GPU.
 
     Args:
@@ -100,7 +100,7 @@ async def put_to_sleep(pool: Members, sync: SyncConfig, *, keep: bool) -> None:
     await _ask(pool, lambda server: server.sleep(request, timeout_s=sync.timeout_s))
 
 
-async def _ask(pool: Members, ask: Callable[[ServerClient], Awaitable[object]]) -> dict[ServerClient, ServerError]:
+async def _ask(pool: ServerPool, ask: Callable[[ServerClient], Awaitable[object]]) -> dict[ServerClient, ServerError]:
     """Ask every server of the pool; return the errors of those that are gone, which are marked as lost."""
     gone = {}
     for member in pool.members:
@@ -109,6 +109,6 @@ async def _ask(pool: Members, ask: Callable[[ServerClient], Awaitable[object]]) 
         except ServerError as error:
             if error.code not in _GONE:
                 raise SyncError(f"server and trainer can't take turns on the GPU: {error}") from error
-            pool.lose(member, str(error))
+            pool.mark_lost(member, str(error))
             gone[member.server] = error
     return gone
