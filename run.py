@@ -50,12 +50,12 @@ def main(argv: list[str]) -> int:
         print(f"usage: run.py test [pytest arguments]\n\n{COMMANDS['test']}\n\n{_test_help()}")
         return 0
 
-    from hocket import bootstrap
+    from hocket import environment
     from hocket.errors import SetupError
 
     try:
-        bootstrap.ensure(command, install=not asks_for_help)
-    except SetupError as error:
+        environment.ensure(command, install=not asks_for_help)
+    except (SetupError, OSError) as error:
         print(f"run.py: {error}", file=sys.stderr)
         if command != "doctor":
             return 1
@@ -67,7 +67,9 @@ def main(argv: list[str]) -> int:
         os.chdir(ROOT)
         chosen = any(argument.startswith("tests") for argument in argv[1:])
         parallel = [] if chosen else ["-n", "2", "--no-loadscope-reorder"]  # tests/conftest.py says what stays together
-        os.execv(sys.executable, [sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
+        from hocket.processes import contain
+
+        return contain([sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
     return _dispatch(argv, asks_for_help)
 
 

@@ -18,7 +18,7 @@ from hocket import config as config_module
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer.checkpoint import SavedTensors
+from hocket.trainer.state import SavedTensors
 
 SOURCE = Path(__file__).parents[1] / "src"
 
@@ -52,7 +52,7 @@ def make_config(tmp_path: Path, *settings: str) -> Config:
 def train(config: Config, last: int = 0, **metrics: list[float]) -> FakePart:
     """Takes the steps after `last`; the part's value is 10 times the step."""
     trainer, part = FakeTrainer(), FakePart()
-    with Checkpoints(config, trainer, {"part": part}, last=last) as kept:
+    with Checkpoints(config, trainer.state, {"part": part}, last=last) as kept:
         for step in range(last + 1, config.trainer.steps + 1):
             trainer.steps = step
             kept.copy(step)
@@ -99,7 +99,7 @@ def test_a_run_without_checkpoints_writes_none(tmp_path: Path) -> None:
 
 def test_a_due_step_that_was_not_trained_is_made_up_for_by_the_next(tmp_path: Path) -> None:
     config = make_config(tmp_path, "checkpoint.every_steps=3", "checkpoint.keep=9")
-    with Checkpoints(config, FakeTrainer(), {}) as kept:
+    with Checkpoints(config, FakeTrainer().state, {}) as kept:
         for step in range(1, 11):
             if step not in (3, 6, 7):  # no group had a signal
                 kept.copy(step)
@@ -107,19 +107,10 @@ def test_a_due_step_that_was_not_trained_is_made_up_for_by_the_next(tmp_path: Pa
     assert names(config) == ["step_000004", "step_000008", "step_000009", "step_000010"]
 
 
-def test_the_newest_are_kept_and_the_best(tmp_path: Path) -> None:
-    config = make_config(
-        tmp_path, "checkpoint.every_steps=1", "checkpoint.best=eval/accuracy", "checkpoint.keep=2", "eval.every_steps=1"
-    )
-    accuracy = [0.1, 0.5, 0.9, 0.2, 0.9, 0.3, 0.1, 0.1, 0.1, 0.1]
-    train(config, **{"eval/accuracy": accuracy})
-    assert names(config) == ["step_000005", "step_000009", "step_000010"]  # of equals the newer one
-
-
-@pytest.mark.parametrize("setting", ["eval.every_steps=0", "eval.every_steps=4"])
-def test_a_best_that_is_not_measured_at_every_checkpoint_is_refused(tmp_path: Path, setting: str) -> None:
-    with pytest.raises(ConfigError, match="multiple"):
-        make_config(tmp_path, "checkpoint.best=eval/accuracy", "checkpoint.every_steps=2", setting)
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "checkpoint.every_steps=1", "checkpoint.keep=2")
+    train(config)
+    assert names(config) == ["step_000009", "step_000010"]
 
 
 def test_what_a_killed_writer_leaves_is_no_checkpoint_and_goes_with_the_next(tmp_path: Path) -> None:
@@ -129,14 +120,14 @@ import sys, threading, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import test_checkpoints as t
 from pathlib import Path
-from hocket.trainer import checkpoint
-write = checkpoint.write_bucket
+from hocket.trainer import state
+write = state.write_bucket
 def slow(folder, bucket):
     write(folder, bucket)
     if "000004" in folder.name:
         print("half", flush=True)
         time.sleep(600)
-checkpoint.write_bucket = slow
+state.write_bucket = slow
 t.train(t.make_config(Path({str(tmp_path)!r}), "checkpoint.every_steps=2", "checkpoint.async=true"))
 """
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
@@ -162,8 +153,8 @@ def test_in_the_background_training_goes_on_and_one_is_written_at_a_time(
         begun.append(folder.name)
         assert gate.wait(60)
 
-    monkeypatch.setattr("hocket.trainer.checkpoint.write_bucket", write)
-    with Checkpoints(config, FakeTrainer(), {}) as kept:
+    monkeypatch.setattr("hocket.trainer.state.write_bucket", write)
+    with Checkpoints(config, FakeTrainer().state, {}) as kept:
         kept.copy(1)
         kept.complete(1, {})  # comes back while the file is being written
         assert names(config) == [".step_000001.partial"]
@@ -189,7 +180,7 @@ def test_a_full_disk_is_heard_of_by_the_next_step_and_nothing_half_stays(
     def full(folder: Path, bucket: Mapping[str, Any]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hocket.trainer.checkpoint.write_bucket", full)
+    monkeypatch.setattr("hocket.trainer.state.write_bucket", full)
     with pytest.raises(TrainerError, match=r"No space left on device\. Free space there"):
         train(config, last=1)
     assert names(config) == ["step_000001"]

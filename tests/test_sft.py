@@ -171,9 +171,3 @@ def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any
     sft.run(make_config(model, tmp_path, f"sft.output={output}", "trainer.steps=2"))
     assert math.isfinite(cross_entropy(output))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "start"]
-
-
-def test_no_demonstrations_is_an_error(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hocket.data.load_demonstrations", lambda *_: [], raising=False)
-    with pytest.raises(DataError, match="no demonstration"):
-        sft.run(make_config(model, tmp_path))

@@ -1,11 +1,8 @@
-"""Checkpoints of a run: everything that going on needs, in <run.dir>/checkpoints/step_000010/.
+"""Checkpoints of a run: all that resuming needs, in <run.dir>/checkpoints/step_000010/.
 
-    state_00000.safetensors ...   the trainer's tensors (trainer/checkpoint.py)
-    state.json                    step, config, metrics, the trainer's counters, and the state of every part of the run
-    COMPLETE                      the last file to be written; then the folder gets its name
-
-A part is whatever has a `state()` of a few values and a `restore(state)`: the position in the data, the weight version.
-Knows neither what the tensors nor what the parts' states mean.
+state_00000.safetensors ...   the trainer's tensors (trainer/state.py)
+state.json                    step, config, metrics, the trainer's counters, and the state of every part of the run
+COMPLETE                      the last file to be written; then the folder gets its name
 """
 
 import dataclasses
@@ -22,58 +19,54 @@ from typing import Any, Protocol, Self
 from hocket.config import Config, as_dict, changes
 from hocket.errors import ConfigError, TrainerError
 from hocket.manifest import COMPLETE_FILE
-from hocket.system import flush
+from hocket.system import complete_folder, partial_of, remove_folder
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
-_SAME = ("model", "data", "curriculum", "trainer.seed", "sft.batch_size")
-"""Settings, or sections of them, without which it is another run."""
+_SAME = ("model", "data", "curriculum", "trainer.seed", "sft.batch_size")  # settings that a resumed run must keep
 _OF_A_RUN = (
     *("metrics.jsonl", "ledger.jsonl", "rollouts", "weights", "deltas", "tensorboard", "summary.json", "report.html"),
     FOLDER,
 )
 
+TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]
+"""Trainer.state: gives buckets of tensors by name to its argument and returns the rest, ready for JSON."""
+
 
 class Part(Protocol):
-    """What a run also consists of."""
+    """A part of a run with a state of a few values: the position in the data, the weight version."""
 
     def state(self) -> Mapping[str, Any]:
-        """Returns what `restore` needs, ready for JSON."""
+        """Return what `restore` needs, ready for JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes back to it."""
-
-
-class Source(Protocol):
-    """What checkpoints need of the trainer; hocket.trainer.trainer.Trainer is one."""
-
-    def state(self, sink: Callable[[Mapping[str, Any]], None]) -> Mapping[str, Any]: ...
+        """Restore a state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A complete checkpoint. `trainer` is what its tensors need besides, `parts` the states by name."""
+    """A complete checkpoint, but for its tensors."""
 
     folder: Path
     step: int
     config: Mapping[str, Any]
     metrics: Mapping[str, float]
-    trainer: Mapping[str, Any]
-    parts: Mapping[str, Mapping[str, Any]]
+    trainer: Mapping[str, Any]  # the trainer's state beside its tensors
+    parts: Mapping[str, Mapping[str, Any]]  # name → state
 
     def restore(self, parts: Mapping[str, Part]) -> None:
-        """Has every part go back to its state. Raises ConfigError where the run had other parts."""
+        """Restore every part. Raise ConfigError where the run had other parts."""
         if parts.keys() != self.parts.keys():
             raise ConfigError(
-                f"{self.folder} has states of {', '.join(self.parts)}, this run has {', '.join(parts)}; go on with the "
-                "command that wrote it, or choose another run.dir"
+                f"{self.folder} has states of {', '.join(self.parts)}, this run has {', '.join(parts)}; resume with "
+                "the command that wrote it, or choose another run.dir"
             )
         for name, part in parts.items():
             part.restore(self.parts[name])
 
 
 def read(folder: Path) -> Saved:
-    """Reads one checkpoint. Raises ConfigError where it is none, or not complete."""
+    """Read one checkpoint. Raise ConfigError where there is none, or it is not complete."""
     try:
         (folder / COMPLETE_FILE).stat()
         return Saved(folder=folder, **json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
@@ -82,23 +75,21 @@ def read(folder: Path) -> Saved:
 
 
 def complete(run_dir: Path) -> list[Path]:
-    """Returns the folders of the complete checkpoints, oldest first."""
+    """Return the folders of the complete checkpoints, oldest first."""
     return sorted(path.parent for path in (run_dir / FOLDER).glob(f"step_*/{COMPLETE_FILE}"))
 
 
 def find(config: Config, say: Callable[[str], None]) -> Saved | None:
-    """Returns what to go on from: with checkpoint.resume, the newest complete checkpoint, if there is one.
-
-    Where there is none, what the run folder has of a run is moved aside, as it begins again.
+    """Return the newest complete checkpoint with checkpoint.resume; without one, move an older run's files aside.
 
     Raises:
-        ConfigError: with what is configured now it would be another run.
+        ConfigError: the config is of another run than the checkpoint.
     """
     if not config.checkpoint.resume:
         return None
     folders = complete(config.run_dir)
     if not folders:
-        _set_aside(config.run_dir, say)
+        _move_aside(config.run_dir, say)
         return None
     saved = read(folders[-1])
     said = []
@@ -116,22 +107,21 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
 class Checkpoints:
     """Writes the checkpoints of one run. Use it as a context manager: its end waits for one that is being written.
 
-    With checkpoint.async the files are written by a thread while training goes on, one checkpoint at a time; what goes
-    wrong there is raised at the next step.
+    With checkpoint.async a thread writes the files while training goes on, one checkpoint at a time; its errors are
+    raised at the next step.
 
     Args:
-        config: its checkpoint section, run.dir and trainer.steps are used.
-        last: the step that the run goes on from, 0 at the beginning.
+        config: uses checkpoint, run.dir and trainer.steps; each checkpoint holds all of it.
+        last: the step that the run resumes from, 0 at the beginning.
     """
 
-    def __init__(self, config: Config, trainer: Source, parts: Mapping[str, Part], *, last: int = 0) -> None:
-        self._config = config
-        self._settings = config.checkpoint
+    def __init__(self, config: Config, state: TrainerState, parts: Mapping[str, Part], *, last: int = 0) -> None:
+        self._config, self._settings = config, config.checkpoint
         self._root = config.run_dir / FOLDER
-        self._trainer = trainer
-        self._parts = parts
+        self._state, self._parts = state, parts
         self._last = last
-        self._copied: _Copy | None = None
+        self._copied: Mapping[str, Any] | None = None  # the trainer's state of a checkpoint that is not complete yet
+        self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
@@ -143,29 +133,39 @@ class Checkpoints:
         if kind is None:
             self._wait()
 
-    def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
-        """Takes the trainer's state after `step`, where a checkpoint is due; the trainer must be idle.
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Whether to save after this step; `last`: the run ends with it, before trainer.steps."""
+        every = self._settings.every_steps
+        return every > 0 and (step // every > self._last // every or last or step == self._config.trainer.steps)
 
-        Returns time/checkpoint, the seconds it took.
+    def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
+        """Copy the trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds.
+
+        The trainer must be idle.
 
         Raises:
             TrainerError: it can't be written, or the one before could not.
         """
         if not self.due(step, last=last):
             return {}
+        from hocket.trainer.state import write_bucket
+
         start = time.perf_counter()
         self._wait()
-        copy = _Copy(self._root / f".step_{step:06d}.partial")
-        with _written(copy.folder):
+        partial = partial_of(self._folder(step))
+        with self._disk_errors(partial):
             for leftover in self._root.glob(".*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            copy.folder.mkdir(parents=True)
-            copy.rest = self._trainer.state(copy.buckets.append if self._settings.in_background else copy.write)
-        self._copied, self._last = copy, step
+            partial.mkdir(parents=True)
+            in_background = self._settings.in_background
+            self._copied = self._state(
+                self._buckets.append if in_background else lambda bucket: write_bucket(partial, bucket)
+            )
+        self._last = step
         return {"time/checkpoint": time.perf_counter() - start}
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds to what `copy` took how all parts are after `step`, and its metrics: then it is a checkpoint.
+        """Add the metrics of `step` and the state of all parts to what `copy` took: then it is a checkpoint.
 
         Raises:
             TrainerError: it can't be written, or the one before could not.
@@ -174,82 +174,58 @@ class Checkpoints:
             self._wait()
         if self._copied is None:
             return
-        copy, self._copied = self._copied, None
         state = {
             "step": step,
             "config": as_dict(self._config),
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
-            "trainer": copy.rest,
+            "trainer": self._copied,
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
+        buckets, self._copied, self._buckets = self._buckets, None, []
         if self._settings.in_background:
-            self._writing = self._thread.submit(self._finish, copy, state)
+            self._writing = self._thread.submit(self._finish, self._folder(step), state, buckets)
         else:
-            self._finish(copy, state)
+            self._finish(self._folder(step), state, buckets)
 
-    def due(self, step: int, *, last: bool = False) -> bool:
-        """Whether there is one to take after this step; `last`: no other follows, before trainer.steps."""
-        every = self._settings.every_steps
-        return every > 0 and (step // every > self._last // every or last or step == self._config.trainer.steps)
+    def _folder(self, step: int) -> Path:
+        return self._root / f"step_{step:06d}"
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
-    def _finish(self, copy: "_Copy", state: Mapping[str, Any]) -> None:
-        with _written(copy.folder):
-            while copy.buckets:
-                copy.write(copy.buckets.pop(0))
-            (copy.folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-            (copy.folder / COMPLETE_FILE).touch()
-            for path in (copy.folder / STATE_FILE, copy.folder / COMPLETE_FILE, copy.folder):
-                flush(path)
-            copy.folder.rename(self._root / f"step_{state['step']:06d}")
-            flush(self._root)
+    def _finish(self, folder: Path, state: Mapping[str, Any], buckets: list[Mapping[str, Any]]) -> None:
+        from hocket.trainer.state import write_bucket
+
+        partial = partial_of(folder)
+        with self._disk_errors(partial):
+            while buckets:
+                write_bucket(partial, buckets.pop(0))
+            (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+            (partial / COMPLETE_FILE).touch()
+            complete_folder(folder)
         self._prune()
 
     def _prune(self) -> None:
-        """Removes all but the newest and the best."""
-        folders = complete(self._config.run_dir)
-        keep = set(folders[-self._settings.keep :])
-        if self._settings.best is not None:
-            values = {folder: read(folder).metrics.get(self._settings.best, -math.inf) for folder in folders}
-            keep.add(max(folders, key=lambda folder: (values[folder], folder)))
-        for folder in set(folders) - keep:
-            gone = folder.with_name(f".{folder.name}.partial")  # first renamed: nobody may take half of it for one
-            folder.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)  # what is left of it goes before the next one is written
+        """Remove all checkpoints but the newest."""
+        for folder in complete(self._config.run_dir)[: -self._settings.keep]:
+            remove_folder(folder)
+
+    @contextmanager
+    def _disk_errors(self, partial: Path) -> Iterator[None]:
+        """Context that removes the partial folder and raises TrainerError where the disk can't be written."""
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise TrainerError(
+                f"can't write a checkpoint to {self._root}: {error}. Free space there, set another run.dir, or "
+                "checkpoint.every_steps=0"
+            ) from error
 
 
-@dataclasses.dataclass(slots=True)
-class _Copy:
-    """The trainer's state on its way to the disk: `buckets` are not there yet, `rest` is what tensors don't hold."""
-
-    folder: Path
-    buckets: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-    rest: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def write(self, bucket: Mapping[str, Any]) -> None:
-        from hocket.trainer.checkpoint import write_bucket
-
-        write_bucket(self.folder, bucket)
-
-
-@contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """Leaves nothing in `folder` where its body can't write there."""
-    try:
-        yield
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise TrainerError(
-            f"can't write a checkpoint to {folder.parent}: {error}. Free space there, set another run.dir, or "
-            "checkpoint.every_steps=0"
-        ) from error
-
-
-def _set_aside(run_dir: Path, say: Callable[[str], None]) -> None:
+def _move_aside(run_dir: Path, say: Callable[[str], None]) -> None:
     there = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
     if there:
         aside = next(folder for i in range(1, 10_000) if not (folder := run_dir / f"aside-{i}").exists())

@@ -96,7 +96,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
 
     from hocket.algorithm.kl import KlController
     from hocket.loop import Run
-    from hocket.trainer.checkpoint import SavedTensors
+    from hocket.trainer.state import SavedTensors
     from hocket.trainer.trainer import Trainer
 
     trainer = stack.enter_context(Trainer(config))
@@ -129,7 +129,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         kl=kl,
         folder=run_folder,
         console=console,
-        checkpoints=stack.enter_context(Checkpoints(config, trainer, parts, last=saved.step if saved else 0)),
+        checkpoints=stack.enter_context(Checkpoints(config, trainer.state, parts, last=saved.step if saved else 0)),
     )
 
 
@@ -259,13 +259,13 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     Args:
         base: where the model is that training began with, if it is not where it was.
     """
-    from hocket.trainer import checkpoint, lora
+    from hocket.trainer import lora, state
 
     if not (folder / checkpoints.STATE_FILE).is_file():
         lora.merge(folder, output, base=base)
         return
     saved = checkpoints.read(folder)
-    checkpoint.export(
+    state.export(
         folder,
         output,
         base=base or saved.config["model"]["path"],
@@ -342,7 +342,6 @@ def _player(config: Config, make: Callable[[], Environment], servers: ServerPool
         env=config.env,
         data=config.data,
         max_length=tokenizers.longest_sequence(config.model, config.trainer),
-        max_in_flight_tokens=config.rollout.max_in_flight_tokens,
     )
 
 
@@ -381,7 +380,7 @@ def _held_out(
     """Returns the prompts of the evaluation by the name of their dataset; nothing where there is none."""
     if config.eval.num_prompts == 0:
         return {}
-    datasets = {MAIN: config.eval.data, **config.eval.more}
+    datasets = {MAIN: config.eval.data}
     return {
         name: _load(f"eval {name}".strip(), data, config, tokenizer, console, make)[: config.eval.num_prompts]
         for name, data in datasets.items()

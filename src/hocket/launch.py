@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hocket.config import Config
 from hocket.errors import ConfigError, ServerError
-from hocket.system import die_with_parent
+from hocket.processes import die_with_parent
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import informative, outcome, silence, train_samples
+from hocket.algorithm.samples import Shaped, fate, pass_rate_metrics, shape, signal_metrics, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data.stream import EXHAUSTED, PromptStream
@@ -27,7 +27,6 @@ from hocket.sync.publish import Publisher
 from hocket.sync.versions import Versions
 from hocket.system import run_in_thread
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +84,11 @@ class Run:
                 last = step == config.trainer.steps or not batch.groups
                 self.folder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
                 refuse_failing(batch.groups, config.rewards.max_error_rate)
-                kept, signal = informative(batch.groups, config)
-                metrics |= batch.metrics | signal | rollout_metrics(batch.groups)
+                shaped = [shape(group, config.algorithm, config.rollout.max_tokens) for group in batch.groups]
+                kept = [group for group in shaped if group.reason is None]
+                metrics |= batch.metrics | signal_metrics(shaped) | rollout_metrics(batch.groups)
+                if config.uses_pass_rates:
+                    metrics |= pass_rate_metrics(batch.groups, config.pass_reward)
                 if config.pipeline.replay is None:
                     bound = config.pipeline.max_staleness
                     metrics |= staleness_metrics(batch.groups, version=self.versions.current, bound=bound)
@@ -94,10 +96,11 @@ class Run:
                 if (config.eval.every_steps and step % config.eval.every_steps == 0) or last:
                     metrics |= await self._evaluate(step)
             metrics |= step_metrics(metrics)
-            for group in batch.groups:
+            skipped = metrics.get("train/skipped", 0.0) > 0
+            for group, after in zip(batch.groups, shaped, strict=True):
                 if group.draw is not None:  # a replay draws nothing
-                    fate = outcome(group, config, skipped=metrics.get("train/skipped", 0.0) > 0)
-                    self.stream.settle(group.draw, fate)
+                    outcome = fate(group, after.reason, reward=config.pass_reward, skipped=skipped)
+                    self.stream.settle(group.draw, outcome)
             entries = () if config.pipeline.replay is not None else self.stream.entries()
             self.folder.finish(step, metrics, entries)  # 8 records      observe/run_folder.py
             self.checkpoints.complete(step, metrics)
@@ -109,7 +112,7 @@ class Run:
         self.versions.save()
         return self.folder.summary(seed=config.trainer.seed, final_version=self.versions.current)
 
-    async def _learn(self, step: int, groups: Sequence[Group], *, last: bool) -> dict[str, float]:
+    async def _learn(self, step: int, groups: Sequence[Shaped], *, last: bool) -> dict[str, float]:
         """Train on the groups and publish the new weights; without a group the weights stay as they are."""
         if not groups and not self.checkpoints.due(step, last=last):
             return {}
@@ -122,14 +125,15 @@ class Run:
                     metrics |= await self.publisher.publish()  # 7 weights      sync/publish.py
         return metrics
 
-    async def _update(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    async def _update(self, step: int, groups: Sequence[Shaped]) -> dict[str, float]:
         """Take the optimiser step of the groups."""
         metrics: dict[str, float] = {}
         self.console.progress(step, "training")
         with timed(metrics, "time/measure"):
             sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
             measured = await run_in_thread(self.trainer.measure, sequences)
-        samples, shaping = train_samples(groups, measured, self.config, self.kl.coef)  # 4 advantages   algorithm/
+        algorithm = self.config.algorithm
+        samples, shaping = train_samples(groups, measured, algorithm, self.kl.coef)  # 4 advantages   algorithm/
         self.kl.update(shaping.get("rollout/kl"), len(samples))
         keep = self.folder.skipped(step)
         stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
@@ -137,12 +141,13 @@ class Run:
 
     async def new_batch(self, plan: Plan) -> Batch:
         """Gather one batch; the pipeline calls this up to max_staleness steps ahead of training."""
+        algorithm, max_tokens = self.config.algorithm, self.config.rollout.max_tokens
         return await collect(
             plan,
             self.stream.take,
             self.play,
             self.scorer.score,
-            informative=lambda group: silence(group, self.config) is None,
+            informative=lambda group: shape(group, algorithm, max_tokens).reason is None,
         )
 
     async def _evaluate(self, step: int) -> dict[str, float]:

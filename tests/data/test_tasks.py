@@ -1,47 +1,132 @@
+"""The built-in tasks, and the policies that ship for them: what hocket and vLLM rely on."""
+
 import itertools
+import json
+import string
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from hocket.data.tasks import sort
+from hocket.config import DataConfig
+from hocket.data import Renderer
+from hocket.data.tasks import TASKS
+from hocket.envs.base import bind
 from hocket.errors import DataError
+from hocket.registry import load_plugins
+
+ROOT = Path(__file__).parents[2]
+SORT, TOOLS = (ROOT / "checkpoints" / name for name in ("tiny-sort", "tiny-tools"))
+load_plugins([str(ROOT / "config" / "tiny_tools_task.py")])
 
 
-def rows(split: str, num: int = 4000, seed: int = 0) -> list[dict[str, Any]]:
-    return list(itertools.islice(sort(split, seed), num))
+def rows(task: str, split: str, num: int = 2000, seed: int = 0) -> list[dict[str, Any]]:
+    return list(itertools.islice(TASKS.get(task)(split, seed), num))
 
 
-def test_the_answer_is_the_letters_in_order() -> None:
-    for row in rows("train") + rows("test"):
-        letters = row["prompt"].removeprefix("Sort: ")
-        assert row["answer"] == "".join(sorted(letters))
-        assert 4 <= len(letters) == len(set(letters)) <= 6
+@pytest.fixture(scope="module")
+def tools_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TOOLS)
 
 
-def test_three_of_four_demonstrations_have_two_letters_swapped() -> None:
+def test_sort_asks_for_the_letters_in_order_and_three_of_four_demonstrations_swap_two() -> None:
     wrong = 0
-    for row in rows("train"):
-        different = [i for i, (a, b) in enumerate(zip(row["answer"], row["response"], strict=True)) if a != b]
-        assert len(different) in (0, 2)
-        assert sorted(row["response"]) == list(row["answer"])
-        wrong += bool(different)
-    assert wrong / 4000 == pytest.approx(0.75, abs=0.03)  # 4 standard deviations
+    for row in rows("sort", "train", 4000) + rows("sort", "test", 400):
+        letters = row["prompt"].removeprefix("Sort: ")
+        assert row["answer"] == "".join(sorted(letters)) == "".join(sorted(row["response"]))
+        assert 4 <= len(letters) == len(set(letters)) <= 6
+        num_different = sum(a != b for a, b in zip(row["answer"], row["response"], strict=True))
+        assert num_different in (0, 2)
+        wrong += bool(num_different)
+    assert wrong / 4400 == pytest.approx(0.75, abs=0.03)  # 4 standard deviations
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_held_out_answer_is_ever_trained_on(seed: int) -> None:
-    train = {row["answer"] for row in rows("train", 50_000)}
-    test = {row["answer"] for row in rows("test", 5_000, seed=seed)}
-    assert train
-    assert test
-    assert not train & test
+    train = {row["answer"] for row in rows("sort", "train", 25_000)}
+    test = {row["answer"] for row in rows("sort", "test", 3_000, seed=seed)}
+    assert (len(train) > 20_000, len(test) > 2_500, train & test) == (True, True, set())
+    expressions = [{row["prompt"] for row in rows("calculate", split, seed=seed)} for split in ("train", "test")]
+    assert not expressions[0] & expressions[1]
 
 
-def test_the_same_seed_gives_the_same_rows() -> None:
-    assert rows("train", 100) == rows("train", 100)
-    assert rows("train", 100) != rows("train", 100, seed=1)
-
-
-def test_there_is_no_third_split() -> None:
+def test_the_same_seed_gives_the_same_rows_and_there_is_no_third_split() -> None:
+    assert rows("sort", "train", 100) == rows("sort", "train", 100) != rows("sort", "train", 100, seed=1)
     with pytest.raises(DataError, match=r"splits train and test, not 'dev'"):
-        next(sort("dev", 0))
+        rows("sort", "dev")
+
+
+def test_answers_of_the_other_tasks_are_true() -> None:
+    for row in rows("calculate", "train", 50):
+        assert str(eval(row["prompt"].removeprefix("Compute: "))) == row["answer"]
+    assert {row["answer"] for row in rows("guess", "train")} == {str(number) for number in range(1, 21)}
+
+
+def test_demonstrations_are_one_turn_of_an_episode_and_often_wrong() -> None:
+    demonstrations = rows("turns", "train")
+    answers = [row for row in demonstrations if row["prompt"][-1]["role"] == "tool"]
+    right = sum(row["response"] == row["prompt"][-1]["content"] for row in answers)
+    assert 0.4 < right / len(answers) < 0.6
+    for row in demonstrations:
+        hints = [message["content"] for message in row["prompt"] if message["content"] in ("higher", "lower")]
+        guesses = [message["content"] for message in row["prompt"] if message["role"] == "assistant"]
+        heard = [(int(guess), hint) for guess, hint in zip(guesses, hints, strict=False)]
+        low = max((guess for guess, hint in heard if hint == "higher"), default=0)
+        high = min((guess for guess, hint in heard if hint == "lower"), default=21)
+        assert low < high - 1  # the hints contradict each other in none
+
+
+def test_any_text_survives_the_tokenizer_and_printable_ascii_is_one_token_each(tokenizer: Any) -> None:
+    assert len(tokenizer.encode(string.printable.strip())) == len(string.printable.strip())
+    for text in (string.printable, "Grüße, 你好 🎉\x00\t", "", " a  b ", "<|user"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(("folder", "largest"), [(SORT, 2_000_000), (TOOLS, 1_500_000)])
+def test_model_tokenizer_and_generation_agree_and_the_folder_is_small(folder: Path, largest: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert (len(tokenizer), tokenizer.eos_token_id) == (config["vocab_size"], config["eos_token_id"])
+    assert sum(file.stat().st_size for file in folder.iterdir()) < largest
+
+
+def test_the_policy_that_sorts_has_the_shape_that_its_kernels_need_and_ends_its_turns(tokenizer: Any) -> None:
+    config, generation = (
+        json.loads((SORT / name).read_text(encoding="utf-8")) for name in ("config.json", "generation_config.json")
+    )
+    assert config["hidden_size"] == 32 * config["num_attention_heads"]
+    assert config["tie_word_embeddings"] is True
+    assert config["max_position_embeddings"] >= 512
+    for settings in (config, generation):
+        assert settings["eos_token_id"] == tokenizer.eos_token_id
+        assert settings["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
+    messages = [{"role": "user", "content": "Sort: ba"}, {"role": "assistant", "content": "ab"}]
+    assert tokenizer.apply_chat_template(messages)["input_ids"][-1] == tokenizer.eos_token_id
+
+
+def test_the_template_knows_three_roles(tokenizer: Any) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert rendered == "<|system|>s<|end|><|user|>u<|end|><|assistant|>"
+    with pytest.raises(Exception, match="roles are system, user and assistant"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def test_the_template_shows_the_calculator_as_the_demonstrations_do(tools_tokenizer: Any) -> None:
+    toolbox = bind("tools", {"tools": ["calculate"], "parser": "hermes"})().toolbox
+    assert toolbox is not None
+    demonstrations = (row["prompt"] for row in rows("turns", "train"))
+    shown = next(messages for messages in demonstrations if messages[0]["role"] == "system")
+    without_tools = Renderer(DataConfig(), tools_tokenizer).render(shown)
+    assert Renderer(DataConfig(), tools_tokenizer, toolbox.tools).render(shown[1:]) == without_tools
+
+
+def test_a_call_in_openais_form_is_rendered_as_the_model_writes_it(tools_tokenizer: Any) -> None:
+    call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": "1+2"}}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    rendered = tools_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    written = '<tool_call>{"name": "calculate", "arguments": {"expression": "1+2"}}</tool_call>'
+    assert rendered == f"<|assistant|>{written}<|end|><|tool|>3<|end|><|assistant|>"
+    ids = tools_tokenizer.encode(written)
+    assert tools_tokenizer.decode(ids, skip_special_tokens=True) == written  # the tags are no special tokens

@@ -1,11 +1,8 @@
 """Episodes of several turns on a real server: their log-probs, calls and answers, and three policies that learn."""
 
-import contextlib
 import json
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,20 +11,20 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
+from batches import drawing
 from hocket import config, tokenizer
 from hocket.data import load_prompts
-from hocket.pool import ServerPool
+from hocket.envs.base import bind
+from hocket.pool import Deadline, ServerPool
 from hocket.protocol import SamplingParams
 from hocket.rewards import RewardScorer
-from hocket.rollout.collect import in_order, play, sampling_params
-from hocket.rollout.episodes import episodes_of
-from hocket.rollout.played import Wave
+from hocket.rollout.collect import Plan, collect
+from hocket.rollout.episodes import player
+from hocket.rollout.pipeline import sampling_params
 from hocket.types import Group, TokenSequence
+from processes import ROOT, START_S, Process, free_port
 
 pytestmark = pytest.mark.e2e
-
-ROOT = Path(__file__).parents[2]
-START_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -38,32 +35,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def port(runs: Path) -> Iterator[int]:
     """A server of checkpoints/tiny-tools."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = int(probe.getsockname()[1])
+    free = free_port()
     runs.mkdir()
-    log = runs.parent / "server.log"
-    command = ["run.py", "serve", "config/guess.yaml", f"server.port={free}", f"run.dir={runs}/server"]
-    command += ["server.tool_parser=hermes"]  # for agents that send tools
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        end = time.monotonic() + START_S
-        while "ready on" not in log.read_text():
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.2)
+    settings = [f"server.port={free}", f"run.dir={runs}/server", "server.tool_parser=hermes"]  # for agents' tools
+    with Process(["serve", "config/guess.yaml", *settings], runs.parent / "server.log") as server:
+        server.wait_for(lambda: "ready on" in server.output(), "the server is ready")
         yield free
-    finally:
-        server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(60)
-        server.kill()
+        server.end()
 
 
 async def groups_of(
@@ -73,29 +51,23 @@ async def groups_of(
     overrides = (f"server.port={port}", f"run.dir={runs}/{name}-played", *overrides)
     settings = config.load(ROOT / "config" / f"{name}.yaml", overrides)
     tokens = tokenizer.load(settings.model.path)
-    episodes = episodes_of(settings, tokens)
-    assert episodes is not None
-    prompts, _ = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=episodes.tools)
+    make = bind(settings.env.name, settings.env.model_extra or {})
+    toolbox = make().toolbox
+    tools = toolbox.tools if toolbox else ()
+    prompts, _ = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=tools)
+    plan = Plan(
+        label="s",
+        sampling=sampling_params(settings.rollout, seed=0, step=1),
+        group_size=group_size,
+        wanted=num_prompts,
+        at_most=num_prompts,
+        deadline=Deadline(120),
+    )
     async with ServerPool(settings.server_urls) as servers:
-        for member in servers.members:
-            member.holds((await member.server.health()).session)
+        max_length = tokenizer.longest_sequence(settings.model, settings.trainer)
+        play = player(make, servers, tokens, env=settings.env, data=settings.data, max_length=max_length)
         with RewardScorer(settings.rewards) as scorer:
-            groups = [
-                group
-                async for group in play(
-                    Wave(
-                        prompts=prompts[:num_prompts],
-                        sampling=sampling_params(settings.rollout, seed=0, step=1),
-                        group_size=group_size,
-                        label="s",
-                        timeout_s=120,
-                    ),
-                    server=servers,
-                    scorer=scorer,
-                    episodes=episodes,
-                )
-            ]
-    return in_order(groups)
+            return (await collect(plan, drawing(prompts[:num_prompts]), play, scorer.score)).groups
 
 
 def largest_gap(sequences: list[TokenSequence]) -> float:

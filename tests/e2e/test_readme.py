@@ -3,22 +3,18 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from hocket import manifest
+from processes import ROOT, Process, free_port
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("## Ask the server")[1].split("\n## ")[0]
 BLOCKS = re.findall(r"```\n(curl.*?)```(?:\n```json\n(.*?)```)?", SECTION, re.DOTALL)
 COMMANDS = [(line, answer) for block, answer in BLOCKS for line in block.strip().splitlines()]
@@ -32,23 +28,12 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     described = manifest.build(80, manifest.tensors(version))
     (version / manifest.MANIFEST_FILE).write_text(described.model_dump_json())
     (version / manifest.COMPLETE_FILE).touch()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = int(probe.getsockname()[1])
-    log = folder / "log"
-    command = ["run.py", "serve", "config/quickstart.yaml", f"server.port={free}", f"run.dir={folder}/runs/mine"]
-    with log.open("wb") as output:
-        server = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        end = time.monotonic() + 300
-        while "ready on" not in log.read_text():
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.2)
+    free = free_port()
+    command = ["serve", "config/quickstart.yaml", f"server.port={free}", f"run.dir={folder}/runs/mine"]
+    with Process(command, folder / "log") as server:
+        server.wait_for(lambda: "ready on" in server.output(), "the server is ready")
         yield free
-    finally:
-        server.terminate()
-        server.wait(60)
+        server.end()
 
 
 def shape(value: Any) -> Any:

@@ -1,91 +1,27 @@
 """Whole runs with real processes: quickstart, a control, two terminals in the wrong order, Ctrl-C, a dead server."""
 
-import contextlib
 import json
 import signal
-import socket
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
+
+from processes import ROOT, START_S, Process, free_port
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
-START_S = 300.0
-"""An engine starts in 20 s on two idle cores; a busy machine may take many times that."""
+
+def running(command: str, log: Path, *settings: str) -> Process:
+    """`run.py COMMAND config/quickstart.yaml SETTINGS`, gone with all it started when the body of `with` ends."""
+    return Process([command, "config/quickstart.yaml", *settings], log)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def running(command: str, log: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs `run.py COMMAND config/quickstart.yaml SETTINGS`; it is gone with all it started when the body ends."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "run.py", command, "config/quickstart.yaml", *settings],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    member.kill()
-        process.wait(30)
-
-
-def wait_for(condition: Callable[[], bool], log: Path, seconds: float = START_S) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not in time; the output so far:\n{log.read_text()}"
-        time.sleep(0.1)
-
-
-def started_by(process: subprocess.Popen[bytes]) -> set[psutil.Process]:
-    """Returns what a process and its children have started: orphans of a killed parent can't be found any more."""
-    try:
-        return set(psutil.Process(process.pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return set()
-
-
-def status_and_started(process: subprocess.Popen[bytes], seconds: float) -> tuple[int, set[psutil.Process]]:
-    """Waits for the end; returns the exit status, and every process that was seen below it until then."""
-    end = time.monotonic() + seconds
-    started: set[psutil.Process] = set()
-    while process.poll() is None and time.monotonic() < end:
-        started |= started_by(process)
-        time.sleep(0.2)
-    return process.wait(0), started
-
-
-def wait_until_gone(processes: set[psutil.Process], seconds: float = 30.0) -> None:
-    """Fails where any is left, however it is called and whoever has adopted it."""
-    assert processes
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    left = []
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                left.append((process, process.cmdline()))
-    assert left == []
-
-
-def ranks_of(processes: set[psutil.Process]) -> list[str]:
+def ranks_of(processes: list[psutil.Process]) -> list[str]:
     """Returns "RANK of SIZE" of the trainers among the processes."""
     environments = [process.environ() for process in processes if "train" in process.cmdline()]
     return [f"{env['RANK']} of {env['WORLD_SIZE']}" for env in environments]
@@ -98,9 +34,8 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
 def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("quickstart", log, f"run.dir={run_dir}", "trainer.steps=30", "eval.every_steps=0") as process:
-        status, started = status_and_started(process, START_S + 300)
-        assert status == 0, log.read_text()
-        wait_until_gone(started)
+        assert process.wait_end(START_S + 300) == 0, log.read_text()
+        process.assert_gone()
     out = log.read_text()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["before"] <= 0.35, out
@@ -139,7 +74,7 @@ def test_a_run_that_plays_ahead_learns_too_and_is_trained_again_from_its_files_t
         "checkpoint.every_steps=0",
     ]
     with running("quickstart", log, f"run.dir={run_dir}", "pipeline.max_staleness=2", *settings) as process:
-        assert process.wait(START_S + 300) == 0, log.read_text()
+        assert process.wait_end(START_S + 300) == 0, log.read_text()
     steps = metrics_of(run_dir)[1:]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["after"] >= summary["before"] + 0.25, log.read_text()
@@ -153,7 +88,7 @@ def test_a_run_that_plays_ahead_learns_too_and_is_trained_again_from_its_files_t
 
     again = tmp_path / "runs" / "again"
     with running("train", log, f"run.dir={again}", f"pipeline.replay={run_dir}", *settings) as process:
-        assert process.wait(START_S) == 0, log.read_text()
+        assert process.wait_end(START_S) == 0, log.read_text()
     for one, other in zip(steps, metrics_of(again)[1:], strict=True):
         for name in ("train/loss", "train/grad_norm", "train/logprob_gap", "train/entropy", "reward/mean"):
             assert one[name] == other[name], (one["step"], name)
@@ -163,7 +98,7 @@ def test_quickstart_learns_with_an_adapter_alone_which_merges_into_a_model(tmp_p
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     settings = ["model.lora={}", "sync.backend=nccl", "trainer.learning_rate=2e-3", "eval.every_steps=0"]
     with running("quickstart", log, f"run.dir={run_dir}", "trainer.steps=15", *settings) as process:
-        assert process.wait(START_S + 300) == 0, log.read_text()
+        assert process.wait_end(START_S + 300) == 0, log.read_text()
     out = log.read_text()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["before"] <= 0.35, out
@@ -180,7 +115,7 @@ def test_quickstart_learns_with_an_adapter_alone_which_merges_into_a_model(tmp_p
     assert subprocess.run([sys.executable, *words], cwd=ROOT, timeout=START_S, check=False).returncode == 0
     merged = [f"model.path={run_dir}/model", f"run.dir={tmp_path}/runs/b", f"server.port={free_port()}"]
     with running("eval", tmp_path / "eval.log", *merged) as process:
-        assert process.wait(START_S) == 0, (tmp_path / "eval.log").read_text()
+        assert process.wait_end(START_S) == 0, (tmp_path / "eval.log").read_text()
     line = next(row for row in (tmp_path / "eval.log").read_text().splitlines() if row.startswith("eval/accuracy"))
     assert abs(float(line.split()[1]) - summary["after"]) < 0.1
 
@@ -200,11 +135,10 @@ def test_two_ranks_that_share_their_gpu_end_bit_for_bit_as_two_that_do_not_and_l
     for name, shares in (("apart", "false"), ("shared", "true")):
         run_dir, log = tmp_path / name, tmp_path / f"{name}.log"
         with running("quickstart", log, f"run.dir={run_dir}", f"launch.share_gpu={shares}", *settings) as process:
-            wait_for(lambda: (run_dir / "metrics.jsonl").exists() or process.poll() is not None, log)  # noqa: B023
-            assert sorted(ranks_of(started_by(process))) == ["0 of 2", "1 of 2"], log.read_text()
-            status, started = status_and_started(process, START_S)
-            assert status == 0, log.read_text()
-            wait_until_gone(started)
+            process.wait_for((run_dir / "metrics.jsonl").exists, "the first evaluation")
+            assert sorted(ranks_of(process.members())) == ["0 of 2", "1 of 2"], log.read_text()
+            assert process.wait_end() == 0, log.read_text()
+            process.assert_gone()
         assert "error: " not in log.read_text()
         assert [line["step"] for line in metrics_of(run_dir)] == [0, 1, 2, 3]
         assert ("time/turn" in metrics_of(run_dir)[1]) == (name == "shared")
@@ -216,11 +150,30 @@ def test_two_ranks_that_share_their_gpu_end_bit_for_bit_as_two_that_do_not_and_l
     assert weights[0] != (ROOT / "checkpoints" / "tiny-sort" / "model.safetensors").read_bytes()
 
 
+def test_agents_teach_an_adapter_on_a_shared_gpu(tmp_path: Path) -> None:
+    folder = tmp_path / "agents"
+    sizes = ["trainer.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.num_prompts=0"]
+    settings = ["model.lora={rank: 4}", "launch.share_gpu=true", "sync.canary_every=2", "observe.tensorboard=false"]
+    with Process(
+        ["quickstart", "config/agent.yaml", *sizes, *settings, f"run.dir={folder}"], tmp_path / "log"
+    ) as process:
+        assert process.wait_end(600) == 0, process.output()
+    steps = metrics_of(folder)[1:]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert "time/turn" in steps[0]
+    for step in steps:  # each was played by the adapter of the step before
+        assert step["rollout/turns_mean"] > 1
+        assert step["rollout/reward_errors"] == step["staleness/max"] == 0
+        assert step["train/logprob_gap"] < 1e-5
+    adapter = load_file(folder / "weights" / "v000004" / "adapter_model.safetensors")
+    assert max(float(tensor.abs().max()) for name, tensor in adapter.items() if "lora_B" in name) > 1e-4
+
+
 def test_a_random_reward_teaches_nothing(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     control = ["rewards.functions={random: 1.0}", "eval.reward=exact_match", "trainer.steps=30", "eval.every_steps=0"]
     with running("quickstart", log, f"run.dir={run_dir}", *control) as process:
-        assert process.wait(START_S + 300) == 0, log.read_text()
+        assert process.wait_end(START_S + 300) == 0, log.read_text()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["after"] <= summary["before"] + 0.1
 
@@ -230,20 +183,20 @@ def test_a_trainer_started_first_waits_for_the_server_and_both_end_cleanly(tmp_p
     settings = [f"run.dir={run_dir}", f"server.port={port}", "trainer.steps=2", "eval.num_prompts=8"]
     with running("train", tmp_path / "train.log", *settings) as trainer:
         waiting = f"waiting for http://127.0.0.1:{port} (nothing answers there yet)"
-        wait_for(lambda: waiting in (tmp_path / "train.log").read_text(), tmp_path / "train.log")
+        trainer.wait_for(lambda: waiting in trainer.output(), waiting)
         with running("serve", tmp_path / "serve.log", *settings) as server:
-            assert trainer.wait(START_S) == 0, (tmp_path / "train.log").read_text()
-            started = started_by(server)
-            server.send_signal(signal.SIGINT)
-            assert server.wait(30) == 0, (tmp_path / "serve.log").read_text()
-            wait_until_gone(started)
+            assert trainer.wait_end(START_S) == 0, (tmp_path / "train.log").read_text()
+            server.members()
+            server.popen.send_signal(signal.SIGINT)
+            assert server.wait_end(30) == 0, (tmp_path / "serve.log").read_text()
+            server.assert_gone()
     assert metrics_of(run_dir)[-1]["step"] == 2
 
 
 def test_a_trainer_without_a_server_gives_up_at_its_deadline_with_the_reason(tmp_path: Path) -> None:
     settings = [f"run.dir={tmp_path}/runs/a", f"server.port={free_port()}", "server.start_timeout_s=1"]
     with running("train", tmp_path / "log", *settings) as trainer:
-        assert trainer.wait(START_S) == 1
+        assert trainer.wait_end(START_S) == 1
     out = (tmp_path / "log").read_text()
     assert "gave up after" in out
     assert "run.py serve" in out
@@ -253,36 +206,33 @@ def test_a_trainer_without_a_server_gives_up_at_its_deadline_with_the_reason(tmp
 def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("quickstart", log, f"run.dir={run_dir}") as process:
-        wait_for(lambda: (run_dir / "rollouts" / "step_000002.jsonl").exists(), log)
-        started = started_by(process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130, log.read_text()
-        wait_until_gone(started)
+        process.wait_for((run_dir / "rollouts" / "step_000002.jsonl").exists, "step_000002")
+        process.members()
+        process.popen.send_signal(signal.SIGINT)
+        assert process.wait_end(60) == 130, log.read_text()
+        process.assert_gone()
     assert "Traceback" not in log.read_text()
 
 
 def test_a_killed_quickstart_takes_its_children_along(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("quickstart", log, f"run.dir={run_dir}", "launch.trainers=2") as process:
-        wait_for(lambda: (run_dir / "rollouts" / "step_000001.jsonl").exists(), log)
-        started = started_by(process)
-        assert sorted(ranks_of(started)) == ["0 of 2", "1 of 2"]
+        process.wait_for((run_dir / "rollouts" / "step_000001.jsonl").exists, "step_000001")
+        assert sorted(ranks_of(process.members())) == ["0 of 2", "1 of 2"]
         process.kill()
-        process.wait(30)
-        wait_until_gone(started)
+        process.assert_gone()
 
 
 def test_a_server_that_dies_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("quickstart", log, f"run.dir={run_dir}") as process:
-        wait_for(lambda: (run_dir / "rollouts" / "step_000001.jsonl").exists(), log)
-        started = started_by(process)
-        assert ranks_of(started) == ["0 of 1"]
-        servers = [p for p in psutil.Process(process.pid).children() if "serve" in p.cmdline()]
+        process.wait_for((run_dir / "rollouts" / "step_000001.jsonl").exists, "step_000001")
+        assert ranks_of(process.members()) == ["0 of 1"]
+        servers = [p for p in process.members()[0].children() if "serve" in p.cmdline()]
         assert len(servers) == 1
         servers[0].kill()
-        assert process.wait(120) == 1
-        wait_until_gone(started)
+        assert process.wait_end(120) == 1
+        process.assert_gone()
     out = log.read_text()
     assert "error: " in out
     assert "Traceback" not in out

@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
+from processes import START_S, Process, Run, Server, free_port, wait_for
+
 pytestmark = pytest.mark.e2e
 
 SLOW = "plugins=[tests/faults/slow_update.py]"
@@ -44,18 +46,18 @@ def leave(server: Any, spares: Any, processes: list[Any]) -> None:
 
 
 def test_a_server_that_joins_takes_half_and_one_that_is_killed_while_generating_is_made_up_for(
-    spares: Any, kit: Any, processes: list[Any]
+    spares: Any, processes: list[Any]
 ) -> None:
     first = spares.take()
     processes.append(first)
     first.wait_ready()
-    second = kit.Server(first.folder, kit.free_port())
+    second = Server(first.folder, free_port())
     processes.append(second)
-    run = kit.Run(first.folder, "joins", [first, second], "trainer.steps=1000", "pipeline.max_staleness=1", *BIG)
+    run = Run(first.folder, "joins", [first, second], "trainer.steps=1000", "pipeline.max_staleness=1", *BIG)
     processes.append(run)
     run.wait_step(5)  # by the first server alone, most likely: the second is loading
     second.wait_ready()
-    kit.wait_for(lambda: f"server {second.url} holds version" in run.output(), "the second server has joined")
+    wait_for(lambda: f"server {second.url} holds version" in run.output(), "the second server has joined")
     run.wait_step(len(run.steps()) + 2)
     before, start = len(run.steps()), [played(first), played(second)]
     run.wait_step(before + 8)
@@ -75,7 +77,7 @@ def test_a_server_that_joins_takes_half_and_one_that_is_killed_while_generating_
     back = first.again()
     processes.append(back)
     back.wait_ready()
-    kit.wait_for(lambda: run.output().count(f"server {first.url} holds version") == 2, "the first server is back")
+    wait_for(lambda: run.output().count(f"server {first.url} holds version") == 2, "the first server is back")
     run.wait_step(len(run.steps()) + 3)
     assert run.steps()[-1]["sync/servers"] == 2
 
@@ -87,13 +89,11 @@ def test_a_server_that_joins_takes_half_and_one_that_is_killed_while_generating_
     leave(back, spares, processes)
 
 
-def test_the_only_server_may_die_between_steps_during_an_update_or_just_stop(
-    spares: Any, kit: Any, processes: list[Any]
-) -> None:
+def test_the_only_server_may_die_between_steps_during_an_update_or_just_stop(spares: Any, processes: list[Any]) -> None:
     server = spares.take()
     processes.append(server)
     server.wait_ready()
-    run = kit.Run(
+    run = Run(
         server.folder,
         "only",
         [server],
@@ -109,9 +109,7 @@ def test_the_only_server_may_die_between_steps_during_an_update_or_just_stop(
         at, said = len(run.steps()), len(run.output())
         server.kill()
         server.assert_gone()
-        kit.wait_for(
-            lambda: "waiting for " + server.url in run.output()[said:], f"the trainer waits after a death {when}"
-        )
+        wait_for(lambda: "waiting for " + server.url in run.output()[said:], f"the trainer waits after a death {when}")
         again = server.again()
         processes.append(again)
         again.wait_ready()
@@ -131,7 +129,7 @@ def test_the_only_server_may_die_between_steps_during_an_update_or_just_stop(
     server.wait_until(lambda health: health["in_flight"] > 0, "generation")
     server.signal(signal.SIGSTOP)
     stopped = time.monotonic()
-    kit.wait_for(
+    wait_for(
         lambda: re.search(rf"lost server {server.url}.*not (answered|finish)", run.output()), "its silence is heard", 60
     )
     assert time.monotonic() - stopped < 30
@@ -146,15 +144,13 @@ def test_the_only_server_may_die_between_steps_during_an_update_or_just_stop(
     leave(server, spares, processes)
 
 
-def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(
-    spares: Any, kit: Any, processes: list[Any]
-) -> None:
+def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(spares: Any, processes: list[Any]) -> None:
     server = spares.take()
     processes.append(server)
     server.wait_ready()
     slow = ("trainer.steps=1000", "sync.backend=nccl", "sync.bucket_mib=1", SLOW)
     for name in ("a", "b"):  # twice: what the first one left behind harms neither the second one nor the server
-        run = kit.Run(server.folder, f"update-{name}", [server], *slow)
+        run = Run(server.folder, f"update-{name}", [server], *slow)
         processes.append(run)
         run.wait_step(2)
         server.wait_until(lambda health: health["status"] == "updating", "an update")
@@ -164,7 +160,7 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(
         # Had all buckets been sent already, the update is whole.
         assert server.health()["status"] in ("failed", "ready")
 
-    run = kit.Run(server.folder, "after", [server], "trainer.steps=4", "sync.backend=nccl")
+    run = Run(server.folder, "after", [server], "trainer.steps=4", "sync.backend=nccl")
     processes.append(run)
     assert run.wait_end() == 0, run.output()
     run.assert_gone()
@@ -174,7 +170,7 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(
     weights = server.folder / "runs" / "full" / "weights"
     weights.mkdir(parents=True)
     with small_disk(weights):
-        run = kit.Run(server.folder, "full", [server], "trainer.steps=1000", "sync.keep=1")
+        run = Run(server.folder, "full", [server], "trainer.steps=1000", "sync.keep=1")
         processes.append(run)
         run.wait_step(3)
         held = server.health()["version"]
@@ -192,29 +188,29 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(
 
 
 def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(
-    tmp_path: Path, kit: Any, processes: list[Any]
+    tmp_path: Path, processes: list[Any]
 ) -> None:
     # One sequence at a time: what an engine computes for one depends in its last bits on those beside it.
-    server = kit.Server(tmp_path, kit.free_port(), "server.max_concurrent=1")
+    server = Server(tmp_path, free_port(), "server.max_concurrent=1")
     processes.append(server)
     server.wait_ready()
     settings = ("trainer.steps=6", "rollout.prompts_per_step=4", "rollout.group_size=4", "checkpoint.every_steps=3")
     held_out = ("eval.num_prompts=4", "eval.every_steps=3")
 
-    straight = kit.Run(tmp_path, "straight", [server], *settings, *held_out)
+    straight = Run(tmp_path, "straight", [server], *settings, *held_out)
     processes.append(straight)
     assert straight.wait_end() == 0, straight.output()
 
     resumable = ("checkpoint.resume=true", "checkpoint.async=true", *settings, *held_out)
     slow = ("sync.backend=nccl", "sync.bucket_mib=1", SLOW)
-    run = kit.Run(tmp_path, "resumed", [server], *resumable, *slow)
+    run = Run(tmp_path, "resumed", [server], *resumable, *slow)
     processes.append(run)
     run.wait_step(4)
-    kit.wait_for(lambda: (run.dir / "checkpoints" / "step_000003" / "COMPLETE").exists(), "a checkpoint")
+    wait_for(lambda: (run.dir / "checkpoints" / "step_000003" / "COMPLETE").exists(), "a checkpoint")
     server.wait_until(lambda health: health["status"] == "updating", "an update after it")
     run.kill()
     run.assert_gone()
-    again = kit.Run(tmp_path, "resumed", [server], *resumable)
+    again = Run(tmp_path, "resumed", [server], *resumable)
     processes.append(again)
     assert again.wait_end() == 0, again.output()
     assert re.search(r"going on from .*step_000003; .*sync\.backend was 'nccl' and is 'disk'", again.output())
@@ -238,15 +234,15 @@ def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_
     again.assert_whole(6, 4, 4)
 
     model = tmp_path / "runs" / "model"
-    made = kit.Process(["export", f"{again.dir}/checkpoints/step_000006", str(model)], tmp_path / "export.log")
+    made = Process(["export", f"{again.dir}/checkpoints/step_000006", str(model)], tmp_path / "export.log")
     processes.append(made)
-    assert made.popen.wait(kit.START_S) == 0, made.output()
+    assert made.popen.wait(START_S) == 0, made.output()
     assert (model / "model.safetensors").read_bytes() == weights[1].read_bytes()  # and that, the server has loaded
     server.end()
 
 
 def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_once(
-    tmp_path: Path, spares: Any, kit: Any, processes: list[Any]
+    tmp_path: Path, spares: Any, processes: list[Any]
 ) -> None:
     server = spares.take()
     processes.append(server)
@@ -264,14 +260,14 @@ def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_onc
     )
     draw = random.Random(int(time.time()))  # anywhere in the steps
     for kill in range(KILLS):
-        run = kit.Run(server.folder, "again", [server], *settings)
+        run = Run(server.folder, "again", [server], *settings)
         processes.append(run)
         run.wait_step((kill + 1) * num_steps // (KILLS + 2))
         time.sleep(draw.uniform(0, 0.5))
         assert run.popen.poll() is None, "it was over before it could be killed"
         run.kill()
         run.assert_gone()
-    last = kit.Run(server.folder, "again", [server], *settings)
+    last = Run(server.folder, "again", [server], *settings)
     processes.append(last)
     assert last.wait_end() == 0, last.output()
 
@@ -290,7 +286,7 @@ def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_onc
         played = (last.dir / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
         ids = {json.loads(line)["prompt_id"] for line in played}
         assert ids == {row["prompt"] for row in rows if row["step"] == step}
-    asked = kit.Process(["ledger", str(last.dir)], tmp_path / "ledger.log")
+    asked = Process(["ledger", str(last.dir)], tmp_path / "ledger.log")
     processes.append(asked)
     assert asked.popen.wait(60) == 0, asked.output()
     assert "accounted for exactly once" in asked.output()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hocket.algorithm.losses import LossConfig, policy_loss
-from hocket.algorithm.samples import informative, train_samples
+from hocket.algorithm.samples import pass_rate_metrics, shape, signal_metrics, train_samples
 from hocket.config import load
 from hocket.observe.metrics import (
     METRICS,
@@ -129,9 +129,10 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     critic = ("loss", "grad_norm", "skipped", "explained_variance", "value_mean", "return_mean")
     stats = dataclasses.replace(STATS, metrics=loss_metrics(), critic=dict.fromkeys(critic, 1.0))
     settings = load(None, ["algorithm.preset=reinforce_pp", "algorithm.overlong_share=0.5"])
-    shaping = train_samples([group], [Measured(ref_logprobs=(0.0, -1.0, -1.0))], settings, 0.01)[1]
+    after = shape(group, settings.algorithm, settings.rollout.max_tokens)
+    shaping = train_samples([after], [Measured(ref_logprobs=(0.0, -1.0, -1.0))], settings.algorithm, 0.01)[1]
     assert len(shaping) == 3
-    signal = informative([group], settings)[1]
+    signal = signal_metrics([after]) | pass_rate_metrics([group], "exact_match")
     measured = rollout_metrics([group]) | train_metrics(stats) | staleness_metrics([group], version=1, bound=0)
     measured |= {"time/batch": 1.0, "time/generate": 1.0, "time/reward": 0.5, "time/step": 2.0}
     measured |= step_metrics(measured) | shaping | signal

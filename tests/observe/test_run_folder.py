@@ -44,16 +44,17 @@ def settings(tmp_path: Path, *more: str) -> Config:
     return config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false", *more])
 
 
-def test_a_run_leaves_config_metrics_rollouts_and_summary(tmp_path: Path) -> None:
-    config = settings(tmp_path, "server.token=12345678")
+def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: Path) -> None:
+    config, run = settings(tmp_path, "server.token=12345678"), tmp_path / "runs" / "a"
     with RunFolder(config) as folder:
         assert folder.last_step == -1
+        assert folder.skipped(12) == run / "skipped" / "step_000012.json"
         folder.finish(0, {"eval/accuracy": 0.25})
+        assert (run / "metrics.jsonl").read_text() == '{"step": 0, "eval/accuracy": 0.25}\n'
         folder.finish(1, {"eval/accuracy": 0.5, "train/grad_norm": math.nan, "time/step": 1.5})
         folder.finish(2, {"time/step": 2.0})
         folder.rollouts("step_000001", [GROUP])
         summary = folder.summary(seed=0, final_version=2)
-    run = tmp_path / "runs" / "a"
     assert read_lines(run / "metrics.jsonl") == [
         {"step": 0, "eval/accuracy": 0.25},
         {"step": 1, "eval/accuracy": 0.5, "train/grad_norm": None, "time/step": 1.5},
@@ -75,12 +76,6 @@ def test_a_run_leaves_config_metrics_rollouts_and_summary(tmp_path: Path) -> Non
     assert "12345678" not in (run / "config.yaml").read_text()
 
 
-def test_a_step_is_on_disk_as_soon_as_it_is_recorded(tmp_path: Path) -> None:
-    with RunFolder(settings(tmp_path)) as folder:
-        folder.finish(1, {"x": 1.0})
-        assert (folder.path / "metrics.jsonl").read_text() == '{"step": 1, "x": 1.0}\n'
-
-
 def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
     def run() -> None:
         with RunFolder(settings(tmp_path)) as folder:
@@ -90,11 +85,6 @@ def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         run()
     assert '"summary": null' in (tmp_path / "runs/a/report.html").read_text()
-
-
-def test_the_batch_of_a_skipped_step_is_named_after_it(tmp_path: Path) -> None:
-    with RunFolder(settings(tmp_path)) as folder:
-        assert folder.skipped(12) == tmp_path / "runs/a/skipped/step_000012.json"
 
 
 def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:

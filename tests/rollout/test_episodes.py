@@ -14,9 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from batches import gathered
-from hocket import config as config_module
-from hocket.algorithm.samples import outcome
-from hocket.config import DataConfig
+from hocket.algorithm.samples import fate, shape
+from hocket.config import AlgorithmConfig, DataConfig
 from hocket.data import PromptStream, Renderer
 from hocket.data.ledger import accounts
 from hocket.envs import Action, Environment, Observation, SingleTurn, Step, tool
@@ -288,7 +287,9 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
     stream = PromptStream([group.rollouts[0].prompt for group in groups], seed=0)
     by_id = {group.rollouts[0].prompt.id: group for group in groups}
     for draw, prompt in stream.take(125).items():
-        stream.settle(draw, outcome(by_id[prompt.id], config_module.load()))
+        group = by_id[prompt.id]
+        reason = shape(group, AlgorithmConfig(), max_tokens=16).reason
+        stream.settle(draw, fate(group, reason, reward="exact_match", skipped=False))
     (account,) = accounts(stream.entries(), stream.state())
     assert (account.problems, sum(account.states.values())) == ((), 125)
     assert not {"pending", "in flight"} & account.states.keys()

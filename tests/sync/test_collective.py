@@ -176,11 +176,8 @@ async def test_every_worker_of_every_server_gets_every_tensor_bit_by_bit() -> No
     for server in servers:
         assert server.joins == 1  # one group for all versions
         assert [source.turn for source in server.reloads] == [1, 2, 3]
-        assert [[item.name for item in bucket] for bucket in server.reloads[0].buckets] == [
-            ["a"],
-            ["b", "c"],
-            ["d", "e"],
-        ]
+        names = [[item.name for item in bucket] for bucket in server.reloads[0].buckets]
+        assert names == [["a"], ["b", "c"], ["d", "e"]]
 
 
 async def test_a_server_that_was_started_again_is_joined_again() -> None:
@@ -246,31 +243,21 @@ async def test_a_server_that_fails_while_it_receives_says_why_at_once_and_distur
     assert server.joins == 2
 
 
-async def test_a_server_that_stops_while_it_receives_is_named_with_bucket_and_version() -> None:
+async def test_servers_that_stop_are_named_with_bucket_and_version_and_cost_no_other_its_deadline() -> None:
     _, transport = make(timeout_s=4)
-    server, other = FakeServer(1), FakeServer(2)
-    await deliver(transport, 11, server, other)
-    for worker in other.workers:
-        worker.model.clear()
-    server.stopped = "receiving"
+    receiving, silent, other = FakeServer(1), FakeServer(2), FakeServer(3)
+    await deliver(transport, 11, receiving, silent, other)
+    other.workers[0].model.clear()
+    receiving.stopped, silent.stopped = "receiving", "at once"
     start = time.monotonic()
-    delivery = await deliver(transport, 12, server, other)
+    delivery = await deliver(transport, 12, receiving, silent, other)
     assert 3.9 < time.monotonic() - start < 10
     assert isinstance(delivery.answers[0], SyncTimeout)
     assert "server http://127.0.0.1:1 did not finish bucket 1/3 of version 12 in 1 s;" in str(delivery.answers[0])
     assert "/reload_weights did not finish" in str(delivery.answers[0])
-    assert_holds(other, delivery.answers[1], 12)
-
-
-async def test_a_server_that_stops_before_it_receives_costs_no_other_its_deadline() -> None:
-    _, transport = make(timeout_s=4)
-    server, other = FakeServer(1), FakeServer(2)
-    server.stopped = "at once"
-    start = time.monotonic()
-    delivery = await deliver(transport, 1, server, other)
-    assert 3.9 < time.monotonic() - start < 10
-    assert "http://127.0.0.1:1/reload_weights did not finish in 4 s" in str(delivery.answers[0])
-    assert_holds(other, delivery.answers[1], 1)
+    assert "server http://127.0.0.1:2 did not begin to receive version 12 in 2 s" in str(delivery.answers[1])
+    assert "http://127.0.0.1:2/reload_weights did not finish in 4 s" in str(delivery.answers[1])
+    assert_holds(other, delivery.answers[2], 12)
 
 
 @pytest.mark.parametrize("bucket", [1, 2, 3])

@@ -33,8 +33,7 @@ class FakeTrainer:
         self.fails = False
 
     def step(self, *at: int) -> None:
-        for place in at:
-            self.weights["a"].view(-1)[place] += 1
+        self.weights["a"].view(-1)[list(at)] += 1
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
         self.exports += 1
@@ -130,12 +129,9 @@ async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp
     folder = disk.run / "weights" / "v000007"
     [request] = server.requests
     assert (request.version, request.source.name, request.in_flight) == (7, "a/weights/v000007", "drain")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "COMPLETE",
-        "config.json",
-        "manifest.json",
-        "model.safetensors",
-    ]
+    assert {path.name for path in folder.iterdir()} == {
+        *("COMPLETE", "config.json", "manifest.json", "model.safetensors")
+    }
     found = manifest.read(folder)
     assert (found.version, found.base) == (7, None)
     assert {name: (t.dtype, tuple(t.shape)) for name, t in found.tensors.items()} == {
@@ -153,22 +149,22 @@ async def test_all_servers_load_one_folder_and_the_failure_of_one_is_its_answer(
     assert (disk.trainer.exports, len(third.requests)) == (1, 2)
 
 
-async def test_a_failed_write_leaves_nothing_behind_and_asks_no_server(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path), servers()
+async def test_a_failed_write_leaves_nothing_behind_and_the_next_version_is_whole(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
     disk.trainer.fails = True
-    with pytest.raises(SyncError, match=r"No space left on device.*Free space"):
+    with pytest.raises(SyncError, match=r"weights/v000001: .*No space left on device.*Free space"):
         await disk.deliver(1, server)
-    assert (disk.names(), server.requests) == ([], [])
+    assert (disk.names(), server.names) == ([], [])
     disk.trainer.fails = False
     await disk.deliver(1, server)  # once there is space the same version goes through
-    assert len(server.requests) == 1
-
-
-async def test_the_newest_versions_are_kept_and_older_ones_removed(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path), servers()
-    for version in range(1, 5):
-        await disk.deliver(version, server)
-    assert disk.names() == ["weights/v000003", "weights/v000004"]
+    disk.trainer.fails = True
+    disk.trainer.step(2)
+    with pytest.raises(SyncError, match=r"deltas/v000002: .*No space left on device.*Free space"):
+        await disk.deliver(2, server)
+    disk.trainer.fails = False
+    await disk.deliver(2, server)
+    assert server.names == disk.names() == ["weights/v000001", "weights/v000002"]
+    assert_same(server, disk.trainer)
 
 
 async def test_a_version_of_another_trainer_is_never_written_over(tmp_path: Path) -> None:
@@ -187,16 +183,6 @@ async def test_versions_of_steps_that_are_taken_again_are_removed_first(tmp_path
     resumed.versions.restore({"version": 4})
     assert disk.names() == ["deltas/v000004", "weights/v000003", "weights/v000004"]
     await resumed.deliver(5)
-
-
-def test_writing_alone_gives_a_folder_that_a_server_would_take(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
-    disk.versions.begin(held=2)
-    folder = disk.versions.save()
-    assert folder == disk.run / "weights" / "v000003"
-    assert manifest.read(folder).version == 3
-    assert disk.versions.save() == folder
-    assert disk.trainer.exports == 1
 
 
 async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Path, servers: Any) -> None:
@@ -230,12 +216,16 @@ async def test_a_chain_of_deltas_ends_bit_by_bit_where_a_full_version_would(tmp_
     assert (disk.trainer.exports, disk.names()) == (1, ["deltas/v000007", "weights/v000001"])
 
 
-async def test_every_so_many_versions_one_is_full(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path, "sync.delta=true", "sync.full_every=3"), servers()
+async def test_one_version_in_full_every_is_full_and_the_newest_of_both_are_kept(
+    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.sync.disk.FULL_EVERY", 3)
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
     for version in range(1, 8):
         disk.trainer.step(version)
         await disk.deliver(version, server)
     assert [name.startswith("deltas") for name in server.names] == [False, True, False, True, True, False, True]
+    assert disk.names() == ["deltas/v000005", "deltas/v000007", "weights/v000003", "weights/v000006"]  # sync.keep=2
     assert_same(server, disk.trainer)
 
 
@@ -259,7 +249,7 @@ async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1  # the first byte behind the header: of the values
     path.write_bytes(content)
 
 
@@ -287,6 +277,14 @@ async def test_a_delta_that_was_tampered_with_is_refused_and_the_full_version_la
     assert_same(server, disk.trainer)
 
 
+async def test_a_version_that_has_changed_on_the_disk_stops_the_run(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path), servers(error=ServerError("loading failed", code="reload_failed", status=500))
+    assert (await disk.deliver(1, server)).answers == [server.error]  # the files are right: the server's own trouble
+    flip(disk.run / "weights" / "v000001" / "model.safetensors")
+    with pytest.raises(SyncError, match="v000001 does not hold the weights that were written to it"):
+        await disk.deliver(1, server)
+
+
 async def test_a_step_that_changed_nothing_is_a_version_too(tmp_path: Path, servers: Any) -> None:
     disk, server = Disk(tmp_path, "sync.delta=true"), servers()
     await disk.deliver(1, server)
@@ -297,28 +295,17 @@ async def test_a_step_that_changed_nothing_is_a_version_too(tmp_path: Path, serv
 
 async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path: Path, servers: Any) -> None:
     disk, server = Disk(tmp_path, "sync.delta=true"), servers()
-    for version in (1, 2):
-        disk.trainer.step(version)
-        await disk.deliver(version, server)
-    folder = disk.folders.full(2).folder
-    assert folder == disk.run / "weights" / "v000002"
+    for _ in range(2):
+        disk.versions.advance()
+        disk.trainer.step(disk.versions.current)
+        await disk.deliver(disk.versions.current, server)
+    folder = disk.versions.save()
+    assert folder == disk.versions.save() == disk.run / "weights" / "v000002"
+    assert (manifest.read(folder).version, disk.trainer.exports) == (2, 2)
     assert torch.equal(load_file(folder / "model.safetensors")["a"], disk.trainer.weights["a"])
     disk.trainer.step(9)
     await disk.deliver(3, server)
     assert server.names[-1] == "deltas/v000003"  # of version 2, whichever of its folders the server has
-    assert_same(server, disk.trainer)
-
-
-async def test_after_a_failed_write_the_next_version_is_full(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
-    await disk.deliver(1, server)
-    disk.trainer.fails = True
-    disk.trainer.step(2)
-    with pytest.raises(SyncError, match=r"deltas/v000002: .*No space left on device.*Free space"):
-        await disk.deliver(2, server)
-    disk.trainer.fails = False
-    await disk.deliver(2, server)
-    assert (server.names[-1], disk.names()) == ("weights/v000002", ["weights/v000001", "weights/v000002"])
     assert_same(server, disk.trainer)
 
 

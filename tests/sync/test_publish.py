@@ -4,9 +4,8 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -24,6 +23,7 @@ from hocket.types import Prompt, TokenSequence, TrainSample
 
 URLS = ("http://a", "http://b")
 GONE = ServerError("can't reach it", code="unreachable")
+METRICS = {"sync/mebibytes": 3.0, "sync/prepare_s": 0.5, "sync/transfer_s": 0.25}
 BROKEN = ServerError("it broke", code="reload_failed", status=500)
 
 
@@ -71,21 +71,6 @@ class FakeTrainer:
         return self.gaps.pop(0) if self.gaps else 1e-6
 
 
-class FakeFolders:
-    """What is written to the disk."""
-
-    def __init__(self) -> None:
-        self.written: list[int] = []
-        self.removed: list[int] = []
-
-    def full(self, version: int) -> Any:
-        self.written.append(version)
-        return SimpleNamespace(folder=Path(f"v{version}"))
-
-    def remove_above(self, version: int) -> None:
-        self.removed.append(version)
-
-
 class FakeTransport:
     """Delivers at once.
 
@@ -111,8 +96,7 @@ class FakeTransport:
             self.fails.get(server.url) or self.held(version, self.sessions.get(server.url, server.session))
             for server in servers
         ]
-        metrics = {"sync/mebibytes": 3.0, "sync/prepare_s": 0.5, "sync/transfer_s": 0.25}
-        return Delivery(checksums=[self.checksum] * len(servers), answers=answers, metrics=metrics)
+        return Delivery(checksums=[self.checksum] * len(servers), answers=answers, metrics={**METRICS})
 
     def held(self, version: int, session: str = "s1", checksum: str | None = None) -> ReloadResponse:
         checksum = checksum or self.checksum
@@ -125,7 +109,7 @@ class World:
     pool: ServerPool
     servers: list[FakeServer]
     trainer: FakeTrainer
-    folders: FakeFolders
+    folders: Mock
     disk: FakeTransport
     collective: FakeTransport
     said: list[str]
@@ -143,11 +127,11 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
     fakes = [FakeServer(url, version) for url in URLS[:servers]]
     for member, fake in zip(pool.members, fakes, strict=True):
         member.server = fake  # type: ignore[assignment]
-    trainer, folders, disk, fast = FakeTrainer(), FakeFolders(), FakeTransport("disk"), FakeTransport("fast")
+    trainer, folders, disk, fast = FakeTrainer(), Mock(), FakeTransport("disk"), FakeTransport("fast")
     prompts = [Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))]
     canary = Canary(prompts, trainer, config.rollout, config.sync, own_gpu)  # type: ignore[arg-type]
     sync = Publisher(
-        versions=Versions(folders),  # type: ignore[arg-type]
+        versions=Versions(folders),
         pool=pool,
         transport=WithFallback(fast, disk, said.append) if collective else disk,
         check=canary.check,
@@ -156,6 +140,13 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
     )
     pool.bring_up = functools.partial(bring_up, sync, trainer.check_same_model, said.append)
     return World(sync, pool, fakes, trainer, folders, disk, fast, said)
+
+
+async def make_up(*settings: str, **options: Any) -> World:
+    """Makes a world whose servers are up: they hold version 5."""
+    world = make(*settings, **options)
+    await world.pool.wait_up()
+    return world
 
 
 async def test_the_first_version_is_one_above_the_servers_and_goes_to_each_as_it_comes() -> None:
@@ -173,81 +164,54 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
     held: int, expected: int
 ) -> None:
     world = make(version=held, servers=1)  # one that was started again, or has taken versions 8 and 9 meanwhile
-    before = make(version=5, servers=1)
-    await before.pool.wait_up()
+    before = await make_up(version=5, servers=1)
     await before.sync.publish()
     assert before.sync.versions.state() == {"version": 7}
     world.sync.versions.restore(before.sync.versions.state())
-    assert world.folders.removed == [7]
+    world.folders.remove_above.assert_called_once_with(7)
     await world.pool.wait_up()
     assert world.disk.sent == [(expected, [URLS[0]])]
     assert len(world.trainer.scored) == 1  # the canary is asked
 
 
 async def test_publishing_gives_all_servers_the_next_version_and_returns_metrics() -> None:
-    world = make()
-    await world.pool.wait_up()
+    world = await make_up()
     metrics = await world.sync.publish()
     assert world.disk.sent[2:] == [(6, list(URLS))]
-    assert metrics == {
-        "sync/mebibytes": 3.0,
-        "sync/prepare_s": 0.5,
-        "sync/transfer_s": 0.25,
-        "sync/servers": 2.0,
-    }
-    assert world.sync.versions.save() == Path("v6")
-    assert world.folders.written == [6]
+    assert metrics == METRICS | {"sync/servers": 2.0}
+    world.sync.versions.save()
+    world.folders.full.assert_called_once_with(6)
 
 
 async def test_the_canary_scores_the_servers_own_completions_as_they_were_sampled() -> None:
-    world = make(servers=1)
-    await world.pool.wait_up()
+    world = await make_up(servers=1)
     [(prompts, sampling, session)] = world.servers[0].asked
     assert [tuple(prompt) for prompt in prompts] == [(1, 2, 3), (4,)]
     assert (sampling.temperature, sampling.max_tokens, session) == (0.7, 8, "s1")
-    assert list(world.trainer.scored[0]) == [
-        TrainSample(
-            sequence=TokenSequence(
-                token_ids=(4, 7, 8),
-                mask=(False, True, True),
-                logprobs=(0.0, -0.5, -0.25),
-            ),
-            advantages=(0.0,) * 3,
-        ),
-        TrainSample(
-            sequence=TokenSequence(
-                token_ids=(1, 2, 3, 7, 8),
-                mask=(False, False, False, True, True),
-                logprobs=(0.0, 0.0, 0.0, -0.5, -0.25),
-            ),
-            advantages=(0.0,) * 5,
+    assert [sample.sequence for sample in world.trainer.scored[0]] == [
+        TokenSequence(token_ids=(4, 7, 8), mask=(False, True, True), logprobs=(0.0, -0.5, -0.25)),
+        TokenSequence(
+            token_ids=(1, 2, 3, 7, 8), mask=(False, False, False, True, True), logprobs=(0.0, 0.0, 0.0, -0.5, -0.25)
         ),
     ]
 
 
 async def test_the_canary_is_asked_at_the_first_version_at_a_return_and_every_so_many() -> None:
-    world = make("sync.canary_every=3", servers=1, version=0)
-    await world.pool.wait_up()
+    world = await make_up("sync.canary_every=3", servers=1, version=0)
     assert len(world.trainer.scored) == 1
     gaps = [(await world.sync.publish()).get("sync/canary_gap") for _ in range(5)]  # versions 2 to 6
     assert gaps == [None, 1e-6, None, None, 1e-6]
-    world.pool.members[0].take_out("it was started again")
+    world.pool.members[0].mark_out("it was started again")
     world.look_again()
     await world.pool.wait_up()
     assert len(world.trainer.scored) == 4
-
-
-async def test_with_a_period_of_0_the_canary_is_asked_at_the_first_version_only() -> None:
-    world = make("sync.canary_every=0", servers=1, version=0)
-    await world.pool.wait_up()
-    for _ in range(21):
-        assert "sync/canary_gap" not in await world.sync.publish()
+    world = await make_up("sync.canary_every=0", servers=1)
+    assert [await world.sync.publish() for _ in range(2)] == [METRICS | {"sync/servers": 1.0}] * 2
     assert len(world.trainer.scored) == 1
 
 
 async def test_the_largest_gap_of_all_servers_is_the_metric() -> None:
-    world = make("sync.canary_every=1")
-    await world.pool.wait_up()
+    world = await make_up("sync.canary_every=1")
     world.trainer.gaps = [0.02, 0.03]
     assert (await world.sync.publish())["sync/canary_gap"] == 0.03
 
@@ -268,8 +232,7 @@ async def test_a_gap_beyond_the_bound_stops_the_run_with_figure_and_likely_cause
 
 
 async def test_a_server_that_dies_under_the_canary_is_taken_out_and_the_run_goes_on() -> None:
-    world = make("sync.canary_every=1")
-    await world.pool.wait_up()
+    world = await make_up("sync.canary_every=1")
     world.servers[0].error = GONE
     metrics = await world.sync.publish()
     assert [member.url for member in world.pool.up] == [URLS[1]]
@@ -284,25 +247,22 @@ async def test_a_server_that_dies_under_the_canary_is_taken_out_and_the_run_goes
     ],
 )
 async def test_what_landed_as_something_else_stops_the_run(answer: dict[str, Any], said: str) -> None:
-    world = make()
-    await world.pool.wait_up()
+    world = await make_up()
     world.disk.fails[URLS[0]] = world.disk.held(6).model_copy(update=answer)
     with pytest.raises(SyncError, match=said):
         await world.sync.publish()
 
 
 async def test_a_refusal_stops_the_run_with_the_servers_words() -> None:
-    world = make()
-    await world.pool.wait_up()
+    world = await make_up()
     world.disk.fails[URLS[1]] = ServerError("tensor a has another shape", code="bad_version", status=409)
     with pytest.raises(SyncError, match="weight version 6 was refused: tensor a has another shape"):
         await world.sync.publish()
 
 
-@pytest.mark.parametrize("failure", [GONE, ServerError("it broke", code="reload_failed", status=500)])
+@pytest.mark.parametrize("failure", [GONE, BROKEN])
 async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_of_then(failure: ServerError) -> None:
-    world = make()
-    await world.pool.wait_up()
+    world = await make_up()
     world.disk.fails[URLS[0]] = failure
     metrics = await world.sync.publish()
     assert metrics["sync/servers"] == 1.0
@@ -320,9 +280,8 @@ async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_
 
 
 async def test_a_version_without_a_server_is_still_published_for_the_one_to_come() -> None:
-    world = make(servers=1)
-    await world.pool.wait_up()
-    world.pool.lose(world.pool.members[0], "it was killed")
+    world = await make_up(servers=1)
+    world.pool.mark_lost(world.pool.members[0], "it was killed")
     assert (await world.sync.publish())["sync/servers"] == 0.0
     world.look_again()
     await world.pool.wait_up()
@@ -358,15 +317,14 @@ async def test_without_a_server_versions_go_on_above_those_of_the_run_before() -
 
 
 async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_plays() -> None:
-    world = make()
-    await world.pool.wait_up()
+    world = await make_up()
     first, second = world.pool.members
     async with world.sync.training(publishes=True):
-        world.pool.lose(second, "it was restarted")
+        world.pool.mark_lost(second, "it was restarted")
         second.rest(0)
         assert await world.pool.wait_up() == [first]
         assert second.out == "the trainer is at work"
-        world.pool.lose(first, "it was restarted, too")
+        world.pool.mark_lost(first, "it was restarted, too")
         for member in (first, second):
             member.rest(0)
         waiting = asyncio.create_task(world.pool.wait_up())
@@ -378,8 +336,7 @@ async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_p
 
 
 async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is_said_and_counted() -> None:
-    world = make(collective=True)
-    await world.pool.wait_up()
+    world = await make_up(collective=True)
     assert (await world.sync.publish())["sync/fallbacks"] == 0.0
     assert world.disk.sent == []
     world.collective.fails[URLS[1]] = SyncTimeout("server http://b did not finish bucket 3/7 of version 7 in 60 s")
@@ -393,28 +350,19 @@ async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is
     )
 
 
-async def test_who_can_not_be_reached_by_disk_either_is_lost() -> None:
-    world = make(collective=True)
-    await world.pool.wait_up()
-    world.collective.fails[URLS[1]], world.disk.fails[URLS[1]] = BROKEN, GONE
+@pytest.mark.parametrize(("failure", "fallbacks"), [(BROKEN, 1.0), (GONE, 0.0)])
+async def test_who_can_not_be_reached_by_disk_either_or_answers_nothing_is_lost(
+    failure: ServerError, fallbacks: float
+) -> None:
+    world = await make_up(collective=True)
+    world.collective.fails[URLS[1]], world.disk.fails[URLS[1]] = failure, GONE
     metrics = await world.sync.publish()
-    assert (metrics["sync/fallbacks"], metrics["sync/servers"]) == (1.0, 1.0)
-    assert world.pool.members[1].out == "can't reach it"
-
-
-async def test_who_answers_nothing_is_not_asked_a_second_time_by_disk() -> None:
-    world = make(collective=True)
-    await world.pool.wait_up()
-    world.collective.fails[URLS[1]] = GONE
-    metrics = await world.sync.publish()
-    assert (metrics["sync/fallbacks"], metrics["sync/servers"]) == (0.0, 1.0)
-    assert world.disk.sent == []
+    assert (metrics["sync/fallbacks"], metrics["sync/servers"], len(world.disk.sent)) == (fallbacks, 1.0, fallbacks)
     assert world.pool.members[1].out == "can't reach it"
 
 
 async def test_a_server_that_was_started_again_unnoticed_is_brought_up_as_one_that_comes_back() -> None:
-    world = make()
-    await world.pool.wait_up()
+    world = await make_up()
     world.disk.sessions[URLS[0]] = "another"
     metrics = await world.sync.publish()
     assert metrics["sync/servers"] == 1.0
@@ -422,8 +370,7 @@ async def test_a_server_that_was_started_again_unnoticed_is_brought_up_as_one_th
 
 
 async def test_what_landed_as_something_else_by_disk_stops_the_run_after_a_fall_back_too() -> None:
-    world = make(collective=True)
-    await world.pool.wait_up()
+    world = await make_up(collective=True)
     world.collective.fails[URLS[0]] = BROKEN
     world.disk.fails[URLS[0]] = world.disk.held(6, checksum="fast")  # what the other servers were sent
     with pytest.raises(SyncError, match="checksum fast, but version 6 with checksum disk"):
@@ -431,12 +378,8 @@ async def test_what_landed_as_something_else_by_disk_stops_the_run_after_a_fall_
 
 
 async def test_a_transport_that_can_not_send_at_all_stops_the_run() -> None:
-    world = make()
-    await world.pool.wait_up()
+    world = await make_up()
 
-    async def full(version: int, servers: Sequence[Any]) -> Delivery:
-        raise SyncError("can't write weight version 6: No space left on device")
-
-    world.disk.deliver = full  # type: ignore[method-assign]
+    world.disk.deliver = AsyncMock(side_effect=SyncError("No space left"))  # type: ignore[method-assign]
     with pytest.raises(SyncError, match="No space left"):
         await world.sync.publish()

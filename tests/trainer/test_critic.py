@@ -15,9 +15,9 @@ from transformers import AutoModel
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.critic import explained_variance, value_loss
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import StepStats, TokenSequence, TrainSample
 

@@ -16,9 +16,9 @@ from hocket import tokenizer as tokenizers
 from hocket import weight_group
 from hocket.errors import ConfigError
 from hocket.trainer import lora
-from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.engine import gathered
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
 

@@ -16,11 +16,11 @@ from hocket import config as config_module
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer import memory
-from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.engine import BUCKET_ELEMENTS
 from hocket.trainer.memory import GIB, Estimate, Model, estimate, fit_micro_batch, largest_micro_batch, together
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
 

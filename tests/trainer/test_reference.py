@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import Measured, TokenSequence, TrainSample
 

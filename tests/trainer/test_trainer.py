@@ -20,8 +20,8 @@ from hocket import config as config_module
 from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks, _share_cores
+from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
 

@@ -22,8 +22,8 @@ from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.trainer import engine, ranks
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
 

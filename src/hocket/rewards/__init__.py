@@ -1,4 +1,4 @@
-"""Rewards: functions that score a finished rollout, found by name, each asking only for the arguments it uses."""
+"""Rewards: functions that score a finished rollout; each names only the arguments that it uses."""
 
 from hocket.rewards import builtin  # registers the rewards that ship with hocket
 from hocket.rewards.base import reward

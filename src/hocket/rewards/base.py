@@ -99,23 +99,22 @@ def bind(name: str, weight: float, options: Mapping[str, Any]) -> Reward:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reward {name!r} needs the package {package}, which is not installed")
     signature = inspect.signature(found.function)
-    called = f"{name}{signature}"
-    parameters = signature.parameters.values()
-    if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
-        raise ConfigError(f"reward {called}: arguments are given by name, so none may be positional-only or starred")
-    named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
+    called = f"reward {name}{signature}"
+    if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in signature.parameters.values()):
+        raise ConfigError(f"{called}: arguments are given by name, so none may be positional-only or starred")
+    if taken := _ARGUMENTS.keys() & options.keys():
+        raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
+    named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
     for option in options:
-        if option in _ARGUMENTS:
-            raise ConfigError(f"reward {called}: {option!r} comes from the rollout and can't be set as an option")
-        if option not in named and len(named) == len(signature.parameters):  # there is no **kwargs
-            raise ConfigError(f"reward {called} has no option {option!r}{nearest(option, named)}")
-    for parameter in named.values():
-        if parameter.default is parameter.empty and parameter.name not in _ARGUMENTS and parameter.name not in options:
+        if option not in named and len(named) == len(signature.parameters):  # there is no **options
+            raise ConfigError(f"{called} has no option {option!r}{nearest(option, named)}")
+    for needed in (p.name for p in named.values() if p.default is p.empty):
+        if needed not in _ARGUMENTS and needed not in options:
             raise ConfigError(
-                f"reward {called} needs the option {parameter.name!r}: set rewards.functions.{name}.{parameter.name}; "
+                f"{called} needs the option {needed!r}: set rewards.functions.{name}.{needed}; "
                 f"arguments from the rollout are {', '.join(_ARGUMENTS)}"
             )
-    asks_for = tuple(argument for argument in named if argument in _ARGUMENTS)
+    asks_for = tuple(argument for argument in signature.parameters if argument in _ARGUMENTS)
     return dataclasses.replace(found, weight=weight, options=dict(options), asks_for=asks_for)
 
 

@@ -1,4 +1,4 @@
-"""The rewards that ship with hocket. Each docstring says what it gives, and its options with their defaults."""
+"""The rewards that ship with hocket. Each docstring gives the value and the options."""
 
 import hashlib
 import logging
@@ -13,7 +13,7 @@ _THINK = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTAL
 
 @reward("exact_match", inline=True)
 def exact_match(completion: str, answer: str | None) -> float:
-    """1 where the completion is the answer, spaces around both aside; else 0."""
+    """Return 1 if the completion is the answer, spaces around both aside; else 0."""
     return float(completion.strip() == _reference(answer).strip())
 
 
@@ -21,11 +21,9 @@ def exact_match(completion: str, answer: str | None) -> float:
 def length(
     completion: str, token_ids: tuple[int, ...], target: int, unit: Literal["tokens", "characters"] = "tokens"
 ) -> float:
-    """−min(1, |length − target| / target): 0 at the target, −1 at nothing and from twice the target on.
+    """Return −min(1, |length − target| / target): 0 at the target, −1 for an empty text and from twice the target on.
 
-    Options:
-        target: wanted length, at least 1.
-        unit: "tokens" counts what was sampled, the end-of-sequence token included; "characters" counts the text.
+    The unit "tokens" counts sampled tokens, the end-of-sequence token included; "characters" counts the text.
     """
     if target < 1 or unit not in ("tokens", "characters"):
         raise ValueError(f"target must be at least 1 and unit tokens or characters, got {target} and {unit!r}")
@@ -35,7 +33,7 @@ def length(
 
 @reward("think_format", inline=True)
 def think_format(completion: str) -> float:
-    """1 for `<think>a thought</think> an answer`: one pair of tags, nothing before it, neither part empty; else 0."""
+    """Return 1 for `<think>a thought</think> an answer`: one pair of tags at the start, no part empty; else 0."""
     match = _THINK.fullmatch(completion)
     if match is None or completion.count("<think>") != 1 or completion.count("</think>") != 1:
         return 0.0
@@ -44,27 +42,23 @@ def think_format(completion: str) -> float:
 
 @reward("env", inline=True)
 def env(rollout: Rollout) -> float:
-    """What the environment gave: the sum over the episode's turns, and its last word where a limit ended it."""
+    """Return the environment's reward: the sum over the turns, and over the end if a limit cut the episode off."""
     if rollout.reward is None:
         raise ValueError(
-            "the episode was given no reward: set env.name, have an agent return a number, or name another reward"
+            "the episode has no reward: set env.name, have an agent return a number, or name another reward"
         )
     return rollout.reward
 
 
 @reward("random", inline=True)
 def random(rollout: Rollout, seed: int = 0) -> float:
-    """0 or 1 with equal chances, whatever the policy wrote: the control that must not teach anything.
-
-    Options:
-        seed: with the rollout's id it decides the outcome.
-    """
+    """Return 0 or 1 with equal chances, by seed and rollout id: the control from which nothing can be learned."""
     return float(hashlib.sha256(f"{seed}:{rollout.id}".encode()).digest()[0] & 1)
 
 
 @reward("math", imports=("math_verify",))
 def math(completion: str, answer: str | None) -> float:
-    """1 where the last expression after </think> equals the answer mathematically (math-verify); else 0.
+    """Return 1 if the last expression after </think> equals the answer mathematically (math-verify); else 0.
 
     The answer is a number, a plain expression or LaTeX, with or without dollar signs or \\boxed. A completion that
     opens a <think> and never closes it has given no answer.

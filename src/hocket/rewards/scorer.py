@@ -21,9 +21,10 @@ from typing import Any
 
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, RewardError
+from hocket.processes import die_with_parent
 from hocket.registry import PLUGIN_PREFIX, load_plugins
 from hocket.rewards.base import REWARDS, Reward, as_score, bind, call, failure
-from hocket.system import die_with_parent, run_in_thread
+from hocket.system import run_in_thread
 from hocket.types import Group, Rollout, Score
 
 MAX_WORKERS = 4

@@ -51,12 +51,11 @@ def player(
     env: EnvConfig,
     data: DataConfig,
     max_length: int,  # tokens of a sequence that can be trained
-    max_in_flight_tokens: int | None = None,  # None: what the servers' KV caches hold
 ) -> Play:
     """Return how the episodes of a run are played on the servers of a pool."""
     made = make()
     limits = Limits(max_turns=env.max_turns, max_length=max_length, timeout_s=env.timeout_s)
-    budget = TokenBudget(lambda: max_in_flight_tokens or pool.kv_tokens)
+    budget = TokenBudget(lambda: pool.kv_tokens)
     if isinstance(made, Agent):
         return Agents(made, pool, limits=limits, decode=tokenizer.decode, budget=budget).play
     tools = made.toolbox.tools if made.toolbox else ()

@@ -24,6 +24,7 @@ from hocket.client import ServerClient
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout
 from hocket.protocol import (
+    AdapterConfig,
     CollectiveSource,
     GroupRequest,
     Health,
@@ -46,74 +47,59 @@ READY_SHARE, BUCKET_SHARE = 0.5, 0.25
 Answer = ReloadResponse | HocketError
 
 
+@dataclasses.dataclass
 class CollectiveTransport:
-    """Broadcast weight versions to the workers of every server.
+    """Broadcast weight versions to the workers of every server."""
 
-    Args:
-        sync: timeout_s, bucket_mib and in_flight are used.
-    """
-
-    def __init__(self, trainer: "Trainer", sync: SyncConfig) -> None:
-        self._trainer = trainer
-        self._sync = sync
-        self._max_bytes = sync.bucket_mib << 20
-        self._links: dict[ServerClient, _Link] = {}
-        self._buckets: list[list[TensorLayout]] = []
-        self._unreachable: dict[ServerClient, str] = {}  # sessions that were slow to join, and failed
+    trainer: "Trainer"
+    sync: SyncConfig
+    _buckets: list[list[TensorLayout]] = dataclasses.field(default_factory=list)
+    _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
+    _unreachable: dict[ServerClient, str] = dataclasses.field(default_factory=dict)  # sessions slow to join
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`; connect with them where that is not done yet."""
         start = time.perf_counter()
-        self._buckets = self._buckets or self._trainer.layout(self._max_bytes)
-        links = await asyncio.gather(*map(self._link, servers))
-        answers: dict[ServerClient, Answer] = {}
-        transfers = []
-        for server, link in zip(servers, links, strict=True):
-            if isinstance(link, HocketError):
-                answers[server] = link
-                continue
-            link.transfers += 1
-            source = CollectiveSource(
-                session=link.group.name, turn=link.transfers, adapter=self._trainer.adapter, buckets=self._buckets
-            )
-            transfers.append(_Transfer(server, link, version, source, self._sync))
-        await asyncio.gather(*(transfer.wait_ready() for transfer in transfers))
+        self._buckets = self._buckets or self.trainer.layout(self.sync.bucket_mib << 20)
+        joined = await asyncio.gather(*map(self._link, servers))
+        links = [link for link in joined if isinstance(link, _Link)]
+        for link in links:
+            link.begin(version, self._buckets, self.trainer.adapter)
+        await asyncio.gather(*(link.wait_ready() for link in links))
         prepared = time.perf_counter()
         try:
-            checksum = await run_in_thread(self._send, transfers)
+            checksum = await run_in_thread(self._send, links)
         except BaseException:  # of the trainer: the servers need not wait for what will not come
-            for transfer in transfers:
-                transfer.cancel()
+            for link in links:
+                link.cancel()
             raise
-        for transfer in transfers:
-            answers[transfer.server] = await transfer.outcome()
+        answers = [await link.outcome() if isinstance(link, _Link) else link for link in joined]
         metrics = {
             "sync/mebibytes": sum(map(weight_group.num_bytes, self._buckets)) / 2**20,
             "sync/prepare_s": prepared - start,
             "sync/transfer_s": time.perf_counter() - prepared,
         }
-        answered = [answers[server] for server in servers]
-        return Delivery(checksums=[checksum] * len(servers), answers=answered, metrics=metrics)
+        return Delivery(checksums=[checksum] * len(servers), answers=answers, metrics=metrics)
 
     def close(self) -> None:
         """Leave all groups."""
         for link in self._links.values():
             link.group.close()
 
-    def _send(self, transfers: "Sequence[_Transfer]") -> str:
+    def _send(self, links: "Sequence[_Link]") -> str:
         """Send the trainer's weights to all, each bucket while the next one is made; return the checksum."""
         specs: dict[str, TensorSpec] = {}
-        with concurrent.futures.ThreadPoolExecutor(max(1, len(transfers)), "send weights") as threads:
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
             running: list[concurrent.futures.Future[None]] = []
 
             def sink(named: Sequence[tuple[str, Tensor]]) -> None:
-                flat, added = weight_group.pack(named, self._trainer.device)
+                flat, added = weight_group.pack(named, self.trainer.device)
                 specs.update(added)
                 for bucket in running:
                     bucket.result()
-                running[:] = [threads.submit(transfer.send, flat) for transfer in transfers]
+                running[:] = [threads.submit(link.send, flat) for link in links]
 
-            self._trainer.stream(self._max_bytes, sink)
+            self.trainer.stream(self.sync.bucket_mib << 20, sink)
             for bucket in running:
                 bucket.result()
         return manifest.total_checksum(specs)
@@ -137,7 +123,7 @@ class CollectiveTransport:
 
     async def _join(self, server: ServerClient, health: Health) -> "_Link":
         start = time.monotonic()
-        timeout_s, mine = self._sync.timeout_s, self._trainer.device
+        timeout_s, mine = self.sync.timeout_s, self.trainer.device
         parts = urlsplit(server.url)
         address = weight_group.address_towards(parts.hostname or "", parts.port or 80)
         store = weight_group.make_store(address, timeout_s)
@@ -171,91 +157,89 @@ class CollectiveTransport:
             if time.monotonic() - start > SLOW_JOIN_S:
                 self._unreachable[server] = health.session
             raise
-        return _Link(group=group, store=store, session=health.session, workers=health.workers)
+        return _Link(server, group, store, session=health.session, workers=health.workers, sync=self.sync)
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False)
 class _Link:
-    """The connection to one process of a server."""
+    """The connection to one process of a server, with the version on its way there.
 
+    A failure closes the group; both ends begin again with a new one.
+    """
+
+    server: ServerClient
     group: weight_group.WeightGroup
     store: Any  # the members find each other there for as long as it lives
     session: str  # of the server's process
     workers: int
-    transfers: int = 0  # that the group has seen
+    sync: SyncConfig
+    version: int = 0
+    num_buckets: int = 0
+    transfers: int = 0  # that the group has seen, this one included
+    sent: int = 0  # buckets
+    ready: bool = False
+    failure: SyncError | None = None  # what this end knows of a transfer that broke
+    answer: "asyncio.Task[Answer]" = dataclasses.field(init=False)
 
-
-class _Transfer:
-    """One version on its way to one server. A failed one closes the group, and both ends begin again with a new one."""
-
-    def __init__(
-        self, server: ServerClient, link: _Link, version: int, source: CollectiveSource, sync: SyncConfig
-    ) -> None:
-        self.server = server
-        self._link = link
-        self._version = version
-        self._num_buckets = len(source.buckets)
-        self._timeout_s = sync.timeout_s
-        self._sent = 0
-        self._ready = False
-        self._failure: SyncError | None = None  # what this end knows of a transfer that broke
-        self._answer = asyncio.create_task(
-            self._ask(ReloadRequest(version=version, source=source, in_flight=sync.in_flight))
-        )
+    def begin(self, version: int, buckets: list[list[TensorLayout]], adapter: AdapterConfig | None) -> None:
+        """Tell the server what will come; it answers when all of it is loaded."""
+        self.version, self.num_buckets, self.transfers, self.sent = version, len(buckets), self.transfers + 1, 0
+        self.ready = False
+        source = CollectiveSource(session=self.group.name, turn=self.transfers, adapter=adapter, buckets=buckets)
+        request = ReloadRequest(version=version, source=source, in_flight=self.sync.in_flight)
+        self.answer = asyncio.create_task(self._ask(request))
 
     async def _ask(self, request: ReloadRequest) -> Answer:
-        """Tell the server what will come; return its answer when all of it is loaded, or what went wrong."""
         try:
-            return await self.server.reload_weights(request, timeout_s=self._timeout_s)
+            return await self.server.reload_weights(request, timeout_s=self.sync.timeout_s)
         except HocketError as error:
-            self._link.group.close()  # its workers receive no more: no sender must wait for the deadline
+            self.group.close()  # its workers receive no more: no sender must wait for the deadline
             return error
 
     async def wait_ready(self) -> None:
         """Return once the workers are about to receive, the server has answered already, or it has been too long."""
-        link, seconds = self._link, READY_SHARE * self._timeout_s
-        what = weight_group.receiving(link.transfers)
+        what, seconds = weight_group.receiving(self.transfers), READY_SHARE * self.sync.timeout_s
         try:
             async with asyncio.timeout(seconds):
-                self._ready = await _announced(link.store, link.group.name, what, link.workers, self._answer)
+                self.ready = await _announced(self.store, self.group.name, what, self.workers, self.answer)
         except TimeoutError:
-            self._failure = SyncTimeout(
-                f"server {self.server.url} did not begin to receive version {self._version} in {seconds:g} s; "
+            self.failure = SyncTimeout(
+                f"server {self.server.url} did not begin to receive version {self.version} in {seconds:g} s; "
                 f"requests that it drains first need a higher sync.timeout_s"
             )
 
     def send(self, flat: Tensor) -> None:
         """Send one bucket; after a failure, nothing more."""
-        if not self._ready or self._failure is not None:
+        if not self.ready or self.failure is not None:
             return
-        self._sent += 1
-        which = f"bucket {self._sent}/{self._num_buckets} of version {self._version}"
+        self.sent += 1
+        which = f"bucket {self.sent}/{self.num_buckets} of version {self.version}"
         try:
-            self._link.group.broadcast(flat.to(self._link.group.device))
+            self.group.broadcast(flat.to(self.group.device))
         except RuntimeError as error:
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                self._failure = SyncTimeout(
-                    f"server {self.server.url} did not finish {which} in {BUCKET_SHARE * self._timeout_s:g} s; is it "
-                    f"overloaded, or stopped? A slower network needs a higher sync.timeout_s"
+                self.failure = SyncTimeout(
+                    f"server {self.server.url} did not finish {which} in {BUCKET_SHARE * self.sync.timeout_s:g} s; is "
+                    f"it overloaded, or stopped? A slower network needs a higher sync.timeout_s"
                 )
             else:
-                self._failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")
+                self.failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")
 
     async def outcome(self) -> Answer:
         """Return the server's answer, or all that is known of what went wrong: first what the server says itself."""
-        if self._failure is not None:
-            self._link.group.close()  # the workers need not wait any longer either: their error comes now
-        answer = await self._answer
-        if self._failure is None or (isinstance(answer, ServerError) and answer.status is not None):
+        if self.failure is not None:
+            self.group.close()  # the workers need not wait any longer either: their error comes now
+        answer = await self.answer
+        if self.failure is None or (isinstance(answer, ServerError) and answer.status is not None):
             return answer
         if isinstance(answer, HocketError):
-            return type(self._failure)(f"{self._failure}; {answer}")
-        return self._failure
+            return type(self.failure)(f"{self.failure}; {answer}")
+        return self.failure
 
     def cancel(self) -> None:
         """Leave the group, and do not wait for the server's answer."""
-        self._link.group.close()
-        self._answer.cancel()
+        self.group.close()
+        self.answer.cancel()
 
 
 async def _announced(store: Any, name: str, what: str, workers: int, until: "asyncio.Future[Any]") -> bool:

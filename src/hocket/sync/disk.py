@@ -20,6 +20,8 @@ from hocket.errors import SyncError
 from hocket.protocol import BaseVersion, Content, Manifest
 from hocket.system import atomic_folder, remove_folder
 
+FULL_EVERY = 50  # versions; the others are deltas with sync.delta
+
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
@@ -40,7 +42,7 @@ class VersionFolders:
 
     Args:
         run_dir: versions lie below it.
-        sync: delta, full_every, keep and bucket_mib are used.
+        sync: delta, keep and bucket_mib are used.
     """
 
     def __init__(self, run_dir: Path, trainer: "Trainer", sync: SyncConfig) -> None:
@@ -85,7 +87,7 @@ class VersionFolders:
         if self._delta is not None and self._delta.version == version:
             return self._delta
         base = self._base
-        if base is None or base.version == version or version % self._sync.full_every == 0:
+        if base is None or base.version == version or version % FULL_EVERY == 0:
             return None
         self._base = None  # a failure leaves tensors of both versions
         changes: dict[str, delta.Change] = {}
@@ -121,6 +123,18 @@ class VersionFolders:
                 f"can't write weight version {version} to {folder}: {error}. Free space there, or set run.dir"
             ) from error
         return WrittenVersion(version, folder, made.checksum, num_bytes, changed=None)
+
+    def check(self, written: WrittenVersion) -> None:
+        """Raise SyncError unless the files of a whole version hold what was written to them."""
+        try:
+            found = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
+        except (OSError, SafetensorError) as error:
+            found = str(error)
+        if found != written.checksum:
+            raise SyncError(
+                f"{written.folder} does not hold the weights that were written to it: something has changed its files, "
+                "or the disk is failing. Set another run.dir"
+            )
 
     def prune(self) -> list[str]:
         """Remove all but the newest sync.keep folders of both kinds; return the reasons why one could not be removed.

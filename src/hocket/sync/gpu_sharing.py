@@ -1,10 +1,11 @@
 """Share one GPU between server and trainer (launch.share_gpu): each leaves it before the other one loads.
 
-generate │ trainer_turn  step            │ deliver  write, load version  │ generate …
-server   │ asleep                        │ weights                       │ weights and KV cache
-trainer  │ on the GPU                    │ written, then off             │ off
+generate │ trainer_turn  step │ deliver  write, load version │ generate …
+server   │ asleep             │ weights                      │ weights and KV cache
+trainer  │ on the GPU         │ off, once it has written     │ off
 """
 
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -25,57 +26,41 @@ _GONE = {"unreachable", "engine_dead", "shutting_down"}  # error codes of server
 
 
 def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
-    """Give the trainer the device that it has for itself: a `TrainerTurn` without metrics."""
+    """Give the trainer the device that it has for itself: a turn without metrics."""
     return nullcontext({})
 
 
+@dataclasses.dataclass(frozen=True)
 class SharedGpu:
-    """Wrap the disk transport so that server and trainer are never on the GPU together.
+    """Wrap the disk transport so that server and trainer are never on the GPU together."""
 
-    Args:
-        keep: versions are adapters; the server keeps its other weights while it sleeps.
-    """
-
-    def __init__(
-        self,
-        disk: Transport,
-        folders: VersionFolders,
-        trainer: "Trainer",
-        pool: ServerPool,
-        sync: SyncConfig,
-        *,
-        keep: bool,
-    ) -> None:
-        self._disk, self._folders = disk, folders
-        self._trainer = trainer
-        self._pool = pool
-        self._sync = sync
-        self._keep = keep
+    disk: Transport
+    folders: VersionFolders
+    trainer: "Trainer"
+    pool: ServerPool
+    sync: SyncConfig
+    keep: bool  # versions are adapters: the server keeps its other weights while it sleeps
 
     @asynccontextmanager
     async def trainer_turn(self, publishes: bool) -> AsyncIterator[Metrics]:
-        """Hold the GPU for the trainer while the server sleeps; yield time/turn.
-
-        Args:
-            publishes: new weights are delivered then, and the old ones may go; else the server gets the GPU back.
-        """
+        """Give the trainer the GPU while the server sleeps; without new weights the server gets it back then."""
         start = time.perf_counter()
-        await put_to_sleep(self._pool, self._sync, keep=self._keep or not publishes)
-        self._trainer.onload()
+        await put_to_sleep(self.pool, self.sync, keep=self.keep or not publishes)
+        self.trainer.onload()
         yield {"time/turn": time.perf_counter() - start}
         if not publishes:
-            self._trainer.offload()
+            self.trainer.offload()
             await self._wake("weights")
             await self._wake("kv_cache")
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
         """Load the version into the server, as `Transport.deliver`, and leave the GPU to it."""
         start = time.perf_counter()
-        self._folders.full(version)
-        self._trainer.offload()
+        self.folders.full(version)
+        self.trainer.offload()
         await self._wake("weights")
         prepared_s = time.perf_counter() - start
-        delivery = await self._disk.deliver(version, servers)
+        delivery = await self.disk.deliver(version, servers)
         loaded = any(isinstance(answer, ReloadResponse) for answer in delivery.answers)
         gone = await self._wake("kv_cache") if loaded else {}
         answers = [gone.get(server, answer) for server, answer in zip(servers, delivery.answers, strict=True)]
@@ -84,24 +69,17 @@ class SharedGpu:
 
     async def _wake(self, tag: Memory) -> dict[ServerClient, ServerError]:
         request = WakeRequest(tags=[tag])
-        return await _ask(self._pool, lambda server: server.wake_up(request, timeout_s=self._sync.timeout_s))
+        return await _ask(self.pool, lambda server: server.wake_up(request, timeout_s=self.sync.timeout_s))
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
-    """Have every server leave the GPU.
-
-    Args:
-        keep: its weights go to the CPU's memory; else they are dropped, and all of them must be loaded again.
-
-    Raises:
-        SyncError: a server refuses.
-    """
+    """Have every server leave the GPU; `keep`: its weights go to the CPU's memory, else all must be loaded again."""
     request = SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight)
     await _ask(pool, lambda server: server.sleep(request, timeout_s=sync.timeout_s))
 
 
 async def _ask(pool: ServerPool, ask: Callable[[ServerClient], Awaitable[object]]) -> dict[ServerClient, ServerError]:
-    """Ask every server of the pool; return the errors of those that are gone, which are marked as lost."""
+    """Ask every server; mark those as lost that are gone, and return their errors. Raises SyncError for any other."""
     gone = {}
     for member in pool.members:
         try:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hocket.config import TrainerConfig
 from hocket.errors import ConfigError
 from hocket.trainer import offload
-from hocket.trainer.master import KINDS, MasterState, Piece
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import KINDS, MasterState, Piece
 
 BUCKET_ELEMENTS = 50_000_000
 """Gradients are summed over ranks in buckets of this size. DeepSpeed's own is ten times that, and allocated in full."""

@@ -22,6 +22,7 @@ from hocket import tokenizer as tokenizers
 from hocket.config import LoraConfig
 from hocket.errors import ConfigError
 from hocket.protocol import AdapterConfig
+from hocket.system import atomic_folder
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = "default"
@@ -159,10 +160,6 @@ def merge(folder: Path, output: Path, *, base: str | None = None) -> None:
         if tuple(tensor.shape) != shapes.get(name):
             raise ConfigError(f"the adapter was trained on another model than {path}: {name!r} does not fit")
     model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    for file in partial.glob("*.safetensors"):
-        shutil.copymode(partial / "config.json", file)
-    partial.rename(output)
+    with atomic_folder(output) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)

@@ -14,12 +14,12 @@ from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
 from hocket.config import Config
 from hocket.trainer import flops, memory
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.checkpoint import POLICY
 from hocket.trainer.critic import Critic, ValueModel
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.policy import Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.reference import FrozenModel, base_logprobs
+from hocket.trainer.state import POLICY
 from hocket.trainer.step import Learner
 
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]

@@ -25,12 +25,12 @@ from hocket.errors import TrainerError
 from hocket.protocol import AdapterConfig, Health, TensorLayout, TensorSpec
 from hocket.trainer import flops, guards, lora
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack, unpack
-from hocket.trainer.checkpoint import BUCKET_BYTES, POLICY, SavedTensors
 from hocket.trainer.critic import critic_metrics
 from hocket.trainer.models import BatchLoss, Models
 from hocket.trainer.on_all_ranks import OnAllRanks, in_words, on_all_ranks
 from hocket.trainer.policy import unshared, write_model
 from hocket.trainer.ranks import Ranks, randomness, restore_randomness
+from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
 from hocket.trainer.step import Update, update
 from hocket.types import Measured, StepStats, TokenSequence, TrainSample
 

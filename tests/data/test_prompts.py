@@ -1,3 +1,5 @@
+"""Rows become prompts and demonstrations, each rendered once; between the turns of an episode the template goes on."""
+
 import json
 import logging
 import subprocess
@@ -10,14 +12,32 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hocket.config import DataConfig
-from hocket.data import load_demonstrations, load_prompts
+from hocket.data import Renderer, load_demonstrations, load_prompts
+from hocket.data.prompts import TooLongError
 from hocket.errors import ConfigError, DataError
 from hocket.types import Prompt
 
 Write = Callable[..., str]
 ROWS = [{"prompt": "Sort: ba", "answer": "ab", "level": 1}, {"prompt": "Sort: dc", "answer": "cd", "level": 2}]
+CHATML = (
+    "{% for m in messages %}{{ '<im_start>' + m.role + '\n' + m.content + '<im_end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<im_start>assistant\n' }}{% endif %}"
+)
+THINKING = (  # takes the thoughts out of earlier turns, as Qwen3's does
+    "{% for m in messages %}{% set c = m.content.split('/think')[-1] if not loop.last else m.content %}"
+    "{{ '<im_start>' + m.role + '\n' + c + '<im_end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<im_start>assistant\n' }}{% endif %}"
+)
+STRIPPING = (  # trims contents, and ends the last turn otherwise than those before
+    "{% for m in messages %}{{ m.role + ':' + m.content | trim }}"
+    "{% if not loop.last or add_generation_prompt %}{{ '<im_end>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+NO_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' }}"
 
 
 def load(source: str, tokenizer: Any, *, max_prompt_tokens: int = 100, **settings: Any) -> tuple[Prompt, ...]:
@@ -38,9 +58,10 @@ def test_jsonl_json_and_parquet_give_the_same_prompts(tokenizer: Any, write_json
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     for source in (write_jsonl(*ROWS), str(tmp_path / "rows.json"), str(tmp_path / "rows.parquet")):
         check_rows(load(source, tokenizer))
+    assert [p.answer for p in load(write_jsonl(*ROWS, "not read"), tokenizer, limit=1)] == ["ab"]
 
 
-def test_a_hugging_face_folder_is_read_by_split(
+def test_a_hugging_face_folder_and_a_saved_data_set_are_read_by_split(
     tokenizer: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -50,14 +71,11 @@ def test_a_hugging_face_folder_is_read_by_split(
     check_rows(load(f"hf:{folder}", tokenizer))
     with pytest.raises(DataError, match=r"can't load hf:.*split test"):
         load(f"hf:{folder}", tokenizer, split="test")
-
-
-def test_a_saved_hugging_face_data_set_is_read_by_split(tokenizer: Any, tmp_path: Path) -> None:
-    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
-    saved.save_to_disk(str(tmp_path / "saved"))
-    check_rows(load(f"hf:{tmp_path / 'saved'}", tokenizer))
+    saved = tmp_path / "saved"
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(saved))
+    check_rows(load(f"hf:{saved}", tokenizer))
     with pytest.raises(DataError, match="has the splits train, not 'test'"):
-        load(f"hf:{tmp_path / 'saved'}", tokenizer, split="test")
+        load(f"hf:{saved}", tokenizer, split="test")
 
 
 def test_a_prompt_is_rendered_as_the_chat_template_says(tokenizer: Any, write_jsonl: Write) -> None:
@@ -90,11 +108,8 @@ def test_columns_are_mapped_and_the_answer_is_cut_out(tokenizer: Any, write_json
     source = write_jsonl({"question": "2 + 3?", "solution": "2 and 3 is 5\n#### 5 ", "id": 7})
     (prompt,) = load(source, tokenizer, prompt_column="question", answer_column="solution", answer_pattern="#### (.+)")
     assert (prompt.text, prompt.answer, prompt.meta, prompt.id) == ("2 + 3?", "5", {"id": 7}, "rows.jsonl:1")
-
-
-def test_numbers_are_answers(tokenizer: Any, write_jsonl: Write) -> None:
-    source = write_jsonl({"prompt": "2 + 3?", "answer": 5}, {"prompt": "1 / 2?", "answer": 0.5})
-    assert [p.answer for p in load(source, tokenizer)] == ["5", "0.5"]
+    numbers = write_jsonl({"prompt": "2 + 3?", "answer": 5}, {"prompt": "1 / 2?", "answer": 0.5})
+    assert [p.answer for p in load(numbers, tokenizer)] == ["5", "0.5"]
 
 
 def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, write_jsonl: Write) -> None:
@@ -104,10 +119,6 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, wri
     assert ([len(p.token_ids) for p in prompts], num_dropped) == ([4, 10], 2)
     lower = data.model_copy(update={"max_prompt_tokens": 4})
     assert load_prompts(lower, tokenizer, max_prompt_tokens=10)[1] == 3
-
-
-def test_a_limit_takes_the_first_rows(tokenizer: Any, write_jsonl: Write) -> None:
-    assert [p.answer for p in load(write_jsonl(*ROWS, "not read"), tokenizer, limit=1)] == ["ab"]
 
 
 @pytest.mark.parametrize(
@@ -166,9 +177,6 @@ def test_the_first_offenders_are_shown_and_all_are_counted(tokenizer: Any, write
 def test_a_section_that_can_t_work_says_why(tokenizer: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_prompts(DataConfig(**settings), tokenizer, max_prompt_tokens=100)
-
-
-def test_an_unknown_task_lists_the_known_ones(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"no task 'sorting' \(did you mean 'sort'\?\)"):
         load("task:sorting", tokenizer)
 
@@ -196,24 +204,19 @@ def test_files_that_are_no_rows_say_so(tokenizer: Any, write_jsonl: Write, tmp_p
         load(str(tmp_path / "rows.parquet"), tokenizer)
 
 
-def test_without_a_chat_template_the_way_out_is_named(bos_tokenizer: Any, write_jsonl: Write) -> None:
-    bos_tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"set data\.chat_template: false"):
-        load(write_jsonl(*ROWS), bos_tokenizer)
-
-
-def test_a_demonstration_ends_with_the_template_s_end_of_turn(bos_tokenizer: Any, write_jsonl: Write) -> None:
+def test_a_demonstration_ends_as_the_template_or_else_the_tokenizer_ends_a_turn(
+    bos_tokenizer: Any, write_jsonl: Write
+) -> None:
     source = write_jsonl({"prompt": "a b", "response": "c d"})
     rows = load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
     assert rows == [([0, 8, 3, 4, 2, 9], [5, 6, 2])]  # ... <eot>, though the tokenizer's EOS is </s>
     chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
     assert rows[0][0] + rows[0][1] == bos_tokenizer.apply_chat_template(chat)["input_ids"]
-
-
-def test_a_plain_demonstration_ends_with_the_tokenizer_s_eos(bos_tokenizer: Any, write_jsonl: Write) -> None:
-    data = DataConfig(source=write_jsonl({"prompt": "a b", "answer_key": "c d"}), chat_template=False)
-    data = data.model_copy(update={"response_column": "answer_key"})
-    assert load_demonstrations(data, bos_tokenizer, 20) == [([0, 3, 4], [5, 6, 1])]
+    bos_tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"set data\.chat_template: false"):
+        load(source, bos_tokenizer)
+    plain = DataConfig(source=write_jsonl({"prompt": "a b", "key": "c d"}), chat_template=False, response_column="key")
+    assert load_demonstrations(plain, bos_tokenizer, 20) == [([0, 3, 4], [5, 6, 1])]
 
 
 def test_over_long_demonstrations_are_left_out_and_counted(
@@ -246,3 +249,93 @@ def test_tasks_and_jsonl_load_no_data_library() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(source)}
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture(scope="module")
+def merging() -> Any:
+    """A tokenizer with merges: "ab" is one token, although the model may as well write "a" and "b"."""
+    characters = ["<eos>", "<im_start>", "<im_end>", *map(chr, range(32, 127)), "\n"]
+    vocabulary = {token: index for index, token in enumerate([*characters, "ab"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern="\n", behavior="isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", additional_special_tokens=["<im_start>", "<im_end>"]
+    )
+
+
+def renderer(tokenizer: Any, template: str | None) -> Renderer:
+    tokenizer.chat_template = template
+    return Renderer(DataConfig(chat_template=template is not None), tokenizer)
+
+
+USER = {"role": "user", "content": "go"}
+HINT = [{"role": "user", "content": "cab"}, {"role": "user", "content": "b"}]
+
+
+@pytest.mark.parametrize("template", [CHATML, STRIPPING])
+def test_the_tokens_between_two_turns_are_those_of_a_whole_rendering(merging: Any, template: str) -> None:
+    rendering = renderer(merging, template)
+    end = merging.convert_tokens_to_ids("<im_end>")
+    prompt, answer = rendering.encode([rendering.render([USER]), "xy"])
+    (whole,) = rendering.encode([rendering.render([USER, {"role": "assistant", "content": "xy"}, *HINT])])
+    assert [*prompt, *answer, end, *rendering.following(HINT, ended=end)] == whole
+    assert [*prompt, *answer, *rendering.following(HINT, ended=None)] == whole  # cut off: the end of turn is added
+    eos = merging.eos_token_id  # another end than the template's is kept, and the template's follows it
+    assert rendering.following(HINT, ended=eos) == rendering.following(HINT, ended=None)
+
+
+def test_what_the_model_wrote_is_not_encoded_again(merging: Any) -> None:
+    rendering = renderer(merging, CHATML)
+    end = merging.convert_tokens_to_ids("<im_end>")
+    a, b, ab = merging.convert_tokens_to_ids(["a", "b", "ab"])
+    (prompt,) = rendering.encode([rendering.render([USER])])
+    sampled = [a, b, end]  # the text "ab" in two tokens
+    ours = [*prompt, *sampled, *rendering.following(HINT, ended=end)]
+    text = merging.decode(sampled, skip_special_tokens=True).replace(" ", "")
+    (whole,) = rendering.encode([rendering.render([USER, {"role": "assistant", "content": text}, *HINT])])
+    assert ours[len(prompt) : len(prompt) + 3] == sampled
+    assert whole[len(prompt) : len(prompt) + 2] == [ab, end]  # the drift: tokens that the model has never sampled
+    assert len(whole) == len(ours) - 1
+    assert ours[len(prompt) + 3 :] == whole[len(prompt) + 2 :]
+
+
+def test_thoughts_that_the_template_would_take_out_stay_where_they_were_sampled(merging: Any) -> None:
+    rendering = renderer(merging, THINKING)
+    end = merging.convert_tokens_to_ids("<im_end>")
+    prompt, sampled = rendering.encode([rendering.render([USER]), "hm/thinkxy"])
+    ours = [*prompt, *sampled, end, *rendering.following(HINT, ended=end)]
+    assert "hm/thinkxy" in merging.decode(ours).replace(" ", "")
+    whole = rendering.render([USER, {"role": "assistant", "content": "hm/thinkxy"}, *HINT])
+    assert "hm/think" not in whole
+
+
+def test_a_template_without_an_end_of_turn_works_too(merging: Any) -> None:
+    rendering = renderer(merging, NO_END)
+    told = merging.decode(rendering.following(HINT, ended=merging.eos_token_id))
+    assert told.replace(" ", "") == "\nuser:cab\nuser:b\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "messages need data.chat_template"),
+        ("{{ messages[-1].content }}", "does not show what the model said"),
+        ("{{ raise_exception('no') }}", "refuses the messages: no"),
+    ],
+)
+def test_what_can_not_be_rendered_is_refused_with_the_reason(merging: Any, template: str | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        renderer(merging, template).following(HINT, ended=None)
+
+
+def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_encoded() -> None:
+    tools = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny-tools")
+    longest = "<|endoftext|>"  # 13 characters, one token; no token of this vocabulary has more
+    rendering = Renderer(DataConfig(), tools)
+    for text in (longest * 5, longest * 20):  # the second has more than 5 tokens: its length shows that
+        assert rendering.encode([text], at_most=5) == rendering.encode([text])
+    for text in (longest * 21, "a\n" * 10**6):
+        with pytest.raises(TooLongError, match="more than 5 tokens"):
+            rendering.encode(["short", text], at_most=5)
+    with pytest.raises(TooLongError):
+        rendering.following([{"role": "user", "content": "x" * 300}], ended=None, at_most=5)

