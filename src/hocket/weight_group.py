@@ -130,7 +130,7 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leave the group; ranks that wait for this one fail at once, or as soon as a running broadcast is over."""
-        group, self._group = self._group, None
+        group, self._group = self._group, None  # the connections end with the last reference
         if group is not None:
             with contextlib.suppress(RuntimeError):  # it is broken already
                 group.abort()

@@ -48,24 +48,21 @@ class Copy:
     def __init__(self, trainer: Trainer, path: str) -> None:
         self.trainer = trainer
         self.model = AutoModelForCausalLM.from_pretrained(path)
-        self.version = 0
+        self.current = 0
         self.waiting: list[tuple[Prompt, Seat, asyncio.Future[Rollout]]] = []
 
     async def wait_up(self) -> None:
-        if self.version == 0:
+        if self.current == 0:
             await self.publish()
-
-    @property
-    def current(self) -> int:
-        return self.version
 
     @contextlib.asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[dict[str, float]]:
+        del publishes
         yield {}
 
     async def publish(self) -> dict[str, float]:
         self.trainer.stream(1 << 30, self._load)
-        self.version += 1
+        self.current += 1
         return {}
 
     def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
@@ -112,8 +109,8 @@ class Copy:
                 mask=(*[False] * len(prompt.token_ids), *[True] * length),
                 logprobs=(*[0.0] * len(prompt.token_ids), *values[:length]),
                 finish_reason="stop" if ended else "length",
-                version_min=self.version,
-                version_max=self.version,
+                version_min=self.current,
+                version_max=self.current,
                 text=tokenizer.decode(token_ids[:length], skip_special_tokens=True),
             )
             if not answer.done():

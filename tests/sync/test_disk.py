@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fakes
 from hocket import config as config_module
 from hocket import delta, manifest
 from hocket.errors import ServerError, SyncError
@@ -74,9 +75,7 @@ class FakeServer:
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
         self.holds = load_file(folder / "model.safetensors")
-        return ReloadResponse(
-            version=request.version, seconds=0.1, num_tensors=2, checksum=described.checksum, session="s"
-        )
+        return fakes.reloaded(request.version, described.checksum)
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
         (self.root / "up" / name).mkdir(parents=True)

@@ -48,7 +48,6 @@ class RewardScorer:
         self._rewards = [bind(name, spec.weight, spec.model_extra or {}) for name, spec in config.functions.items()]
         in_workers = [reward for reward in self._rewards if reward.runs == "worker"]
         self._workers = Workers(module for reward in in_workers for module in (*reward.imports, _module_of(reward)))
-        self._abandoned: set[asyncio.Future[Any]] = set()
 
     def __enter__(self) -> "RewardScorer":
         return self
@@ -108,13 +107,8 @@ class RewardScorer:
         finally:
             if not task.done():
                 task.cancel()
-                self._abandoned.add(task)
-                task.add_done_callback(self._forget)
-
-    def _forget(self, task: "asyncio.Future[Any]") -> None:
-        self._abandoned.discard(task)
-        if not task.cancelled():
-            task.exception()  # asyncio logs an exception that was never retrieved
+                # Look at its exception: asyncio logs one that was never retrieved.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 class Workers:
