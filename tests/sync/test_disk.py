@@ -74,7 +74,11 @@ class FakeServer:
             folder = self.copy.whole(self.root / name, described, request.version, shapes)
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
-        self.holds = load_file(folder / "model.safetensors")
+        holds = load_file(folder / "model.safetensors")
+        if manifest.build(request.version, holds.items()).checksum != described.checksum:
+            self.copy.discard()
+            raise ServerError("loading failed", code="reload_failed", status=500)
+        self.holds = holds
         return fakes.reloaded(request.version, described.checksum)
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
@@ -252,7 +256,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-async def test_a_delta_that_was_tampered_with_is_refused_and_the_full_version_lands(
+async def test_a_delta_that_was_tampered_with_fails_and_the_full_version_lands(
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, server = Disk(tmp_path, "sync.delta=true"), servers()
@@ -268,7 +272,8 @@ async def test_a_delta_that_was_tampered_with_is_refused_and_the_full_version_la
     await disk.deliver(2, server)
     monkeypatch.undo()
     assert server.names[1:] == ["deltas/v000002", "weights/v000002"]
-    assert "the bytes of tensor 'a' are not the ones that were published" in disk.said[0]
+    assert "goes to http" in disk.said[0]
+    assert "loading failed" in disk.said[0]
     assert_same(server, disk.trainer)
     disk.trainer.step(6)
     await disk.deliver(3, server)
