@@ -191,7 +191,7 @@ async def test_the_canary_is_asked_at_the_first_version_at_a_return_and_every_so
     assert len(world.trainer.scored) == 1
     gaps = [(await world.sync.publish()).get("sync/canary_gap") for _ in range(5)]  # versions 2 to 6
     assert gaps == [None, 1e-6, None, None, 1e-6]
-    world.pool.members[0].take_out("it was started again")
+    world.pool.members[0].mark_out("it was started again")
     world.look_again()
     await world.pool.wait_up()
     assert len(world.trainer.scored) == 4
@@ -266,7 +266,7 @@ async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_
 
 async def test_a_version_without_a_server_is_still_published_for_the_one_to_come() -> None:
     world = await make_up(servers=1)
-    world.pool.lose(world.pool.members[0], "it was killed")
+    world.pool.mark_lost(world.pool.members[0], "it was killed")
     assert (await world.sync.publish())["sync/servers"] == 0.0
     world.look_again()
     await world.pool.wait_up()
@@ -305,11 +305,11 @@ async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_p
     world = await make_up()
     first, second = world.pool.members
     async with world.sync.training(publishes=True):
-        world.pool.lose(second, "it was restarted")
+        world.pool.mark_lost(second, "it was restarted")
         second.rest(0)
         assert await world.pool.wait_up() == [first]
         assert second.out == "the trainer is at work"
-        world.pool.lose(first, "it was restarted, too")
+        world.pool.mark_lost(first, "it was restarted, too")
         for member in (first, second):
             member.rest(0)
         waiting = asyncio.create_task(world.pool.wait_up())
