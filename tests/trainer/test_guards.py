@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.kept import read_batch
 from torch import Tensor
 
 from hocket import config as config_module
@@ -94,7 +95,7 @@ def test_samples_without_finite_log_probs_are_named_and_kept(
     assert "_forward_module" not in text["not_finite"]["gradients"][0]
     assert "model.model.norm.weight" in text["not_finite"]["gradients"]
     assert text["samples"][0]["text"].startswith("t0t1t2")
-    assert guards.read_batch(kept) == SAMPLES
+    assert read_batch(kept) == SAMPLES
 
 
 def test_numbers_that_came_with_a_sample_are_told_apart_from_what_the_model_made(
@@ -105,7 +106,7 @@ def test_numbers_that_came_with_a_sample_are_told_apart_from_what_the_model_made
         message = r"came with the samples step 1/0/10 \(advantages\); loss terms loss; gradients of .*rewards"
         with pytest.raises(TrainerError, match=message):
             trainer.step(bad, keep=tmp_path / "step_000001.json")
-    assert guards.read_batch(tmp_path / "step_000001.json")[1].advantages[2] == math.inf
+    assert read_batch(tmp_path / "step_000001.json")[1].advantages[2] == math.inf
 
 
 def test_gradients_that_are_not_finite_are_told_apart_from_the_loss(
