@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,6 @@ from hocket.trainer.trainer import Trainer
 from hocket.types import StepStats, TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(timeout_s=60)
-    yield ranks
-    ranks.close()
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
@@ -209,7 +202,7 @@ def test_in_float16_neither_a_broken_loss_nor_a_rehearsal_lowers_the_scale(
 
 
 def test_a_folder_keeps_the_newest_batches(tmp_path: Path) -> None:
-    fault = guards.Fault(inputs=(), logprobs=(), values=(), terms=("loss",), gradients=())
+    fault = guards.Fault(SAMPLES, computed={}, totals={"loss": math.inf}, gradients=())
     for step in range(1, 12):
         guards.keep_batch(tmp_path / f"step_{step:06d}.json", SAMPLES, fault, str)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}.json" for step in range(4, 12)]

@@ -4,6 +4,7 @@ Nothing has to be compiled, gradients are averaged over exactly the tokens of th
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import logging
@@ -42,8 +43,12 @@ def initialize(ranks: Ranks, **options: Any) -> Any:
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is None:  # DeepSpeed's own would wait half an hour for a lost rank
         groups._WORLD_GROUP = ranks.new_group()
-    with contextlib.redirect_stdout(io.StringIO()):  # memory statistics, whatever the log level
-        engine, *_ = deepspeed.initialize(**options, dist_init_required=False)
+    gc.freeze()  # for its memory statistics, DeepSpeed collects garbage up to 15 times
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints them whatever the log level
+            engine, *_ = deepspeed.initialize(**options, dist_init_required=False)
+    finally:
+        gc.unfreeze()
     return engine
 
 

@@ -1,6 +1,5 @@
 """Name what went wrong in a step: what was not finite, in which samples; what did not fit into memory."""
 
-import dataclasses
 import json
 import math
 import re
@@ -25,68 +24,55 @@ _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+_BROKEN = "likely broken: lower {}.learning_rate, and start from weights before the fault"
+_KINDS = {  # in causal order: an earlier kind explains the later ones; what a message says of it, what to do about it
+    "inputs": (
+        "numbers that came with the samples",
+        "Look for extreme rewards, or log-probs that the server should not have sent",
+    ),
+    "logprobs": ("the model's log-probs of", f"The weights are {_BROKEN.format('trainer')}"),
+    "values": ("the critic's values of", f"The critic is {_BROKEN.format('critic')}"),
+    "terms": ("loss terms", "Lower trainer.learning_rate, or look for extreme values in what was trained on"),
+    "gradients": ("gradients of", "Lower trainer.learning_rate, or look for extreme values in what was trained on"),
+}
+
+
 class Fault:
-    """Names of what was not finite in a step, in causal order: an earlier field explains the later ones."""
-
-    inputs: tuple[str, ...]  # samples, each with the fields that were given not finite
-    logprobs: tuple[str, ...]  # samples for which the model computed such log-probs
-    values: tuple[str, ...]  # samples for which the critic computed such values
-    terms: tuple[str, ...]  # loss and metrics of the whole batch
-    gradients: tuple[str, ...]  # parameters
-
-    def __str__(self) -> str:
-        kinds = {
-            "numbers that came with the samples": self.inputs,
-            "the model's log-probs of": self.logprobs,
-            "the critic's values of": self.values,
-            "loss terms": self.terms,
-            "gradients of": self.gradients,
-        }
-        return "; ".join(f"{kind} {_some(names)}" for kind, names in kinds.items() if names)
-
-    @property
-    def advice(self) -> str:
-        """What to do about the first of them."""
-        if self.inputs:
-            return "Look for extreme rewards, or log-probs that the server should not have sent"
-        if self.logprobs:
-            return "The weights are likely broken: lower trainer.learning_rate, and start from weights before the fault"
-        if self.values:
-            return "The critic is likely broken: lower critic.learning_rate, and start from weights before the fault"
-        return "Lower trainer.learning_rate, or look for extreme values in what was trained on"
-
-
-def fault_of(
-    samples: Sequence[TrainSample],
-    *,
-    numbers: Mapping[int, Mapping[str, Sequence[float]]],
-    totals: Mapping[str, float],
-    gradients: Sequence[str],
-) -> Fault:
-    """Return what was not finite.
+    """Names of what was not finite in a step, by kind.
 
     Args:
-        numbers: by the sample's place, "logprobs" and "values" of its tokens; missing ones were fine.
+        computed: by the sample's place, "logprobs" and "values" of its tokens; missing ones were fine.
         totals: loss and metrics of the whole batch.
         gradients: names of parameters whose gradient was not finite.
     """
-    names = [sample.id or f"sample {index}" for index, sample in enumerate(samples)]
 
-    def broken(kind: str) -> tuple[str, ...]:
-        return tuple(names[index] for index in sorted(numbers) if not _is_finite(numbers[index].get(kind, ())))
+    def __init__(
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        computed: Mapping[int, Mapping[str, Sequence[float]]],
+        totals: Mapping[str, float],
+        gradients: Sequence[str],
+    ) -> None:
+        ids = [sample.id or f"sample {index}" for index, sample in enumerate(samples)]
+        bad_fields = [[name for name, values in _numbers(s).items() if not _is_finite(values)] for s in samples]
+        self.names: dict[str, list[str]] = {
+            "inputs": [f"{id_} ({', '.join(fields)})" for id_, fields in zip(ids, bad_fields, strict=True) if fields],
+            **{
+                kind: [ids[index] for index in sorted(computed) if not _is_finite(computed[index].get(kind, ()))]
+                for kind in ("logprobs", "values")
+            },
+            "terms": [name for name, value in totals.items() if not math.isfinite(value)],
+            "gradients": list(gradients),
+        }
 
-    return Fault(
-        inputs=tuple(
-            f"{name} ({', '.join(fields)})"
-            for name, sample in zip(names, samples, strict=True)
-            if (fields := [field for field, values in _numbers(sample).items() if not _is_finite(values)])
-        ),
-        logprobs=broken("logprobs"),
-        values=broken("values"),
-        terms=tuple(name for name, value in totals.items() if not math.isfinite(value)),
-        gradients=tuple(gradients),
-    )
+    def __str__(self) -> str:
+        return "; ".join(f"{_KINDS[kind][0]} {_some(names)}" for kind, names in self.names.items() if names)
+
+    @property
+    def advice(self) -> str:
+        """What to do about the first kind that there is."""
+        return _KINDS[next((kind for kind, names in self.names.items() if names), "terms")][1]
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: Fault, decode: Callable[[list[int]], str]) -> None:
@@ -106,7 +92,7 @@ def keep_batch(path: Path, samples: Sequence[TrainSample], fault: Fault, decode:
         for sample in samples
     ]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    facts = json.dumps(dataclasses.asdict(fault), ensure_ascii=False)
+    facts = json.dumps(fault.names, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, f'{{"not_finite": {facts},\n"samples": [\n{lines}\n]}}\n')
     for old in sorted(path.parent.glob(f"*{path.suffix}"))[:-MAX_KEPT]:

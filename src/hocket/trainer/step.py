@@ -1,7 +1,6 @@
 """Take one optimiser step: forward and backward over the micro-batches, then one update of the weights.
 
-All ranks call `update`, each with its own micro-batches. A micro-batch's loss is its share of the global loss (a sum
-over the global number of tokens), so gradients are added up, and packing changes no number.
+A micro-batch's loss is its share of the global loss, so gradients are added up, and packing changes no number.
 """
 
 import dataclasses
@@ -36,11 +35,6 @@ class Update:
     grad_norm: float | None  # before clipping; None: loss or gradient was not finite, and the weights are unchanged
     overflowed: bool = False  # only float16's loss scale was too high; it has been lowered
     bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
-
-    @property
-    def is_faulty(self) -> bool:
-        """Whether the weights or the samples are broken."""
-        return self.grad_norm is None and not self.overflowed
 
 
 def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:

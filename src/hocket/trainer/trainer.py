@@ -44,6 +44,10 @@ def _check_fits(trainer: "Trainer", samples: Sequence[TrainSample]) -> None:
     check_fits(samples, trainer.micro_batch_tokens)
 
 
+def _is_faulty(done: Update) -> bool:
+    return done.grad_norm is None and not done.overflowed  # weights or samples are broken
+
+
 class Trainer(OnAllRanks):
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
@@ -140,7 +144,7 @@ class Trainer(OnAllRanks):
         updates = {learner.name: update(learner, batches, self.ranks) for learner in learners}
         policy = updates[POLICY]
         fault = None
-        if any(done.is_faulty for done in updates.values()):
+        if any(map(_is_faulty, updates.values())):
             self._skipped_in_row += 1
             fault = self._fault(samples, batches, updates)
         elif policy.grad_norm is not None:
@@ -175,14 +179,14 @@ class Trainer(OnAllRanks):
     ) -> guards.Fault:
         """Return what was not finite; a model whose update was skipped computes the same numbers again."""
         columns: dict[str, Callable[[TrainBatch], Tensor]] = {}
-        if updates[POLICY].is_faulty:
+        if _is_faulty(updates[POLICY]):
             columns["logprobs"] = lambda batch: self.engine.forward(batch)[0]
-        if self.models.critic is not None and updates["critic"].is_faulty:
+        if self.models.critic is not None and _is_faulty(updates["critic"]):
             columns["values"] = self.models.critic.values
         prefixes = {POLICY: "", "critic": "critic: "}
-        return guards.fault_of(
+        return guards.Fault(
             samples,
-            numbers=self._numbers(batches, columns),
+            computed=self._numbers(batches, columns),
             totals={f"{prefixes[name]}{key}": v for name, done in updates.items() for key, v in done.totals.items()},
             gradients=[f"{prefixes[name]}{key}" for name, done in updates.items() for key in done.bad_gradients],
         )
