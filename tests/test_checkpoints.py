@@ -107,19 +107,10 @@ def test_a_due_step_that_was_not_trained_is_made_up_for_by_the_next(tmp_path: Pa
     assert names(config) == ["step_000004", "step_000008", "step_000009", "step_000010"]
 
 
-def test_the_newest_are_kept_and_the_best(tmp_path: Path) -> None:
-    config = make_config(
-        tmp_path, "checkpoint.every_steps=1", "checkpoint.best=eval/accuracy", "checkpoint.keep=2", "eval.every_steps=1"
-    )
-    accuracy = [0.1, 0.5, 0.9, 0.2, 0.9, 0.3, 0.1, 0.1, 0.1, 0.1]
-    train(config, **{"eval/accuracy": accuracy})
-    assert names(config) == ["step_000005", "step_000009", "step_000010"]  # of equals the newer one
-
-
-@pytest.mark.parametrize("setting", ["eval.every_steps=0", "eval.every_steps=4"])
-def test_a_best_that_is_not_measured_at_every_checkpoint_is_refused(tmp_path: Path, setting: str) -> None:
-    with pytest.raises(ConfigError, match="multiple"):
-        make_config(tmp_path, "checkpoint.best=eval/accuracy", "checkpoint.every_steps=2", setting)
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "checkpoint.every_steps=1", "checkpoint.keep=2")
+    train(config)
+    assert names(config) == ["step_000009", "step_000010"]
 
 
 def test_what_a_killed_writer_leaves_is_no_checkpoint_and_goes_with_the_next(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_readme_names_no_file_that_is_not_there() -> None:
     assert [name for name in sorted(named) if not list(ROOT.glob(f"**/{name}"))] == []
 
 
+def test_the_page_on_architecture_names_no_file_that_is_not_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/]+\.py", page)) | set(re.findall(r"`([\w/]+/)`", page))
+    assert {"loop.py", "sync/publish.py", "data/"} <= named
+    roots = (ROOT, ROOT / "src" / "hocket", ROOT / "src" / "hocket" / "sync")
+    assert [name for name in sorted(named) if not any((root / name).exists() for root in roots)] == []
+
+
 async def test_the_readmes_own_reward_works_as_it_stands(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)

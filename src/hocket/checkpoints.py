@@ -208,13 +208,8 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        """Remove all checkpoints but the newest and the best."""
-        folders = complete(self._config.run_dir)
-        keep = set(folders[-self._settings.keep :])
-        if self._settings.best is not None:
-            values = {folder: read(folder).metrics.get(self._settings.best, -math.inf) for folder in folders}
-            keep.add(max(folders, key=lambda folder: (values[folder], folder)))
-        for folder in set(folders) - keep:
+        """Remove all checkpoints but the newest."""
+        for folder in complete(self._config.run_dir)[: -self._settings.keep]:
             remove_folder(folder)
 
     @contextmanager

@@ -351,7 +351,7 @@ def _held_out(
     """Returns the prompts of the evaluation by the name of their dataset; nothing where there is none."""
     if config.eval.num_prompts == 0:
         return {}
-    datasets = {MAIN: config.eval.data, **config.eval.more}
+    datasets = {MAIN: config.eval.data}
     return {
         name: _load(f"eval {name}".strip(), data, config, tokenizer, console, episodes)[: config.eval.num_prompts]
         for name, data in datasets.items()

@@ -38,11 +38,8 @@ def epoch_of(stream: PromptStream, number: int) -> int:
     return next(draw["epoch"] for draw in stream.state()["in_flight"] if draw["draw"] == number)
 
 
-def test_shuffle_plays_the_members_as_they_come() -> None:
+def test_shuffle_keeps_the_order_of_the_members_and_sorted_goes_from_easy_to_hard() -> None:
     assert list(Shuffle().plan(candidates(4, retired=(2,))).order) == [3, 1, 0]
-
-
-def test_sorted_goes_from_easy_to_hard_and_leaves_equals_as_shuffled() -> None:
     assert Sorted().plan(candidates(5, difficulties={0: 2.0, 1: 0.5, 2: 2.0, 3: 1.0, 4: -1.0})).order == [4, 1, 3, 2, 0]
     # 1 - pass rate: 0.5, 0, 0.5; prompt 1 is unknown
     assert Sorted().plan(candidates(4, rates={0: (0, 0.5), 2: (0, 1.0), 3: (0, 0.5)})).order == [2, 3, 0, 1]
@@ -52,15 +49,11 @@ def test_window_plays_what_is_within_its_bounds_or_not_measured_and_says_why_not
     rates = {0: (0, 0.0), 1: (0, 0.2), 2: (0, 0.8), 3: (0, 0.875)}
     plan = Window().plan(candidates(5, rates=rates, epoch=1))
     assert plan == Plan(order=[4, 2, 1], why={0: "too hard: pass rate below 0.2", 3: "too easy: pass rate above 0.8"})
-
-
-def test_window_measures_again_what_has_sat_out_long_enough() -> None:
+    # measured again after long enough:
     rates = {0: (0, 0.0), 1: (1, 1.0), 2: (1, 0.5)}
     played = [Window(rest=2).plan(candidates(3, rates=rates, epoch=epoch)).order for epoch in (1, 2, 3, 4)]
     assert played == [[2], [2], [2, 0], [2, 1, 0]]
-
-
-def test_a_window_that_nothing_is_in_plays_what_has_sat_out_for_longest() -> None:
+    # where nothing is within the bounds, those that have sat out for longest:
     plan = Window(rest=9).plan(candidates(4, rates={0: (3, 0.0), 1: (2, 1.0), 2: (2, 0.0), 3: (3, 1.0)}, epoch=4))
     assert plan.order == [2, 1]
     assert sorted(plan.why) == [0, 3]
@@ -87,10 +80,8 @@ def test_a_hopeless_prompt_becomes_learnable_later() -> None:
 def test_stages_are_cut_at_their_bounds_and_added_to_the_candidates() -> None:
     staged = Staged([1, 2], steps=10)
     levels = {0: 1.0, 1: 1.5, 2: 2.0, 3: 2.5, 4: 0.5}
-    assert staged.plan(candidates(5, difficulties=levels)) == Plan(
-        order=[4, 0],
-        why={1: "stage 2 has not begun", 2: "stage 2 has not begun", 3: "stage 3 has not begun"},
-    )
+    second, third = "stage 2 has not begun", "stage 3 has not begun"
+    assert staged.plan(candidates(5, difficulties=levels)) == Plan(order=[4, 0], why={1: second, 2: second, 3: third})
     assert [staged.moves_on(step) for step in (9, 10, 10, 19)] == [False, True, False, False]
     assert staged.plan(candidates(5, difficulties=levels)).order == [4, 2, 1, 0]
     assert staged.moves_on(20)
@@ -193,13 +184,10 @@ def test_pass_rates_come_back_as_they_were_and_cost_nothing_until_there_are_some
         measured.record(rng.randrange(300), rng.randrange(9), rng.choice([0.0, 1 / 3, 1.0]))
     state = json.loads(json.dumps(measured.state()))
     assert vars(PassRates(300, state)) == vars(measured)
-
-
-def test_a_pass_rate_of_an_older_epoch_that_comes_late_does_not_replace_a_newer_one() -> None:
-    measured = PassRates(1)
-    measured.record(0, 4, 0.5)
-    measured.record(0, 3, 1.0)
-    assert (measured.rates, measured.epochs, measured.streaks) == ([0.5], [4], [1])
+    late = PassRates(1)
+    late.record(0, 4, 0.5)
+    late.record(0, 3, 1.0)  # of an older epoch: it replaces no newer one
+    assert (late.rates, late.epochs, late.streaks) == ([0.5], [4], [1])
 
 
 def test_a_stage_that_nobody_is_in_holds_nobody_up() -> None:

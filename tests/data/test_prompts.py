@@ -273,7 +273,7 @@ HINT = [{"role": "user", "content": "cab"}, {"role": "user", "content": "b"}]
 
 
 @pytest.mark.parametrize("template", [CHATML, STRIPPING])
-def test_it_is_what_a_whole_rendering_has_at_that_place(merging: Any, template: str) -> None:
+def test_the_tokens_between_two_turns_are_those_of_a_whole_rendering(merging: Any, template: str) -> None:
     rendering = renderer(merging, template)
     end = merging.convert_tokens_to_ids("<im_end>")
     prompt, answer = rendering.encode([rendering.render([USER]), "xy"])
@@ -332,7 +332,7 @@ def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_
     tools = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny-tools")
     longest = "<|endoftext|>"  # 13 characters, one token; no token of this vocabulary has more
     rendering = Renderer(DataConfig(), tools)
-    for text in (longest * 5, longest * 20):  # the second has more than 5 tokens: whoever asks sees that
+    for text in (longest * 5, longest * 20):  # the second has more than 5 tokens: its length shows that
         assert rendering.encode([text], at_most=5) == rendering.encode([text])
     for text in (longest * 21, "a\n" * 10**6):
         with pytest.raises(TooLongError, match="more than 5 tokens"):

@@ -32,12 +32,14 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
     ) -> float:
         return 0.0
 
+    @reward("open")
+    def accepting(completion: str, **options: Any) -> float:
+        return 0.0
+
     rollout = make_rollout("abdc")
-    assert bind("few", 1.0, {"share": 0.25}).arguments(rollout) == {
-        "meta": {"level": 2},
-        "completion": "abdc",
-        "share": 0.25,
-    }
+    few_of_it = {"meta": {"level": 2}, "completion": "abdc", "share": 0.25}
+    assert bind("few", 1.0, {"share": 0.25}).arguments(rollout) == few_of_it
+    assert bind("open", 1.0, {"anything": 1}).arguments(rollout) == {"completion": "abdc", "anything": 1}
     assert bind("all", 1.0, {}).arguments(rollout) == {
         "completion": "abdc",
         "prompt": "Sort: dbca",
@@ -47,59 +49,30 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
         "finish_reason": "stop",
         "rollout": rollout,
     }
-
-
-def test_token_ids_are_those_of_every_sequence_of_the_episode(make_rollout: Callable[..., Rollout]) -> None:
-    @reward("tokens")
-    def tokens(token_ids: Any) -> float:
-        return 0.0
-
-    rollout = make_rollout("abdc")
     other = TokenSequence(token_ids=(7, 8, 9), mask=(False, True, True), logprobs=(0.0,) * 3)
-    rollout = dataclasses.replace(rollout, sequences=(other, *rollout.sequences))
-    assert bind("tokens", 1.0, {}).arguments(rollout) == {"token_ids": (8, 9, 10, 11, 12)}
+    both = dataclasses.replace(rollout, sequences=(other, *rollout.sequences))
+    assert bind("all", 1.0, {}).arguments(both)["token_ids"] == (8, 9, 10, 11, 12)
 
 
-def test_unknown_and_missing_options_are_answered_with_the_signature() -> None:
+def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
     @reward("near")
     def near(completion: str, target: int, unit: str = "tokens") -> float:
         return 0.0
 
-    with pytest.raises(ConfigError, match=r"near\(.*target.*\).* no option 'tarket' \(did you mean 'target'\?\)"):
-        bind("near", 1.0, {"tarket": 3})
-    with pytest.raises(ConfigError, match=r"needs the option 'target': set rewards.functions.near.target"):
-        bind("near", 1.0, {})
-    with pytest.raises(ConfigError, match="'completion' comes from the rollout"):
-        bind("near", 1.0, {"target": 3, "completion": "x"})
-
-
-def test_a_function_with_keyword_arguments_takes_any_option(make_rollout: Callable[..., Rollout]) -> None:
-    @reward("open")
-    def accepting(completion: str, **options: Any) -> float:
-        return 0.0
-
-    bound = bind("open", 1.0, {"anything": 1})
-    assert bound.arguments(make_rollout("x")) == {"completion": "x", "anything": 1}
-
-
-def test_arguments_that_have_no_name_are_refused() -> None:
     reward("starred")(lambda *completions: 0.0)
-    with pytest.raises(ConfigError, match="arguments are given by name"):
-        bind("starred", 1.0, {})
-
-
-def test_a_missing_package_is_named_before_anything_runs() -> None:
     reward("needy", imports=("no_such_package",))(lambda completion: 0.0)
-    with pytest.raises(ConfigError, match="needs the package no_such_package"):
-        bind("needy", 1.0, {})
-
-
-def test_an_unknown_reward_lists_the_known_ones_and_a_name_is_taken_once() -> None:
-    reward("vowels")(lambda completion: 0.0)
-    with pytest.raises(ConfigError, match=r"no reward 'vowel' \(did you mean 'vowels'\?\); known: vowels"):
-        bind("vowel", 1.0, {})
-    with pytest.raises(ConfigError, match="'vowels' is registered twice"):
-        reward("vowels")(lambda completion: 1.0)
+    for name, options, message in (
+        ("near", {"tarket": 3}, r"near\(.*target.*\).* no option 'tarket' \(did you mean 'target'\?\)"),
+        ("near", {}, r"needs the option 'target': set rewards.functions.near.target"),
+        ("near", {"target": 3, "completion": "x"}, "'completion' comes from the rollout"),
+        ("starred", {}, "arguments are given by name"),
+        ("needy", {}, "needs the package no_such_package"),
+        ("neer", {}, r"no reward 'neer' \(did you mean 'near'\?\); known: near, needy, starred"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            bind(name, 1.0, options)
+    with pytest.raises(ConfigError, match="'near' is registered twice"):
+        reward("near")(lambda completion: 1.0)
 
 
 def test_numbers_of_any_kind_are_values_and_a_dict_adds_up_and_a_score_has_its_total() -> None:

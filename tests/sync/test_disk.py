@@ -216,8 +216,11 @@ async def test_a_chain_of_deltas_ends_bit_by_bit_where_a_full_version_would(tmp_
     assert (disk.trainer.exports, disk.names()) == (1, ["deltas/v000007", "weights/v000001"])
 
 
-async def test_every_so_many_versions_one_is_full_and_the_newest_of_both_are_kept(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path, "sync.delta=true", "sync.full_every=3"), servers()
+async def test_one_version_in_full_every_is_full_and_the_newest_of_both_are_kept(
+    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.sync.disk.FULL_EVERY", 3)
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
     for version in range(1, 8):
         disk.trainer.step(version)
         await disk.deliver(version, server)

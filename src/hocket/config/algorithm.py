@@ -220,13 +220,6 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         """Return the knobs of the policy loss for completions of at most `max_tokens` tokens."""
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
-    @pydantic.model_validator(mode="after")
-    def _check_contradictions(self) -> Self:
-        for contradiction, message in self._contradictions():
-            if contradiction:
-                raise ValueError(message)
-        return self
-
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
         by_token, corrected = self.baseline in ("none", "critic"), self.correction != "none"
         in_reward, off = self.kl_in == "reward", self.kl == "off"

@@ -1,11 +1,11 @@
-"""The sections of a run's configuration, each by itself; the algorithm's own are in algorithm.py.
+"""Declare the sections of a run's configuration; `algorithm` and `critic` are in algorithm.py.
 
-Each attribute's description is its documentation. What holds between sections is checked in whole.py.
+A field's description is its documentation. Checks between sections are in whole.py.
 """
 
 import os
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -18,31 +18,44 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Section(pydantic.BaseModel):
-    """Base of every section: unknown keys are errors, values don't change, no silent conversion of types."""
+    """Refuse unknown keys, and changes after loading."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid",
         frozen=True,
         protected_namespaces=(),
         allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # YAML takes an answer column called 2024, or a token of digits, for a number
+        coerce_numbers_to_str=True,  # YAML reads an answer column named 2024 as a number
     )
+
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        """Yield (condition, message) for each combination that is refused."""
+        return ()
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        for contradiction, message in self._contradictions():
+            if contradiction:
+                raise ValueError(message)
+        return self
 
 
 class RunConfig(Section):
-    dir: UserPath = Field("runs/default", description="Folder for everything this run makes.")
+    dir: UserPath = Field(
+        "runs/default", description="Folder of the run: metrics, rollouts, checkpoints, weights, logs."
+    )
 
 
 class LoraConfig(Section):
-    rank: int = Field(16, ge=1, le=MAX_LORA_RANK, description="Rank of each adapted layer's update.")
-    alpha: float = Field(32.0, gt=0, description="The update is scaled by alpha / rank.")
+    rank: int = Field(16, ge=1, le=MAX_LORA_RANK, description="Rank of each layer's update.")
+    alpha: float = Field(32.0, gt=0, description="Factor of the update, times rank: it is scaled by alpha / rank.")
     quantize: Literal["nf4"] | None = Field(
         None,
-        description="The trainer holds the frozen weights in 4 bits (QLoRA); needs a GPU and the package bitsandbytes. "
-        "The server keeps them as they are, so log-probs differ by the rounding, which the correction makes up for.",
+        description="4-bit frozen weights in the trainer (QLoRA); needs a GPU and the package bitsandbytes. The server "
+        "keeps its dtype; the importance correction covers the difference of the log-probs.",
     )
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        "all-linear", description="Adapted layers: all-linear (all but the output head), or names such as [q_proj]."
+        "all-linear", description="Adapted layers: `all-linear` (all but the output head), or names, e.g. [q_proj]."
     )
 
     @pydantic.field_validator("targets", mode="before")
@@ -53,63 +66,57 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: UserPath = Field(
-        "checkpoints/tiny-sort", description="Folder or hub name of a Hugging Face causal language model."
+        "checkpoints/tiny-sort", description="Folder or Hugging Face hub name of a causal language model."
     )
     dtype: Dtype = Field(
-        "auto", description="Precision of server and trainer; auto: bfloat16 on a GPU, float32 on a CPU."
+        "auto", description="Precision of server and trainer. `auto`: bfloat16 on a GPU, float32 on a CPU."
     )
     max_length: int | None = Field(
-        None, ge=2, description="Longest prompt + completion, in tokens; default: what the model's own config allows."
+        None, ge=2, description="Maximum length of prompt and completion, in tokens. Default: the model's own limit."
     )
-    random_init: bool = Field(
-        False, description="Start from random weights; path then needs only a config and a tokenizer."
-    )
-    float32_head: bool = Field(
-        False, description="Compute logits in float32 on both sides, server and trainer, whatever the dtype."
-    )
+    random_init: bool = Field(False, description="Random initial weights; path needs only a config and a tokenizer.")
+    float32_head: bool = Field(False, description="Logits in float32 on server and trainer, whatever the dtype.")
     lora: LoraConfig | None = Field(
         None,
-        description="Train and publish an adapter alone, beside frozen weights; {}: as below. Its learning rate is "
-        "about ten times that of all weights.",
+        description="LoRA: trains and publishes an adapter of frozen weights; {} uses the defaults below. It needs "
+        "about ten times the learning rate of full training.",
     )
 
-    @pydantic.model_validator(mode="after")
-    def _adapted_weights_are_on_both_sides(self) -> "ModelConfig":
-        if self.lora is not None and self.random_init:
-            raise ValueError("lora adapts weights that the server has too; with random_init there are none")
-        return self
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        message = "lora adapts weights that the server loads too; with random_init there are none"
+        yield self.lora is not None and self.random_init, message
 
     def beside(self, path: str | None) -> "ModelConfig":
-        """Returns the config of a whole model beside the policy: another one, or what the run starts with."""
+        """Return the config of another whole model: at `path`, or the one that the run starts from."""
         other = {} if path is None else {"path": path, "random_init": False}
         return self.model_copy(update={"lora": None, **other})
 
 
 class DataConfig(Section):
     source: str = Field(
-        "task:sort", description="file.jsonl, file.parquet, hf:NAME (Hugging Face datasets), or task:NAME (built in)."
+        "task:sort",
+        description="Rows: file.jsonl, file.parquet, hf:NAME (Hugging Face datasets), or task:NAME (built in).",
     )
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
     split: str = Field("train", description="Split of a Hugging Face dataset or of a built-in task.")
-    prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
-    answer_column: str | None = Field(
-        "answer", description="Column with the reference answer; null where there is none."
-    )
+    prompt_column: str = Field("prompt", description="Column of the prompt: text, or a list of chat messages.")
+    answer_column: str | None = Field("answer", description="Column of the reference answer; null without one.")
     answer_pattern: str | None = Field(
-        None, description="Regular expression whose first group is the answer within the answer column."
+        None, description="Regular expression whose first group is the answer in the answer column."
     )
     difficulty_column: str | None = Field(
-        None, description="Column with a number that says how hard a row is, for section curriculum."
+        None, description="Column of a number, higher for harder rows, used by section curriculum."
     )
-    response_column: str = Field("response", description="Column with the demonstration that sft learns from.")
-    system_prompt: str | None = Field(None, description="System message put before every text prompt.")
-    chat_template: bool = Field(True, description="Render text prompts as a user message through the chat template.")
+    response_column: str = Field("response", description="Column of the demonstration, for sft.")
+    system_prompt: str | None = Field(None, description="System message before every text prompt.")
+    chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
     max_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="Longer prompts are counted and dropped; default: what leaves room for rollout.max_tokens.",
+        description="Maximum prompt length, in tokens; longer prompts are dropped. Default: what rollout.max_tokens "
+        "leaves.",
     )
-    limit: int | None = Field(None, ge=1, description="Use only the first rows of the source.")
+    limit: int | None = Field(None, ge=1, description="Number of rows used, from the first. Default: all.")
 
 
 class CurriculumConfig(Section):
@@ -117,43 +124,26 @@ class CurriculumConfig(Section):
 
     name: str = Field(
         "shuffle",
-        description="What decides which prompts an epoch has, and in which order: shuffle, sorted, window, staged "
-        "(docs/curriculum.md), or one of your own; every other key is an option of it.",
+        description="Order and choice of the prompts of an epoch: `shuffle`, `sorted`, `window`, `staged` "
+        "(docs/curriculum.md), or a plugin's; every other key is an option of it.",
     )
     retire_after: int = Field(
         0,
         ge=0,
-        description="A prompt that all its rollouts solved so many times in a row is not played again; 0: it is.",
+        description="Consecutive epochs, solved by every rollout, after which a prompt is left out. 0 disables it.",
     )
 
 
 class RolloutConfig(Section):
     prompts_per_step: int = Field(16, ge=1, description="Prompts per optimiser step.")
-    group_size: int = Field(8, ge=1, description="Completions per prompt: the group, with which a reward is compared.")
-    max_tokens: int = Field(256, ge=1, description="Longest completion, in tokens.")
+    group_size: int = Field(8, ge=1, description="Rollouts per prompt; a reward is compared with those of its group.")
+    max_tokens: int = Field(256, ge=1, description="Maximum length of a completion, or of a turn, in tokens.")
     temperature: float = Field(
-        1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer divides logits by it too."
+        1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer divides its logits by it, too."
     )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion.")
-    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a completion, besides the model's own.")
-    timeout_s: float = Field(600.0, gt=0, description="Deadline for the generation of one batch.")
-    max_in_flight_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="No other episode of several turns starts while those that have begun hold so many tokens, the "
-        "turn to come included (an agent: its prompt and one answer); default: what the servers' KV caches hold.",
-    )
-    top_p: float = Field(1.0, description="Must stay 1: the trainer can't reproduce a truncated distribution.")
-    top_k: int = Field(-1, description="Must stay -1, for the same reason as top_p.")
-
-    @pydantic.model_validator(mode="after")
-    def _sampled_distribution_is_the_policy(self) -> "RolloutConfig":
-        if self.top_p != 1.0 or self.top_k != -1:
-            raise ValueError(
-                "top_p must be 1 and top_k -1 while training: tokens outside the nucleus have no probability under the "
-                "sampler but some under the trainer, which biases every importance weight; lower the temperature"
-            )
-        return self
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a completion, besides the model's.")
+    timeout_s: float = Field(600.0, gt=0, description="Seconds for the generation of one batch.")
 
 
 class EnvConfig(Section):
@@ -161,38 +151,32 @@ class EnvConfig(Section):
 
     name: str = Field(
         "single_turn",
-        description="Environment that answers the model's turns: single_turn, guess, tools, agent (your own code "
-        "asks the model), or one of your own; every other key is an option of it.",
+        description="Environment that answers the model's turns: `single_turn`, `guess`, `tools`, `agent` (your code "
+        "calls the model), or a plugin's; every other key is its option.",
     )
-    max_turns: int = Field(
-        16,
-        ge=1,
-        description="An episode that is not done after so many turns is cut off; an agent is refused more calls.",
-    )
+    max_turns: int = Field(16, ge=1, description="Maximum turns of an episode, or model calls of an agent.")
     timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Deadline of the environment's own work in one episode (of tools, beyond their call_timeout_s per "
-        "turn), or of an agent for all of it; past it, the episode failed.",
+        description="Seconds for the environment's own work in one episode (tools: besides call_timeout_s per turn), "
+        "or for a whole agent episode; then the episode fails.",
     )
 
 
 class RewardSpec(Section):
     model_config = pydantic.ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
-    weight: float = Field(
-        1.0, description="Factor in the total; every other key is passed to the function as an argument."
-    )
+    weight: float = 1.0  # every other key is an argument of the function
 
 
 class RewardsConfig(Section):
     functions: dict[str, RewardSpec] = Field(
         default_factory=lambda: {"exact_match": RewardSpec(weight=1.0)},
-        description="Reward name: weight, or reward name: {weight: ..., argument: ...}.",
+        description="Reward functions: {NAME: weight} or {NAME: {weight: ..., argument: ...}}; weight is 1 by default.",
     )
-    timeout_s: float = Field(30.0, gt=0, description="Deadline of one reward function on one rollout.")
+    timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
     max_error_rate: float = Field(
-        0.5, ge=0, le=1, description="Above this share of failed scores in a step the run stops."
+        0.5, ge=0, le=1, description="Share of failed scores in a step above which the run stops."
     )
 
     @pydantic.field_validator("functions", mode="before")
@@ -214,38 +198,42 @@ class RewardsConfig(Section):
 
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1, description="Optimiser steps.")
-    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initialisation.")
+    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of AdamW.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decay rates.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this.")
-    micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
-        8192, description="Most tokens in one forward pass of one rank; auto: as many as fit, measured at the start."
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning-rate schedule after the warm-up."
     )
-    logprob_chunk_tokens: int = Field(512, ge=1, description="Tokens whose logits exist at the same time.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of AdamW.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay rates of AdamW's moments.")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="Maximum global gradient norm; larger gradients are scaled down."
+    )
+    micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
+        8192, description="Maximum tokens per forward pass of one rank. `auto`: the size that fits, found at the start."
+    )
+    logprob_chunk_tokens: int = Field(
+        512, ge=1, description="Tokens per chunk of logits; a smaller chunk saves memory."
+    )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None,
-        description="DeepSpeed ZeRO stage; default: 1 on a CPU, 2 on a GPU, 0 for one rank that computes in float32.",
+        description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 0 for a single rank in float32.",
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recomputation of activations in the backward pass: less memory, more time."
+    )
     offload_optimizer: bool = Field(
-        False,
-        description="Keep the optimizer's state in the CPU's memory and update the weights there: slow, but small.",
+        False, description="Optimizer state and update on the CPU: less GPU memory, more time."
     )
-    max_skipped_steps: int = Field(5, ge=1, description="Non-finite steps in a row after which the run stops.")
-    collective_timeout_s: float = Field(1800.0, gt=0, description="Deadline of any wait between trainer ranks.")
+    max_skipped_steps: int = Field(5, ge=1, description="Consecutive non-finite steps after which the run stops.")
+    collective_timeout_s: float = Field(1800.0, gt=0, description="Seconds that a trainer rank waits for the others.")
 
-    @pydantic.model_validator(mode="after")
-    def _offload_needs_zero(self) -> "TrainerConfig":
-        if self.offload_optimizer and self.zero_stage == 0:
-            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
-        return self
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        yield self.offload_optimizer and self.zero_stage == 0, "offload_optimizer needs zero_stage 1, 2 or 3"
 
 
 class SftConfig(Section):
-    output: UserPath | None = Field(None, description="Folder for the trained model; default: <run.dir>/model.")
+    output: UserPath | None = Field(None, description="Folder of the trained model. Default: <run.dir>/model.")
     batch_size: int = Field(64, ge=1, description="Demonstrations per optimiser step.")
 
 
@@ -254,82 +242,78 @@ class PipelineConfig(Section):
         0,
         ge=0,
         le=64,
-        description="Optimiser steps that may be taken between the start of a rollout and the step that trains on it. "
-        "0: strictly on-policy, server and trainer take turns. 1 or more: batches of so many steps ahead are played "
-        "while the trainer works.",
+        description="Maximum optimiser steps between the start of a rollout and the step that trains on it, i.e. "
+        "batches generated ahead. 0 is strictly on-policy: server and trainer take turns.",
     )
     replay: UserPath | None = Field(
         None,
-        description="Run folder whose rollouts are trained on, step by step, instead of new ones: without a server, to "
-        "look for a fault.",
+        description="Run folder whose rollouts are trained on instead of new ones, without a server; for debugging.",
     )
 
 
 class SyncConfig(Section):
     backend: Literal["disk", "nccl"] = Field(
-        "disk", description="How new weights reach the servers: through files, or straight from memory (gloo on a CPU)."
+        "disk",
+        description="Path of new weights to the servers: files on a disk, or GPU memory by NCCL (gloo on a CPU).",
     )
     root: UserPath | None = Field(
-        None, description="Folder both sides see; published versions lie under it. Default: the parent of run.dir."
+        None, description="Folder that both sides see and that contains run.dir. Default: the parent of run.dir."
     )
-    keep: int = Field(2, ge=1, description="Published versions kept on disk; older ones are removed.")
-    timeout_s: float = Field(300.0, gt=0, description="Deadline for one server to load one version.")
+    keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
+    timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
     in_flight: InFlight = Field(
-        "keep", description="Requests running when weights change: keep (go on with them), drain (end first), or abort."
+        "keep",
+        description="Requests that run when weights change: `keep` continues them, `drain` ends them first, `abort`.",
     )
     delta: bool = Field(
         False,
-        description="Publish only the weights whose bits changed: a few per cent of them at the learning rates of "
-        "reinforcement learning in bfloat16. Needs backend disk, and room for another copy of the model: in the "
-        "trainer's memory, and in each server's folder for temporary files ($TMPDIR).",
+        description="Publication of changed weights only: a few per cent in bfloat16 at the learning rates of RL. "
+        "Needs backend disk, and room for another copy of the model in the trainer's memory and each server's $TMPDIR.",
     )
-    full_every: int = Field(50, ge=1, description="With delta, every so many versions are published in full.")
     upload: bool = Field(
-        False, description="Send published files to the servers over HTTP: they need not see the trainer's disk."
+        False, description="Upload of published files to the servers over HTTP, without a shared disk."
     )
-    bucket_mib: int = Field(
-        256, ge=1, description="Tensors travel in buckets of about this size (backend nccl, or delta)."
-    )
+    bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
     canary_every: int = Field(
-        20, ge=0, description="Compare log-probs of both sides every so many versions, besides the first; 0: don't."
+        20,
+        ge=0,
+        description="Versions between comparisons of log-probs on both sides, besides the first. 0 disables them.",
     )
     max_logprob_gap: float = Field(
-        0.1, gt=0, description="The run stops where this comparison's mean absolute difference is larger."
+        0.1, gt=0, description="Maximum mean absolute difference in that comparison; above it the run stops."
     )
 
 
 class ServerConfig(Section):
-    host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs a token.")
-    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
-    urls: tuple[str, ...] = Field(
-        (), description="Where the trainer finds the servers; one may be given as it is. Default: http://host:port."
-    )
-    token: str | None = Field(None, description="Bearer token of every route but /health; default: $HOCKET_TOKEN.")
+    host: str = Field("127.0.0.1", description="Address of the server; any but loopback needs a token.")
+    port: int = Field(8000, ge=1, le=65535, description="Port of the server.")
+    urls: tuple[str, ...] = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
+    token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
     start_timeout_s: float = Field(
-        600.0, gt=0, description="How long the trainer waits for a server, at the start or when none is left."
+        600.0, gt=0, description="Seconds that the trainer waits for a server, at the start or when none is up."
     )
     silence_s: float = Field(
-        60.0, gt=0, description="A server that does not answer /health for so long has its requests played elsewhere."
+        60.0, gt=0, description="Seconds without an answer from /health after which a server counts as lost."
     )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
     gpu_memory_utilization: float = Field(
         0.85,
         gt=0,
         le=1,
-        description="Share of GPU memory for weights and KV cache. A trainer on the same GPU needs room in the rest; "
-        "with launch.share_gpu that is only what its process holds while its states are away, 1 or 2 GiB.",
+        description="Share of GPU memory for weights and KV cache. A trainer on the same GPU needs the rest; with "
+        "launch.share_gpu it needs 1 to 2 GiB.",
     )
     kv_cache_mib: int | None = Field(
-        None, ge=16, description="KV cache size; default: from the share on a GPU, 256 on a CPU."
+        None, ge=16, description="Size of the KV cache, in MiB. Default: from the share on a GPU, 256 on a CPU."
     )
-    max_concurrent: int = Field(256, ge=1, description="Sequences the engine decodes at the same time.")
+    max_concurrent: int = Field(256, ge=1, description="Maximum sequences that the engine decodes at the same time.")
     max_lora_rank: int = Field(
         0, ge=0, le=MAX_LORA_RANK, description="Highest rank of adapters to serve, if it is above model.lora.rank."
     )
     tool_parser: str | None = Field(
         None,
-        description="How the model writes tool calls, in vLLM's words (hermes, llama3_json, ...), for clients of /v1 "
-        "that send tools; the environment tools names its own.",
+        description="vLLM's name of the tool-call format (hermes, llama3_json, ...) for clients of /v1 that send "
+        "tools; the environment `tools` has its own.",
     )
     max_prompts: int = Field(1024, ge=1, description="Most prompts in one request.")
     max_n: int = Field(128, ge=1, description="Most completions per prompt.")
@@ -354,71 +338,61 @@ class ServerConfig(Section):
 
 
 class HeldOutConfig(DataConfig):
-    split: str = Field("test", description="As in data.")
+    split: str = Field("test", description="As in section data.")
 
 
 class EvalConfig(Section):
-    data: HeldOutConfig = Field(HeldOutConfig(), description="Held-out prompts, described as in data.")
-    more: dict[str, HeldOutConfig] = Field(
-        default_factory=dict,
-        description="More held-out prompts, by the name that their metrics get: eval/NAME/accuracy.",
+    data: HeldOutConfig = Field(HeldOutConfig(), description="Held-out prompts, with the keys of section data.")
+    num_prompts: int = Field(256, ge=0, description="Prompts per evaluation. 0 disables evaluation.")
+    samples: int = Field(1, ge=1, description="Rollouts per prompt; pass@k is measured for k = 1, 2, 4, ... up to it.")
+    every_steps: int = Field(
+        0, ge=0, description="Steps between evaluations, besides before and after. 0 disables them."
     )
-    num_prompts: int = Field(256, ge=0, description="Prompts of each dataset per evaluation; 0: no evaluation.")
-    samples: int = Field(
-        1, ge=1, description="Completions per prompt: pass@k is measured for k = 1, 2, 4 ... up to this."
+    temperature: float | None = Field(
+        None, ge=0, description="Sampling temperature; 0 is greedy. Default: rollout.temperature."
     )
-    every_steps: int = Field(0, ge=0, description="Evaluate every so many steps, besides before and after; 0: don't.")
-    temperature: float | None = Field(None, ge=0, description="Default: rollout.temperature; 0: greedy.")
     reward: str | None = Field(
-        None, description="Reward whose mean is the accuracy; default: first of rewards.functions."
+        None, description="Reward function whose mean is the accuracy. Default: the first of rewards.functions."
     )
 
-    @pydantic.model_validator(mode="after")
-    def _can_differ(self) -> "EvalConfig":
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError("temperature=0 samples the same again and again: set samples to 1, or a temperature")
-        for name in self.more:
-            if not name.isidentifier():
-                raise ValueError(f"more: {name!r} can't name metrics; use letters, digits and _")
-        return self
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        message = "temperature=0 samples the same completion every time: set samples to 1, or a temperature"
+        yield self.samples > 1 and self.temperature == 0, message
 
 
 class CheckpointConfig(Section):
     every_steps: int = Field(
         50,
         ge=0,
-        description="Save all that going on needs every so many steps, and after the last: 12 bytes per trained "
-        "parameter. 0: don't.",
+        description="Steps between checkpoints, besides the last step; 12 bytes per trained parameter. 0 disables "
+        "them.",
     )
-    keep: int = Field(2, ge=1, description="Newest checkpoints kept on disk; older ones are removed.")
-    best: str | None = Field(
-        None, description="Metric, such as eval/accuracy: of all checkpoints, the one where it is highest is kept, too."
-    )
+    keep: int = Field(2, ge=1, description="Number of newest checkpoints kept on disk.")
     in_background: bool = Field(
         False,
         alias="async",
-        description="Write while training goes on, from a copy in the memory of rank 0's machine: the 12 bytes again.",
+        description="Writing of checkpoints during training, from a copy in the memory of rank 0's machine.",
     )
     resume: bool = Field(
         False,
-        description="Go on from the newest complete checkpoint in run.dir, or begin where there is none: the same "
-        "command may be given again after whatever has ended the run.",
+        description="Start from the newest complete checkpoint in run.dir, if there is one: the same command "
+        "continues an interrupted run.",
     )
 
 
 class ObserveConfig(Section):
-    tensorboard: bool = Field(True, description="Write TensorBoard files where the package is installed.")
+    tensorboard: bool = Field(True, description="TensorBoard files, if the package is installed.")
     console: Literal["auto", "live", "plain"] = Field(
-        "auto", description="Live table, plain lines, or as the terminal can."
+        "auto", description="Live table or plain lines; `auto` asks the terminal."
     )
 
 
 class LaunchConfig(Section):
-    trainers: int = Field(1, ge=1, description="Trainer processes that quickstart starts on this machine.")
-    server_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of the server that quickstart starts.")
-    trainer_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of the trainer that quickstart starts.")
+    trainers: int = Field(1, ge=1, description="Number of trainer processes that quickstart starts.")
+    server_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's server.")
+    trainer_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's trainer.")
     share_gpu: bool = Field(
         False,
-        description="Server and trainer take turns on the same GPU: while one works, the other's memory is off it. "
-        "Both must be started with it; the trainer waits for the server before it takes the GPU.",
+        description="One GPU for server and trainer: while one works, the memory of the other is released. Both must "
+        "be started with it.",
     )

@@ -1,31 +1,14 @@
-"""All sections together: what must hold between them, and what follows from several of them."""
+"""Join all sections: what must hold between them, and what follows from several of them."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-import pydantic
 from pydantic import Field
 
+from hocket.config import sections
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
-from hocket.config.sections import (
-    CheckpointConfig,
-    CurriculumConfig,
-    DataConfig,
-    EnvConfig,
-    EvalConfig,
-    LaunchConfig,
-    ModelConfig,
-    ObserveConfig,
-    PipelineConfig,
-    RewardsConfig,
-    RolloutConfig,
-    RunConfig,
-    Section,
-    ServerConfig,
-    SftConfig,
-    SyncConfig,
-    TrainerConfig,
-)
+from hocket.config.sections import Section
 from hocket.errors import ConfigError
 
 MIN_TOKEN_LENGTH = 8
@@ -34,103 +17,95 @@ MIN_TOKEN_LENGTH = 8
 class Config(Section):
     """Every section of a run."""
 
-    run: RunConfig = RunConfig()
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    curriculum: CurriculumConfig = CurriculumConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    env: EnvConfig = EnvConfig()
-    rewards: RewardsConfig = RewardsConfig()
+    run: sections.RunConfig = sections.RunConfig()
+    model: sections.ModelConfig = sections.ModelConfig()
+    data: sections.DataConfig = sections.DataConfig()
+    curriculum: sections.CurriculumConfig = sections.CurriculumConfig()
+    rollout: sections.RolloutConfig = sections.RolloutConfig()
+    env: sections.EnvConfig = sections.EnvConfig()
+    rewards: sections.RewardsConfig = sections.RewardsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    sft: SftConfig = SftConfig()
-    pipeline: PipelineConfig = PipelineConfig()
-    sync: SyncConfig = SyncConfig()
-    server: ServerConfig = ServerConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    observe: ObserveConfig = ObserveConfig()
-    launch: LaunchConfig = LaunchConfig()
+    trainer: sections.TrainerConfig = sections.TrainerConfig()
+    sft: sections.SftConfig = sections.SftConfig()
+    pipeline: sections.PipelineConfig = sections.PipelineConfig()
+    sync: sections.SyncConfig = sections.SyncConfig()
+    server: sections.ServerConfig = sections.ServerConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    observe: sections.ObserveConfig = sections.ObserveConfig()
+    launch: sections.LaunchConfig = sections.LaunchConfig()
     plugins: tuple[str, ...] = Field(
-        (), description="Python files with rewards, environments, tools and curricula of your own."
+        (), description="Python files with your rewards, environments, tools and curricula."
     )
 
-    @pydantic.model_validator(mode="after")
-    def _fits_together(self) -> "Config":
-        if self.model.max_length is not None and self.rollout.max_tokens >= self.model.max_length:
-            raise ValueError(
-                f"rollout.max_tokens={self.rollout.max_tokens} leaves no room for a prompt in "
-                f"model.max_length={self.model.max_length}"
-            )
-        if self.rollout.group_size == 1 and self.algorithm.baseline in ("mean", "leave_one_out"):
-            raise ValueError(
-                f"rollout.group_size=1 leaves nothing to compare a reward with under "
-                f"algorithm.baseline={self.algorithm.baseline}: set it to 2 or more, or the baseline to none or critic"
-            )
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        model, rollout, algorithm, trainer, sync = self.model, self.rollout, self.algorithm, self.trainer, self.sync
+        yield (
+            model.max_length is not None and rollout.max_tokens >= model.max_length,
+            f"rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt: model.max_length={model.max_length}",
+        )
+        yield (
+            rollout.group_size == 1 and algorithm.baseline in ("mean", "leave_one_out"),
+            f"algorithm.baseline={algorithm.baseline} has nothing to compare with in rollout.group_size=1: set "
+            "it to 2 or more, or the baseline to none or critic",
+        )
         run_dir, root = self.run_dir.resolve(), self.sync_root.resolve()
-        if not run_dir.is_relative_to(root) or run_dir == root:
-            raise ValueError(f"run.dir={run_dir} must lie under sync.root={root}, where the server looks")
-        if any(part.startswith(".") for part in run_dir.relative_to(root).parts):
-            raise ValueError(f"run.dir={self.run.dir}: no folder name below sync.root may begin with a dot")
-        if self.sync.delta and self.sync.backend != "disk":
-            raise ValueError("sync.delta=true needs sync.backend=disk: from memory, all weights are sent")
-        if self.sync.delta and self.model.lora is not None:
-            raise ValueError("sync.delta=true has nothing to save with model.lora: an adapter is small already")
-        if self.trainer.zero_stage == 3 and self.model.lora is not None and self.model.lora.quantize is not None:
-            raise ValueError("trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2")
-        self._has_its_reference()
-        if 3 * self.sync.timeout_s >= self.trainer.collective_timeout_s:
-            raise ValueError(
-                f"trainer.collective_timeout_s must exceed 3 · sync.timeout_s = {3 * self.sync.timeout_s:g}: the other "
-                "ranks may wait that long, for a hand-over, its repetition by disk and a canary"
-            )
-        if self.algorithm.baseline == "critic" and self.critic.warmup_steps >= self.trainer.steps:
-            raise ValueError(
-                f"critic.warmup_steps={self.critic.warmup_steps} leaves no step of trainer.steps={self.trainer.steps} "
-                "for the policy"
-            )
-        if self.launch.share_gpu:
-            self._can_share_gpu()
-        if self.pipeline.replay is not None and (self.pipeline.max_staleness or self.launch.share_gpu):
-            raise ValueError("pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out")
-        if self.pipeline.replay is not None and Path(self.pipeline.replay).resolve() == self.run_dir.resolve():
-            raise ValueError(
-                "pipeline.replay is this run's own folder, which it would write to; choose another run.dir"
-            )
-        best, every = self.checkpoint.best or "", self.eval.every_steps
-        if best.startswith("eval/") and (every == 0 or self.checkpoint.every_steps % every):
-            raise ValueError(
-                f"checkpoint.best={best} is not measured at every checkpoint; set checkpoint.every_steps to "
-                "eval.every_steps, or a multiple of it"
-            )
+        inside = run_dir.is_relative_to(root) and run_dir != root
+        yield not inside, f"run.dir={run_dir} must lie under sync.root={root}, where the server looks"
+        yield (
+            inside and any(part.startswith(".") for part in run_dir.relative_to(root).parts),
+            f"run.dir={self.run.dir}: no folder name below sync.root may begin with a dot",
+        )
+        yield (
+            sync.delta and sync.backend != "disk",
+            "sync.delta=true needs sync.backend=disk: nccl always sends all weights",
+        )
+        yield (
+            sync.delta and model.lora is not None,
+            "sync.delta=true has no effect with model.lora: an adapter is small already",
+        )
+        yield (
+            trainer.zero_stage == 3 and model.lora is not None and model.lora.quantize is not None,
+            "trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2",
+        )
+        yield (
+            algorithm.reference_reset_every > 0 and algorithm.kl == "off",
+            "algorithm.reference_reset_every has no effect with algorithm.kl=off; set kl=k2",
+        )
+        yield (
+            algorithm.reference_reset_every > 0 and model.lora is not None,
+            "algorithm.reference_reset_every can't copy an adapter into its own base; merge what was trained with "
+            "`python3 run.py export` and start the next run from it as model.path",
+        )
+        yield (
+            3 * sync.timeout_s >= trainer.collective_timeout_s,
+            f"trainer.collective_timeout_s must exceed 3 · sync.timeout_s = {3 * sync.timeout_s:g}: the other ranks "
+            "wait that long for a hand-over, its repetition by disk and a canary",
+        )
+        yield (
+            algorithm.baseline == "critic" and self.critic.warmup_steps >= trainer.steps,
+            f"critic.warmup_steps={self.critic.warmup_steps} leaves no step of trainer.steps={trainer.steps} for the "
+            "policy",
+        )
+        replay, launch = self.pipeline.replay, self.launch
+        yield (
+            replay is not None and (self.pipeline.max_staleness > 0 or launch.share_gpu),
+            "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out",
+        )
+        yield (
+            replay is not None and Path(replay).resolve() == run_dir,
+            "pipeline.replay is this run's own folder, which it writes to; choose another run.dir",
+        )
+        for message, wrong in {
+            "needs pipeline.max_staleness=0: server and trainer take turns": self.pipeline.max_staleness > 0,
+            "needs sync.backend=disk: NCCL can't connect two processes on one GPU": sync.backend != "disk",
+            "does not go with sync.delta: whole versions are written": sync.delta,
+            "is for one server; give several servers GPUs of their own": len(self.server_urls) > 1,
+            "needs equal launch.server_gpus and launch.trainer_gpus": launch.server_gpus != launch.trainer_gpus,
+        }.items():
+            yield launch.share_gpu and wrong, f"launch.share_gpu {message}"
         _ = self.token  # a weak one is refused now
-        return self
-
-    def _has_its_reference(self) -> None:
-        algorithm = self.algorithm
-        if algorithm.kl == "off" and algorithm.reference_reset_every:
-            raise ValueError("algorithm.reference_reset_every has no effect with algorithm.kl=off; set kl=k2")
-        if algorithm.reference_reset_every and self.model.lora is not None:
-            raise ValueError(
-                "algorithm.reference_reset_every can't copy an adapter into its own base; merge what was trained with "
-                "`python3 run.py export` and start the next run from it as model.path"
-            )
-
-    def _can_share_gpu(self) -> None:
-        if self.pipeline.max_staleness:
-            raise ValueError("launch.share_gpu needs pipeline.max_staleness=0: server and trainer take turns")
-        if self.sync.backend != "disk":
-            raise ValueError(
-                "launch.share_gpu needs sync.backend=disk: NCCL can't connect two processes on one GPU, and the "
-                "trainer is off it while the server loads"
-            )
-        if self.sync.delta:
-            raise ValueError("launch.share_gpu does not go with sync.delta: whole versions are written")
-        if len(self.server_urls) > 1:
-            raise ValueError("launch.share_gpu is for one server; give several servers GPUs of their own")
-        if self.launch.server_gpus != self.launch.trainer_gpus:
-            raise ValueError("with launch.share_gpu, launch.server_gpus and launch.trainer_gpus must be the same")
 
     @property
     def run_dir(self) -> Path:
@@ -138,21 +113,20 @@ class Config(Section):
         return Path(self.run.dir)
 
     @property
+    def sync_root(self) -> Path:
+        """Folder under which the server accepts published versions."""
+        return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent
+
+    @property
     def pass_reward(self) -> str:
         """Reward function whose mean is a prompt's pass rate: eval.reward if it is trained, else the first one."""
-        functions = self.rewards.functions
-        reward = self.eval.reward
-        return reward if reward is not None and reward in functions else next(iter(functions))
+        names = list(self.rewards.functions)
+        return self.eval.reward if self.eval.reward in names else names[0]
 
     @property
     def uses_pass_rates(self) -> bool:
         """Whether the choice of prompts depends on pass rates."""
         return self.curriculum.name != "shuffle" or self.curriculum.retire_after > 0
-
-    @property
-    def sync_root(self) -> Path:
-        """Folder under which the server accepts published versions."""
-        return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent
 
     @property
     def own_url(self) -> str:
@@ -167,7 +141,7 @@ class Config(Section):
 
     @property
     def token(self) -> str | None:
-        """Bearer token of the server, from the config or the environment. Raises ConfigError where it is too weak."""
+        """Bearer token of the server, from the config or the environment. Raise ConfigError if it is too weak."""
         token = self.server.token or os.environ.get("HOCKET_TOKEN") or None
         if token is not None and (len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable()):
             raise ConfigError(

@@ -85,8 +85,7 @@ METRICS = (
     Metric("rollout/oversampling", "algorithm.oversampling: prompts played for the step / rollout.prompts_per_step"),
     Metric(
         "eval/accuracy",
-        "held-out prompts: mean of the reward function eval.reward; for a dataset of eval.more the name is "
-        "eval/NAME/accuracy, and so on for the metrics below",
+        "held-out prompts: mean of the reward function eval.reward",
     ),
     Metric("eval/pass@K", "eval.samples: unbiased chance that one of K samples has a reward of 1 (arXiv 2107.03374)"),
     Metric(

@@ -111,17 +111,11 @@ def episodes_of(config: Config, tokenizer: Any) -> Player | None:
     )
     made = make()
     if isinstance(made, Agent):
-        return Agents(
-            made,
-            limits=limits,
-            decode=tokenizer.decode,
-            max_in_flight_tokens=config.rollout.max_in_flight_tokens,
-        )
+        return Agents(made, limits=limits, decode=tokenizer.decode)
     toolbox = made.toolbox
     return Episodes(
         make=make,
         renderer=Renderer(config.data, tokenizer, () if toolbox is None else toolbox.tools),
         limits=limits,
         toolbox=toolbox,
-        max_in_flight_tokens=config.rollout.max_in_flight_tokens,
     )

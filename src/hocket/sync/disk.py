@@ -20,6 +20,8 @@ from hocket.errors import SyncError
 from hocket.protocol import BaseVersion, Content, Manifest
 from hocket.system import atomic_folder, remove_folder
 
+FULL_EVERY = 50  # versions; the others are deltas with sync.delta
+
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
@@ -40,7 +42,7 @@ class VersionFolders:
 
     Args:
         run_dir: versions lie below it.
-        sync: delta, full_every, keep and bucket_mib are used.
+        sync: delta, keep and bucket_mib are used.
     """
 
     def __init__(self, run_dir: Path, trainer: "Trainer", sync: SyncConfig) -> None:
@@ -85,7 +87,7 @@ class VersionFolders:
         if self._delta is not None and self._delta.version == version:
             return self._delta
         base = self._base
-        if base is None or base.version == version or version % self._sync.full_every == 0:
+        if base is None or base.version == version or version % FULL_EVERY == 0:
             return None
         self._base = None  # a failure leaves tensors of both versions
         changes: dict[str, delta.Change] = {}
