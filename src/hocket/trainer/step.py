@@ -33,7 +33,7 @@ class Update:
 
     totals: Mapping[str, float]  # "loss" and the loss function's metrics, summed over micro-batches and ranks
     grad_norm: float | None  # before clipping; None: loss or gradient was not finite, and the weights are unchanged
-    overflowed: bool = False  # only float16's loss scale was too high; it has been lowered
+    is_faulty: bool = False  # skipped, and not only because float16's loss scale was too high
     bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
 
 
@@ -44,20 +44,18 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Upd
     if not learns:
         return Update(totals=totals, grad_norm=0.0)
     grad_norm = engine.step(rescale=math.isfinite(totals["loss"]))
-    overflowed = grad_norm is None and engine.loss_scale != loss_scale
-    bad_gradients: tuple[str, ...] = ()
-    if grad_norm is None and not overflowed:  # a fluke of the hardware is gone the second time
+    if grad_norm is None and engine.loss_scale == loss_scale:  # a fluke of the hardware is gone the second time
         totals = accumulate(learner, batches, ranks)
         bad_gradients = tuple(engine.broken_gradients())  # costly, and the step clears the gradients
         grad_norm = engine.step(rescale=False)
+        if grad_norm is None:
+            return Update(totals=totals, grad_norm=None, is_faulty=True, bad_gradients=bad_gradients)
     if grad_norm is not None:
         learner.after()
-    return Update(totals=totals, grad_norm=grad_norm, overflowed=overflowed, bad_gradients=bad_gradients)
+    return Update(totals=totals, grad_norm=grad_norm)
 
 
-def accumulate(
-    learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, *, learns: bool = True
-) -> dict[str, float]:
+def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, learns: bool = True) -> dict[str, float]:
     """Run this rank's micro-batches, leave their gradient in the engine and return `Update.totals`."""
     shares: list[Tensor] = []
     totals: dict[str, float] = {}

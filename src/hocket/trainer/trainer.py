@@ -44,17 +44,13 @@ def _check_fits(trainer: "Trainer", samples: Sequence[TrainSample]) -> None:
     check_fits(samples, trainer.micro_batch_tokens)
 
 
-def _is_faulty(done: Update) -> bool:
-    return done.grad_norm is None and not done.overflowed  # weights or samples are broken
-
-
 class Trainer(OnAllRanks):
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
     Args:
         loss: default: the configured policy loss, with the reference policy and the critic that it needs.
         temperature: logits are divided by it; default: rollout.temperature.
-        ranks: an existing connection to share, left open by `close`; default: a new one.
+        ranks: shared with others; default: new ones.
     """
 
     def __init__(
@@ -67,8 +63,7 @@ class Trainer(OnAllRanks):
     ) -> None:
         super().__init__(ranks, timeout_s=config.trainer.collective_timeout_s)
         self._config, self._algorithm = config.trainer, config.algorithm
-        self._away = False
-        self._skipped_in_row = 0
+        self._away, self._skipped_in_row = False, 0
         self._sink: Sink | None = None  # on rank 0: takes the buckets of `stream` and `state`
         self._sink_error: Exception | None = None
         self._saved: SavedTensors | None = None  # on rank 0: what `restore` reads
@@ -137,14 +132,13 @@ class Trainer(OnAllRanks):
     def _step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, guards.Fault | None]:
         start = time.perf_counter()
         batches = self._pack(samples)
-        learning_rate, loss_scale = self.engine.learning_rate, self.engine.loss_scale
+        loss_scale = self.engine.loss_scale
         learners = self.models.learners()
-        if not learners[0].learns():
-            learning_rate = 0.0
+        learning_rate = self.engine.learning_rate if learners[0].learns() else 0.0
         updates = {learner.name: update(learner, batches, self.ranks) for learner in learners}
         policy = updates[POLICY]
         fault = None
-        if any(map(_is_faulty, updates.values())):
+        if any(done.is_faulty for done in updates.values()):
             self._skipped_in_row += 1
             fault = self._fault(samples, batches, updates)
         elif policy.grad_norm is not None:
@@ -179,9 +173,9 @@ class Trainer(OnAllRanks):
     ) -> guards.Fault:
         """Return what was not finite; a model whose update was skipped computes the same numbers again."""
         columns: dict[str, Callable[[TrainBatch], Tensor]] = {}
-        if _is_faulty(updates[POLICY]):
+        if updates[POLICY].is_faulty:
             columns["logprobs"] = lambda batch: self.engine.forward(batch)[0]
-        if self.models.critic is not None and _is_faulty(updates["critic"]):
+        if self.models.critic is not None and updates["critic"].is_faulty:
             columns["values"] = self.models.critic.values
         prefixes = {POLICY: "", "critic": "critic: "}
         return guards.Fault(
