@@ -1,10 +1,7 @@
-"""What is asked of the operating system: ends with the parent, files that are whole."""
+"""What is asked of the operating system: files that are whole, threads, free memory."""
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,44 +15,6 @@ from hocket.system import (
     run_in_thread,
     write_atomically,
 )
-
-ORPHAN = """
-import os, signal
-from hocket.system import die_with_parent
-die_with_parent({parent}, signal.SIGKILL)
-print('went on')
-"""
-PARENT = """
-import subprocess, sys
-code = "import os, signal, time; from hocket.system import die_with_parent; \
-die_with_parent(os.getppid(), signal.{signum}); print('tied', flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-child.stdout.readline()  # then this process ends; the child may not
-print(child.pid)
-"""
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": "src"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_process_ends_with_its_parent(signum: signal.Signals) -> None:
-    # run() returns when every copy of the pipe is closed: the child, which has one as its stderr, is gone
-    assert run(PARENT.format(signum=signum.name)).returncode == 0
-
-
-def test_a_process_whose_parent_is_gone_already_ends_with_the_reason() -> None:
-    assert run(ORPHAN.format(parent=os.getpid())).stdout == "went on\n"
-    ended = run(ORPHAN.format(parent=2**22 + 1))
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert "is gone" in ended.stderr
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 DELTA_FILE = "delta.safetensors"
 
@@ -21,19 +21,15 @@ class Change:
     """The difference of two versions of a tensor."""
 
     count: int  # elements whose bits differ
-    parts: (
-        "Mapping[str, torch.Tensor]"  # {} for none, {"whole"} where the new tensor is smaller, else {"gaps", "values"}
-    )
+    parts: Mapping[str, torch.Tensor]  # {} for none; {"gaps", "values"}, or {"whole"} where that is smaller
 
 
-def encode(old: "torch.Tensor", new: "torch.Tensor") -> Change:
+def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
     """Return what turns `old` into `new`, two contiguous tensors of one shape and dtype on the CPU.
 
     Raises:
         ValueError: shapes or dtypes differ.
     """
-    import torch
-
     _check_alike(old, new)
     differs = _bits(old) != _bits(new)
     count = int(torch.count_nonzero(differs))
@@ -47,7 +43,7 @@ def encode(old: "torch.Tensor", new: "torch.Tensor") -> Change:
     return Change(count, {"whole": new})
 
 
-def apply(old: "torch.Tensor", parts: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
+def apply(old: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the tensor that the `parts` of a Change make of `old`.
 
     Raises:
@@ -68,8 +64,6 @@ def apply(old: "torch.Tensor", parts: "Mapping[str, torch.Tensor]") -> "torch.Te
 
 def save(changes: Mapping[str, Change], folder: Path) -> None:
     """Write the changes of named tensors to the folder's delta file."""
-    from safetensors.torch import save_file
-
     save_file({f"{name}:{part}": t for name, c in changes.items() for part, t in c.parts.items()}, folder / DELTA_FILE)
 
 
@@ -82,9 +76,6 @@ def patch(files: Path, folder: Path) -> None:
         OSError, ValueError, IndexError, KeyError, RuntimeError, SafetensorError: the disk is full, or the delta was
             not made for these files.
     """
-    import torch
-    from safetensors import safe_open
-
     with safe_open(folder / DELTA_FILE, framework="pt") as changes:
         keys: dict[str, list[str]] = {}
         for key in changes.keys():  # noqa: SIM118 - not a mapping
@@ -92,7 +83,8 @@ def patch(files: Path, folder: Path) -> None:
             keys.setdefault(name, []).append(part)
         for path in sorted(files.glob("*.safetensors")):
             with path.open("r+b") as file:
-                begin, header = _header(file)
+                begin = 8 + int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(begin - 8))
                 for name in header.keys() & keys.keys():
                     parts = {part: changes.get_tensor(f"{name}:{part}") for part in keys.pop(name)}
                     dtype = (parts["whole"] if "whole" in parts else parts["values"]).dtype
@@ -106,38 +98,28 @@ def patch(files: Path, folder: Path) -> None:
         raise KeyError(f"there is no tensor {min(keys)!r} to change")
 
 
-def _header(file: Any) -> tuple[int, dict[str, Any]]:
-    """Return where the tensors of an open safetensors file begin, and its description of each."""
-    size = int.from_bytes(file.read(8), "little")
-    return 8 + size, json.loads(file.read(size))
-
-
-def _bits(tensor: "torch.Tensor") -> "torch.Tensor":
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as integers: as numbers, NaN differs from itself, and -0.0 equals 0.0."""
-    import torch
-
     return tensor.view(-1).view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
-def _compressed(positions: "torch.Tensor") -> "torch.Tensor":
+def _compressed(positions: torch.Tensor) -> torch.Tensor:
     """Return the distances between increasing positions [k], int64, as compressed bytes, uint8."""
     import pyarrow
-    import torch
 
     distances = positions.diff(prepend=positions.new_zeros(1))
     planes = distances.view(torch.uint8).view(-1, 8).t().contiguous()  # all lowest bytes, then all second ones, ...
     return torch.frombuffer(bytearray(pyarrow.Codec("zstd").compress(planes.numpy())), dtype=torch.uint8)
 
 
-def _positions(gaps: "torch.Tensor", count: int) -> "torch.Tensor":
+def _positions(gaps: torch.Tensor, count: int) -> torch.Tensor:
     """Return the positions that `_compressed` was given."""
     import pyarrow
-    import torch
 
     raw = bytearray(pyarrow.Codec("zstd").decompress(gaps.numpy(), decompressed_size=8 * count))
     return torch.frombuffer(raw, dtype=torch.uint8).view(8, count).t().reshape(-1).view(torch.int64).cumsum(0)
 
 
-def _check_alike(old: "torch.Tensor", new: "torch.Tensor") -> None:
+def _check_alike(old: torch.Tensor, new: torch.Tensor) -> None:
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         raise ValueError(f"a {old.dtype} tensor {list(old.shape)} can't become {new.dtype} {list(new.shape)}")

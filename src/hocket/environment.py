@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TextIO
 
 from hocket.errors import SetupError
-from hocket.system import atomic_folder, die_with_parent, write_atomically
+from hocket.processes import die_with_parent
+from hocket.system import atomic_folder, write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -32,6 +33,16 @@ CAUSES = {  # by what pip's output contains
     "Retrying (": "the package index can't be reached: check the network, HTTPS_PROXY and PIP_CERT, or name a mirror "
     "in PIP_INDEX_URL, and run this again; finished downloads are kept",
 }
+
+
+def prepare() -> None:
+    """Set the variables that this process's children and libraries need; a user's own values win."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads don't survive the forks of data loading
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    programs = os.path.join(sys.prefix, "bin")  # ninja, for one
+    searched = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if sys.prefix != sys.base_prefix and searched[0] != programs:
+        os.environ["PATH"] = os.pathsep.join([programs, *searched])
 
 
 def ensure(command: str, *, install: bool = True) -> None:
@@ -83,6 +94,8 @@ def missing(build: str, command: str) -> list[str]:
 
 
 def _lacking(path: Path, skip: set[str]) -> list[str]:
+    if not path.exists():  # installed by `pip install .`, which sees to them
+        return []
     lines = [text for line in path.read_text("utf-8").splitlines() if (text := line.split("#")[0].strip())]
     try:
         from packaging.requirements import Requirement

@@ -1,55 +1,16 @@
-"""Run threads and tasks, tie processes to their parent, write files atomically, derive seeds. Standard library only."""
+"""Run threads and tasks, write files atomically, derive seeds, measure free memory. Standard library only."""
 
 import asyncio
-import ctypes
 import functools
 import hashlib
 import os
 import shutil
-import signal
-import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-_PR_SET_PDEATHSIG = 1
-_TIE = """import ctypes, os, signal, sys, time
-def end(status):
-    while True:  # who loses its parent becomes a child of this process, until nobody is left
-        try:
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                children = [int(pid) for pid in file.read().split()]
-        except OSError:
-            children = [program] if program else []
-        for pid in children:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        try:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.01)
-        except ChildProcessError:
-            os._exit(status if status >= 0 else 128 - status)
-program = 0
-signal.signal(signal.SIGTERM, lambda *_: end(143))
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(36, 1)
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit(1)
-program = os.fork()
-if program == 0:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    os.execvp(sys.argv[2], sys.argv[2:])
-while True:
-    pid, status = os.wait()
-    if pid == program:
-        end(os.waitstatus_to_exitcode(status))
-"""
 _THREADS = ThreadPoolExecutor(32, "hocket")
 
 P = ParamSpec("P")
@@ -86,25 +47,15 @@ async def as_completed(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGen
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def die_with_parent(parent: int, signum: signal.Signals) -> None:
-    """Have the kernel send `signum` to this process when process `parent`, which started it, ends (Linux only).
-
-    Exits where the parent is gone already.
-    """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it ended before prctl
-        sys.exit(f"the process that started this one (pid {parent}) is gone")
-
-
-def kill_with_parent(command: Sequence[str]) -> list[str]:
-    """Return the command line of a program that is killed with all it started when this process ends (Linux).
-
-    Its descendants are also killed when it ends by itself or the command gets a SIGTERM. The exit status is the
-    program's own, or 128 plus the number of the signal that ended it.
-    """
-    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at once and return their results in order; the first failure cancels the others."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def flush(path: Path) -> None:

@@ -144,7 +144,6 @@ class Measured:
 
     ref_logprobs: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
-    entropies: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -305,17 +305,6 @@ def test_a_masked_rollout_of_which_nothing_is_known_is_passed_over() -> None:
     assert last_advantages(samples) == pytest.approx([0.707107, -0.707107], abs=1e-5)
 
 
-def test_only_tokens_of_the_highest_entropy_keep_their_advantage() -> None:
-    # 5 sampled tokens, 0.4 of them: the two with 3.0 and 2.5; another 2.5 would stay, too
-    rollouts = make_rollout(-1.0, None, -1.0, -1.0), make_rollout(-1.0, -1.0)
-    measured = [Measured(entropies=(0.0, 0.0, 1.0, 0.0, 3.0, 0.5)), Measured(entropies=(0.0, 0.0, 2.5, 2.4))]
-    algorithm = settings("top_entropy=0.4", "scale=none")
-    samples, _ = sampled([of_rollouts(*rollouts, rewards=[1.0, 0.0])], algorithm, measured)
-    assert samples[0].advantages == (0.0, 0.0, 0.0, 0.0, 0.5, 0.0)
-    assert samples[1].advantages == (0.0, 0.0, -0.5, 0.0)
-    assert samples[0].sequence.mask == rollouts[0].sequences[0].mask  # the denominators count them all
-
-
 def test_an_episode_of_several_sequences_counts_once_and_all_of_them_are_trained() -> None:
     # Rewards 1, 0, 0: mean 1/3, unbiased deviation sqrt(((2/3)² + 2 · (1/3)²) / 2) = 0.57735; 2/3 / 0.57735 = 1.154701.
     # Were each sequence an episode of its own, the mean would be 3/5.

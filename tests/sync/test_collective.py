@@ -71,24 +71,18 @@ class Worker(WorkerExtension):
 
 
 class FakeServer:
-    """What ServerClient is to a real server, with the deadline and the errors of one.
-
-    Attributes:
-        refuse: /reload_weights answers so, before its workers hear of it.
-        stopped: nothing answers; "receiving": from when it has said that it is about to receive.
-        joins: how often /init_weight_group was asked; reloads: the sources that came.
-    """
+    """What ServerClient is to a real server, with the deadline and the errors of one."""
 
     def __init__(self, number: int = 1, workers: int = 1) -> None:
         self.url = f"http://127.0.0.1:{number}"
         self.session = "s1"
         self.workers = [Worker(rank) for rank in range(workers)]
         self.unreachable = False
-        self.refuse: ServerError | None = None
+        self.refuse: ServerError | None = None  # how /reload_weights answers, before its workers hear of it
         self.refuse_join: ServerError | None = None
-        self.stopped: str | None = None
-        self.joins = 0
-        self.reloads: list[CollectiveSource] = []
+        self.stopped: str | None = None  # nothing answers; "receiving": once it has said that it is about to receive
+        self.joins = 0  # how often /init_weight_group was asked
+        self.reloads: list[CollectiveSource] = []  # the sources that came
 
     async def health(self) -> Health:
         if self.unreachable:

@@ -162,11 +162,8 @@ def masked(token_ids: tuple[int, ...], mask: tuple[bool, ...]) -> TrainSample:
 
 
 def columns_of(batches: list[TrainBatch]) -> dict[str, list[torch.Tensor]]:
-    """Ten times the predicted token, and its negative, where the mask is true."""
-    return {
-        "values": [(10.0 * batch.target_ids_bt).where(batch.mask_bt, 0.0) for batch in batches],
-        "entropies": [(-1.0 * batch.target_ids_bt).where(batch.mask_bt, 0.0) for batch in batches],
-    }
+    """Ten times the predicted token where the mask is true."""
+    return {"values": [(10.0 * batch.target_ids_bt).where(batch.mask_bt, 0.0) for batch in batches]}
 
 
 def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_packed_into() -> None:
@@ -177,10 +174,10 @@ def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_p
         masked((9, 10), (False, True)),
     ]
     expected = [
-        Measured(values=(0.0, 20.0, 30.0), entropies=(0.0, -2.0, -3.0)),
-        Measured(values=(0.0, 0.0, 60.0, 0.0, 80.0), entropies=(0.0, 0.0, -6.0, 0.0, -8.0)),
-        Measured(values=(0.0, 20.0, 30.0), entropies=(0.0, -2.0, -3.0)),
-        Measured(values=(0.0, 100.0), entropies=(0.0, -10.0)),
+        Measured(values=(0.0, 20.0, 30.0)),
+        Measured(values=(0.0, 0.0, 60.0, 0.0, 80.0)),
+        Measured(values=(0.0, 20.0, 30.0)),
+        Measured(values=(0.0, 100.0)),
     ]
     for num_ranks in (1, 2, 3):
         for micro_batch_tokens in (4, 6, 100):

@@ -51,13 +51,11 @@ def test_two_ranks_measure_what_one_alone_would(runs: dict[int, Path], tied_mode
     for stage in range(4):
         seen = json.loads((folder / str(stage) / "seen.json").read_text())
         first, second, third = (
-            {name: [one[name] for one in measured] for name in ("ref_logprobs", "values", "entropies")}
+            {name: [one[name] for one in measured] for name in ("ref_logprobs", "values")}
             for measured in seen["measured"]
         )
-        # The reference is the start until, after the second step, it is the policy as it then is.
-        assert_same_numbers(first["ref_logprobs"], start)
-        assert_same_numbers(second["ref_logprobs"], start)
-        assert_same_numbers(third["ref_logprobs"], logprobs_of(str(folder / str(stage) / "policy"), samples))
+        for measured in (first, second, third):  # the reference stays the start
+            assert_same_numbers(measured["ref_logprobs"], start)
         # The critic says 0 at first, and comes closer to 1 with each step: ½ (0 − 1)² is its first loss.
         assert {value for values in first["values"] for value in values} == {0.0}
         losses = [step["critic"]["loss"] for step in seen["stats"]]
@@ -65,7 +63,6 @@ def test_two_ranks_measure_what_one_alone_would(runs: dict[int, Path], tied_mode
         tokens = [(v, r) for vs, rs in zip(second["values"], returns, strict=True) for v, r in zip(vs, rs, strict=True)]
         assert losses[1] == pytest.approx(sum(0.5 * (v - r) ** 2 for v, r in tokens) / sum(map(sum, returns)), abs=1e-6)
         assert losses[1] < losses[0]
-        assert first["entropies"] == [[]] * len(samples)
         if stage > 0:
             before = json.loads((folder / "0" / "seen.json").read_text())
             assert_same_numbers(third["values"], [one["values"] for one in before["measured"][2]])

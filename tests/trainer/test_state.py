@@ -188,9 +188,12 @@ def test_a_schedule_goes_on_with_the_settings_of_now(ranks: Ranks, tied_model: s
         assert trainer.step(make_samples()).learning_rate == pytest.approx(0.625 * 3e-2)
 
 
-def test_skipped_steps_are_counted_on(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
+def test_skipped_steps_are_counted_on(
+    ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.trainer.guards.MAX_SKIPPED_STEPS", 2)
     bad = [dataclasses.replace(make_samples()[0], advantages=(0.0, 0.0, *[float("nan")] * 7))]
-    config = make_config(tied_model, tmp_path, "trainer.max_skipped_steps=2")
+    config = make_config(tied_model, tmp_path)
     with Trainer(config, ranks=ranks) as trainer:
         assert trainer.step(bad).skipped
         rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))

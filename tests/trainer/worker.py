@@ -37,7 +37,6 @@ SETTINGS = (
     "trainer.max_grad_norm=0.3",
     "trainer.micro_batch_tokens=40",
     "trainer.logprob_chunk_tokens=4",
-    "trainer.max_skipped_steps=2",
 )
 
 
@@ -236,8 +235,8 @@ def adapter(model: str, output: Path, ranks: Ranks) -> None:
 
 
 def beside(model: str, output: Path, ranks: Ranks) -> None:
-    """Two steps with a reference, which is reset after the second one, and a critic; what is measured around them."""
-    kl = ("algorithm.kl=k1", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.reference_reset_every=2")
+    """Two steps with a reference and a critic; what is measured around them."""
+    kl = ("algorithm.kl=k1", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1")
     for stage in range(4):
         trainer = Trainer(
             make_config(model, "algorithm.preset=ppo", *kl, "critic.learning_rate=1e-2", f"trainer.zero_stage={stage}"),

@@ -162,8 +162,6 @@ def train_samples(
         advantages = [torch.full_like(row.kl_n, of_rollout[row.owner]) for row in trained]
     else:
         advantages, returns = _by_token(trained, rewards, algorithm, kl_coef)
-    if algorithm.top_entropy < 1:
-        advantages = _of_top_entropy(trained, advantages, algorithm.top_entropy)
     samples = [
         TrainSample(
             sequence=row.sequence,
@@ -216,14 +214,6 @@ def _by_token(
         lengths = [len(a_n) for a_n in advantages]
         advantages = list(torch.split(whiten(torch.cat(advantages)), lengths))
     return advantages, returns
-
-
-def _of_top_entropy(trained: Sequence[_Trained], advantages: Sequence[Tensor], share: float) -> list[Tensor]:
-    """Return the advantages, but 0 for tokens whose entropy is not among the highest `share` (arXiv 2506.01939)."""
-    entropies = [_sampled(row.measured.entropies, row.sequence) for row in trained]
-    every_n = torch.cat(entropies)
-    threshold = every_n.topk(math.ceil(share * len(every_n))).values[-1]
-    return [a_n.where(h_n >= threshold, 0.0) for a_n, h_n in zip(advantages, entropies, strict=True)]
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:

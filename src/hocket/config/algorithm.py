@@ -117,15 +117,6 @@ class AdvantageConfig(Section):
     mask_truncated: bool = Field(
         False, description="Exclude truncated rollouts from the loss; they still count in the baseline."
     )
-    top_entropy: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Share of tokens trained: those of highest entropy in the batch. 1 trains all.",
-    )
-    reference_reset_every: int = Field(
-        0, ge=0, description="Steps between copies of the policy into the reference. 0 disables them."
-    )
     kl_target: float | None = Field(
         None,
         gt=0,
@@ -270,12 +261,6 @@ class CriticConfig(Section):
     )
     learning_rate: float = Field(1e-5, gt=0, description="Constant learning rate of the critic's AdamW.")
     warmup_steps: int = Field(0, ge=0, description="First steps, in which only the critic learns. 0 disables them.")
-    value_clip: float = Field(
-        0.5,
-        gt=0,
-        description="Distance from the value before the step beyond which a value gains nothing. No effect with one "
-        "update per batch.",
-    )
 
 
 def preset_table() -> str:

@@ -225,7 +225,6 @@ class TrainerConfig(Section):
     offload_optimizer: bool = Field(
         False, description="Optimizer state and update on the CPU: less GPU memory, more time."
     )
-    max_skipped_steps: int = Field(5, ge=1, description="Consecutive non-finite steps after which the run stops.")
     collective_timeout_s: float = Field(1800.0, gt=0, description="Seconds that a trainer rank waits for the others.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:

@@ -70,15 +70,6 @@ class Config(Section):
             "trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2",
         )
         yield (
-            algorithm.reference_reset_every > 0 and algorithm.kl == "off",
-            "algorithm.reference_reset_every has no effect with algorithm.kl=off; set kl=k2",
-        )
-        yield (
-            algorithm.reference_reset_every > 0 and model.lora is not None,
-            "algorithm.reference_reset_every can't copy an adapter into its own base; merge what was trained with "
-            "`python3 run.py export` and start the next run from it as model.path",
-        )
-        yield (
             3 * sync.timeout_s >= trainer.collective_timeout_s,
             f"trainer.collective_timeout_s must exceed 3 · sync.timeout_s = {3 * sync.timeout_s:g}: the other ranks "
             "wait that long for a hand-over, its repetition by disk and a canary",

@@ -64,12 +64,11 @@ def accounts(
         unknown = num_prompts - len(times)
         over = epoch < stream["epoch"] if stream is not None else ended and epoch < newest
         problems = []
-        if unknown:
-            states["missing" if over else "pending" if ended or stream is not None else "pending or in flight"] = (
-                unknown
-            )
         if unknown and over:
+            states["missing"] = unknown
             problems.append(_problem(unknown, "not accounted for", ids - times.keys()))
+        elif unknown:
+            states["pending or in flight" if stream is None and not ended else "pending"] = unknown
         if twice := {prompt for prompt, num in times.items() if num > 1}:
             problems.append(_problem(len(twice), "accounted for more than once", twice))
         found.append(

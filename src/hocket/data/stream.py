@@ -178,7 +178,7 @@ class PromptStream:
         return 0 < self._retire_after <= self._measured.streaks[index]
 
     def _learnt(self) -> dict[str, Any]:
-        return copy.deepcopy({"pass_rates": self._measured.state(), "curriculum": self._curriculum.state()})
+        return {"pass_rates": self._measured.state(), "curriculum": copy.deepcopy(self._curriculum.state())}
 
     def _recall(self, learnt: Mapping[str, Any]) -> None:
         self._measured = PassRates(len(self._prompts), learnt["pass_rates"])

@@ -27,8 +27,8 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from hocket.envs.base import Environment, environment, invoke
+from hocket.processes import kill_with_parent
 from hocket.registry import Registry
-from hocket.system import kill_with_parent
 from hocket.types import Message
 
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")

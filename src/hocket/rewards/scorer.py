@@ -21,9 +21,10 @@ from typing import Any
 
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, RewardError
+from hocket.processes import die_with_parent
 from hocket.registry import PLUGIN_PREFIX, load_plugins
 from hocket.rewards.base import REWARDS, Reward, as_score, bind, call, failure
-from hocket.system import die_with_parent, run_in_thread
+from hocket.system import run_in_thread
 from hocket.types import Group, Rollout, Score
 
 MAX_WORKERS = 4
@@ -47,7 +48,6 @@ class RewardScorer:
         self._rewards = [bind(name, spec.weight, spec.model_extra or {}) for name, spec in config.functions.items()]
         in_workers = [reward for reward in self._rewards if reward.runs == "worker"]
         self._workers = Workers(module for reward in in_workers for module in (*reward.imports, _module_of(reward)))
-        self._abandoned: set[asyncio.Future[Any]] = set()
 
     def __enter__(self) -> "RewardScorer":
         return self
@@ -65,6 +65,8 @@ class RewardScorer:
         If a reward fails, the total is nan and `error` gives the reason for each that did. It never raises because of a
         reward.
         """
+        if rollout.error is not None:
+            return Score(total=math.nan, error=rollout.error)
         if len(self._rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
             results = [await self._call(self._rewards[0], rollout)]
         else:
@@ -105,13 +107,8 @@ class RewardScorer:
         finally:
             if not task.done():
                 task.cancel()
-                self._abandoned.add(task)
-                task.add_done_callback(self._forget)
-
-    def _forget(self, task: "asyncio.Future[Any]") -> None:
-        self._abandoned.discard(task)
-        if not task.cancelled():
-            task.exception()  # asyncio logs an exception that was never retrieved
+                # Look at its exception: asyncio logs one that was never retrieved.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 class Workers:

@@ -1,11 +1,12 @@
 """Bring up a server: give it the current weights, and check by log-probs that it computes with them."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import SyncError
-from hocket.members import Member
+from hocket.pool import Member
 from hocket.protocol import Health, SamplingParams
 from hocket.sync.publish import Publisher, TrainerTurn
 from hocket.system import run_in_thread
@@ -54,32 +55,19 @@ async def bring_up(
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class Canary:
     """Compare the engine's log-probs of its own completions with the trainer's: the end-to-end proof of a hand-over.
 
     Checksums prove what went into the model; this proves what comes out. A stale copy of a tied output head, a wrong
     precision or a cached prefix of old weights all show here.
-
-    Args:
-        prompts: what is completed; none: the gap is 0.
-        rollout: its temperature and max_tokens are used.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        trainer: "Trainer",
-        rollout: RolloutConfig,
-        sync: SyncConfig,
-        trainer_turn: TrainerTurn,
-    ) -> None:
-        self._prompts = prompts
-        self._trainer = trainer
-        self._sampling = SamplingParams(
-            temperature=rollout.temperature, max_tokens=min(MAX_TOKENS, rollout.max_tokens), seed=SEED
-        )
-        self._sync = sync
-        self._trainer_turn = trainer_turn
+    prompts: Sequence[Prompt]  # without any the gap is 0
+    trainer: "Trainer"
+    rollout: RolloutConfig
+    sync: SyncConfig
+    trainer_turn: TrainerTurn
 
     async def check(self, member: Member, version: int) -> float:
         """Return the mean |Δ log-prob| of completions that the server samples with this version.
@@ -91,12 +79,12 @@ class Canary:
         samples = await self._completions(member)
         if not samples:
             return 0.0
-        async with self._trainer_turn(False):
-            gap = await run_in_thread(self._trainer.logprob_gap, samples)
-        if not gap <= self._sync.max_logprob_gap:
+        async with self.trainer_turn(False):
+            gap = await run_in_thread(self.trainer.logprob_gap, samples)
+        if not gap <= self.sync.max_logprob_gap:
             raise SyncError(
                 f"{member.url} and the trainer disagree on version {version}: mean |Δ log-prob| {gap:.3g} is more than "
-                f"sync.max_logprob_gap={self._sync.max_logprob_gap:g}, although the checksums agree. Likely: the "
+                f"sync.max_logprob_gap={self.sync.max_logprob_gap:g}, although the checksums agree. Likely: the "
                 f"engine computes with something else than it was sent (a stale copy of a tied output head, another "
                 f"precision or quantization; compare model.dtype on both sides), or another attention or rotary "
                 f"setting than the trainer. Restart the server; if the gap stays, try model.dtype=float32"
@@ -104,15 +92,13 @@ class Canary:
         return gap
 
     async def _completions(self, member: Member) -> list[TrainSample]:
-        answers = member.server.generate(
-            [prompt.token_ids for prompt in self._prompts],
-            self._sampling,
-            timeout_s=self._sync.timeout_s,
-            session=member.session,
-        )
+        max_tokens = min(MAX_TOKENS, self.rollout.max_tokens)
+        sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
+        contexts = [prompt.token_ids for prompt in self.prompts]
+        answers = member.server.generate(contexts, sampling, timeout_s=self.sync.timeout_s, session=member.session)
         samples = []
         async for index, _, completion in answers:
-            context, sampled = self._prompts[index].token_ids, completion.token_ids
+            context, sampled = contexts[index], completion.token_ids
             samples.append(
                 TrainSample(
                     sequence=TokenSequence(

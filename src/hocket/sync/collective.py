@@ -29,11 +29,10 @@ from hocket.protocol import (
     GroupRequest,
     Health,
     ReloadRequest,
-    ReloadResponse,
     TensorLayout,
     TensorSpec,
 )
-from hocket.sync.publish import Delivery
+from hocket.sync.publish import Answer, Delivery
 from hocket.system import run_in_thread
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ SLOW_JOIN_S = 5.0  # a server that takes longer and fails is not tried again unt
 # Shares of sync.timeout_s after which a server is given up that does not begin to receive, or to take a bucket: the
 # others wait for it meanwhile, and need what is left of the same deadline.
 READY_SHARE, BUCKET_SHARE = 0.5, 0.25
-Answer = ReloadResponse | HocketError
 
 
 @dataclasses.dataclass
@@ -143,7 +141,7 @@ class CollectiveTransport:
                 joining.result()  # raises the server's reason
             group = await run_in_thread(
                 weight_group.WeightGroup,
-                store,
+                store=store,
                 name=request.session,
                 rank=0,
                 size=1 + health.workers,
@@ -157,7 +155,7 @@ class CollectiveTransport:
             if time.monotonic() - start > SLOW_JOIN_S:
                 self._unreachable[server] = health.session
             raise
-        return _Link(server, group, store, session=health.session, workers=health.workers, sync=self.sync)
+        return _Link(server, group, session=health.session, workers=health.workers, sync=self.sync)
 
 
 @dataclasses.dataclass(eq=False)
@@ -169,7 +167,6 @@ class _Link:
 
     server: ServerClient
     group: weight_group.WeightGroup
-    store: Any  # the members find each other there for as long as it lives
     session: str  # of the server's process
     workers: int
     sync: SyncConfig
@@ -201,7 +198,7 @@ class _Link:
         what, seconds = weight_group.receiving(self.transfers), READY_SHARE * self.sync.timeout_s
         try:
             async with asyncio.timeout(seconds):
-                self.ready = await _announced(self.store, self.group.name, what, self.workers, self.answer)
+                self.ready = await _announced(self.group.store, self.group.name, what, self.workers, self.answer)
         except TimeoutError:
             self.failure = SyncTimeout(
                 f"server {self.server.url} did not begin to receive version {self.version} in {seconds:g} s; "

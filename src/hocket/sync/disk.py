@@ -1,8 +1,8 @@
-"""Write weight versions below the run folder: whole models in weights/v000012, or what changed in deltas/v000012.
+"""Write weight versions below the run folder: full ones in weights/v000012, deltas in deltas/v000012.
 
-A whole version is a complete Hugging Face model, or a PEFT adapter; its manifest is of the tensors in the trainer's
+A full version is a complete Hugging Face model, or a PEFT adapter; its manifest is of the tensors in the trainer's
 memory, so that a server also notices what went wrong while they were written. A delta has the manifest of the same
-weights, but only what changed in them since the version before (hocket.delta).
+weights, but only the elements that changed since the previous version (hocket.delta).
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class WrittenVersion:
     folder: Path
     checksum: str
     num_bytes: int
-    changed: float | None  # a delta's share of elements whose bits differ from the version before
+    changed: float | None  # a delta's share of elements whose bits differ from the previous version
 
 
 class VersionFolders:
@@ -55,7 +55,7 @@ class VersionFolders:
         self._last: dict[str, torch.Tensor] = {}  # and its tensors, on the CPU
 
     def full(self, version: int) -> WrittenVersion:
-        """Write the trainer's weights as a whole version, unless it was the last one to be written.
+        """Write the trainer's weights as a full version, unless that is the last one written.
 
         Raises:
             SyncError: it could not be written.
@@ -68,7 +68,7 @@ class VersionFolders:
             def fill(folder: Path) -> Manifest:
                 specs = self._trainer.export(folder)
                 content: Content = "adapter" if (folder / manifest.ADAPTER_FILE).is_file() else "weights"
-                if keep:  # copies, for what was read may still be the file
+                if keep:  # copies: what was read may still be the file
                     self._last = {name: tensor.clone() for name, tensor in manifest.tensors(folder)}
                 checksum = manifest.total_checksum(specs)
                 return Manifest(version=version, content=content, tensors=specs, checksum=checksum)
@@ -79,7 +79,7 @@ class VersionFolders:
         return self._full
 
     def delta(self, version: int) -> WrittenVersion | None:
-        """Write what changed since the version before; return None where this version must be sent whole.
+        """Write what changed since the previous version; return None where this one must be sent in full.
 
         Raises:
             SyncError: it could not be written.
@@ -125,7 +125,7 @@ class VersionFolders:
         return WrittenVersion(version, folder, made.checksum, num_bytes, changed=None)
 
     def check(self, written: WrittenVersion) -> None:
-        """Raise SyncError unless the files of a whole version hold what was written to them."""
+        """Raise SyncError unless the files of a full version hold the weights that were written to them."""
         try:
             found = manifest.total_checksum(manifest.specs(manifest.tensors(written.folder)))
         except (OSError, SafetensorError) as error:
@@ -139,7 +139,7 @@ class VersionFolders:
     def prune(self) -> list[str]:
         """Remove all but the newest sync.keep folders of both kinds; return the reasons why one could not be removed.
 
-        Servers may be loading: the newest delta is kept, and the newest whole version, which that changes.
+        Servers may be loading: the newest delta is kept, and the newest full version, which it changes.
         """
         failures = []
         for parent in (self._run_dir / "weights", self._run_dir / "deltas"):

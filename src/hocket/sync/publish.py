@@ -4,7 +4,7 @@
 
 How the bytes travel is the `Transport`: files, NCCL, or a wrapper around one of them. A server that dies meanwhile is
 taken out of the pool and the others go on; bring_up.py gives it the current version when it answers again. A version
-that arrives as anything else than what was sent stops the run.
+that arrives with another checksum, or is refused, stops the run.
 """
 
 import asyncio
@@ -15,10 +15,11 @@ from typing import Protocol
 
 from hocket.client import ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.members import Member, Members
+from hocket.pool import Member, ServerPool
 from hocket.protocol import ReloadResponse
 from hocket.sync.versions import Versions
 
+Answer = ReloadResponse | HocketError
 Metrics = dict[str, float]
 TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]
 
@@ -28,7 +29,7 @@ class Delivery:
     """The outcome of sending one version, server by server."""
 
     checksums: Sequence[str]  # of the weights that were sent
-    answers: Sequence[ReloadResponse | HocketError]  # a failure is a value: the other servers go on
+    answers: Sequence[Answer]  # a failure is a value: the other servers go on
     metrics: Metrics  # sync/*
 
 
@@ -36,10 +37,7 @@ class Transport(Protocol):
     """One way for weights to travel."""
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
-        """Load the trainer's weights, which are `version`, into these servers; may be repeated.
-
-        Raises SyncError where they can't be sent at all.
-        """
+        """Load the trainer's weights, which are `version`, into these servers; can be repeated. Raises SyncError."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,7 +45,7 @@ class Publisher:
     """Keep the servers of a pool at the trainer's weights."""
 
     versions: Versions
-    pool: Members
+    pool: ServerPool
     transport: Transport
     check: Callable[[Member, int], Awaitable[float]]  # mean |Δ log-prob| to the trainer; SyncError if it is too large
     check_every: int  # versions between checks; 0: a server is only checked when it is brought up
@@ -69,7 +67,7 @@ class Publisher:
     async def publish(self) -> Metrics:
         """Make the trainer's weights the next version on every server that is up; call it within `training`.
 
-        Raises SyncError where the version can't be written, is refused, or arrives as something else.
+        Raises SyncError if the version can't be written, is refused, or arrives as something else.
         """
         self.versions.advance()
         metrics = await self.deliver(self.pool.up)
@@ -79,7 +77,7 @@ class Publisher:
                 try:
                     gaps.append(await self.check(member, self.versions.current))
                 except ServerError as error:
-                    self.pool.lose(member, str(error))
+                    self.pool.mark_lost(member, str(error))
         if gaps:
             metrics["sync/canary_gap"] = max(gaps)
         return metrics | {"sync/servers": float(len(self.pool.up))}
@@ -91,18 +89,18 @@ class Publisher:
             self._accept(member, checksum, answer)
         return delivery.metrics
 
-    def _accept(self, member: Member, checksum: str, answer: ReloadResponse | HocketError) -> None:
+    def _accept(self, member: Member, checksum: str, answer: Answer) -> None:
         version = self.versions.current
         if isinstance(answer, ServerError) and answer.refused:
             raise SyncError(f"weight version {version} was refused: {answer}") from answer
         if isinstance(answer, HocketError):
-            self.pool.lose(member, str(answer))
+            self.pool.mark_lost(member, str(answer))
         elif (answer.version, answer.checksum) != (version, checksum):
             raise SyncError(
                 f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but version {version} "
                 f"with checksum {checksum} was published. Is this its only trainer?"
             )
         elif member.session not in (None, answer.session):
-            self.pool.lose(member, "it was started again")
+            self.pool.mark_lost(member, "it was started again")
         else:
-            member.holds(answer.session)
+            member.mark_ready(answer.session)

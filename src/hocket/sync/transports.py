@@ -13,19 +13,17 @@ from pathlib import Path
 from hocket.client import ServerClient
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError
-from hocket.protocol import DiskSource, ReloadRequest, ReloadResponse
+from hocket.protocol import DiskSource, ReloadRequest
 from hocket.sync.disk import VersionFolders, WrittenVersion
-from hocket.sync.publish import Delivery, Transport
+from hocket.sync.publish import Answer, Delivery, Transport
 from hocket.system import run_in_thread
-
-Answer = ReloadResponse | HocketError
 
 
 @dataclasses.dataclass
 class DiskTransport:
     """Write a version to the disk and have all servers load it at the same time.
 
-    With sync.delta that is what changed; a server that can't use it gets the whole version.
+    With sync.delta that is a delta; a server that can't use it gets the full version.
     """
 
     folders: VersionFolders
@@ -50,9 +48,9 @@ class DiskTransport:
         elif failed:
             for server in failed:
                 self.say(f"version {version} goes to {server.url} in full: {answers[server]}")
-            whole = await run_in_thread(self.folders.full, version)
-            answers |= await self._load(whole, failed)
-            num_bytes += whole.num_bytes * len(failed)
+            full = await run_in_thread(self.folders.full, version)
+            answers |= await self._load(full, failed)
+            num_bytes += full.num_bytes * len(failed)
         metrics |= {
             "sync/mebibytes": num_bytes / max(len(servers), 1) / 2**20,
             "sync/prepare_s": prepared - start,
@@ -102,6 +100,6 @@ class WithFallback:
 
 
 def _has_failed(answer: Answer) -> bool:
-    """Return whether a server that does answer has not taken a version: it may take it by another way."""
+    """Return whether a server that answers has not taken a version: it may take it in another way."""
     silent = isinstance(answer, ServerError) and answer.code in ("unreachable", "timeout")
     return isinstance(answer, HocketError) and not silent

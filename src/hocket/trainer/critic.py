@@ -19,6 +19,8 @@ from hocket.trainer.policy import Policy, compute_in_float32
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Update
 
+VALUE_CLIP = 0.5  # without effect as long as a batch gives one update
+
 
 class ValueModel(Policy):
     """A language model with one number in place of logits: the value before the predicted token is chosen."""
@@ -73,9 +75,7 @@ class Critic:
         if old_values_bt is None or returns_bt is None:
             raise ValueError("the critic needs samples with values and returns")
         num_tokens = batch.num_tokens_global
-        output = value_loss(
-            values_bt, old_values_bt, returns_bt, batch.mask_bt, clip=self._settings.value_clip, num_tokens=num_tokens
-        )
+        output = value_loss(values_bt, old_values_bt, returns_bt, batch.mask_bt, clip=VALUE_CLIP, num_tokens=num_tokens)
         return LossOutput(loss=output.loss, metrics=moments(values_bt, returns_bt, batch))
 
 

@@ -14,6 +14,7 @@ from hocket.errors import TrainerError
 from hocket.system import write_atomically
 from hocket.types import TrainSample
 
+MAX_SKIPPED_STEPS = 5  # in a row, then the run stops
 MAX_KEPT = 8
 """Batches of skipped steps that stay in a folder: the newest."""
 MAX_NAMED = 8

@@ -64,7 +64,6 @@ class Models:
         self.policy: Policy = load(POLICY)
         self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights over the ranks
         self._loss = configured_loss(algorithm.loss(config.rollout.max_tokens)) if loss is None else loss
-        self._reset_every = algorithm.reference_reset_every
         self.critic: Critic | None = None
         self.columns: dict[str, Callable[[TrainBatch], Tensor]] = {}  # field of Measured → its numbers for a batch
         options: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks}
@@ -76,8 +75,6 @@ class Models:
             self.engines: dict[str, DeepSpeedEngine | FrozenModel] = {POLICY: self.engine}
             if "reference" in models:
                 frozen = FrozenModel(load("reference"), settings, **options)
-                if self._reset_every:
-                    frozen.check_same_shapes(self.policy)
                 self.engines["reference"] = frozen
                 self.columns["ref_logprobs"] = frozen.logprobs
             elif with_reference:  # the base model under the adapter
@@ -86,8 +83,6 @@ class Models:
                 self.critic = Critic(load("critic", ValueModel), config.critic, settings, **options)
                 self.engines["critic"] = self.critic.engine
                 self.columns["values"] = self.critic.values
-            if own_loss and algorithm.top_entropy < 1:
-                self.columns["entropies"] = lambda batch: self.engine.forward(batch)[1]
             self.fitted_for: str | None = None  # hash of what trainer.micro_batch_tokens=auto was measured for
             if settings.micro_batch_tokens == "auto":
                 self.fitted_for = _fingerprint(config, ranks)
@@ -103,25 +98,18 @@ class Models:
             engine=self.engine,
             loss=self._policy_loss,
             learns=lambda: critic is None or critic.is_warm,
-            after=self._reset_reference,
         )
         return [policy] if critic is None else [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
 
-    def saved(self) -> dict[str, DeepSpeedEngine | FrozenModel]:
-        """Return the models whose state no other file holds, by the prefix of their tensors' names."""
-        return {name: model for name, model in self.engines.items() if name != "reference" or self._reset_every}
+    def saved(self) -> dict[str, DeepSpeedEngine]:
+        """Return the trained models, by the prefix of their tensors' names."""
+        return {name: model for name, model in self.engines.items() if isinstance(model, DeepSpeedEngine)}
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         logprobs_bt, entropy_bt = self.engine.forward(batch)
         output = self._loss(logprobs_bt, entropy_bt, batch)
         entropy = entropy_bt.detach().sum() / batch.num_tokens_global
         return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
-
-    def _reset_reference(self) -> None:
-        """Copy the policy into the reference every algorithm.reference_reset_every steps; AdamW's state stays."""
-        reference = self.engines.get("reference")
-        if self._reset_every and isinstance(reference, FrozenModel) and self.engine.num_steps % self._reset_every == 0:
-            reference.copy_from(self.engine)
 
 
 def configured_loss(settings: LossConfig) -> BatchLoss:

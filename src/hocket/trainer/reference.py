@@ -1,21 +1,16 @@
 """The reference policy of KL divergences: a frozen model beside the policy, or the policy without its adapter."""
 
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hocket.config import TrainerConfig
-from hocket.errors import ConfigError
 from hocket.trainer import engine, lora, offload
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.policy import Policy
 from hocket.trainer.ranks import Ranks
-
-COPY_BYTES = 256 << 20
-"""ZeRO-3 gathers the policy's weights for a reset in groups of this size."""
 
 
 @torch.no_grad()
@@ -54,58 +49,6 @@ class FrozenModel:
         with torch.autocast(self._ranks.device.type, self._autocast, enabled=self._autocast is not None):
             logprobs_bt: Tensor = (self._engine or self._module)(batch)[0]
         return logprobs_bt
-
-    def check_same_shapes(self, policy: Policy) -> None:
-        """Raise ConfigError unless `copy_from` can copy this policy."""
-        shapes = {name: engine.whole_shape(parameter) for name, parameter in policy.named_parameters()}
-        if shapes != self.shapes():
-            raise ConfigError(
-                "algorithm.reference_reset_every can't copy the policy into algorithm.reference, which is another "
-                "architecture; leave one of the two out"
-            )
-
-    @torch.no_grad()
-    def copy_from(self, source: DeepSpeedEngine) -> None:
-        """Copy the weights of an engine that trains the same architecture, in this model's dtype. All ranks call it."""
-        own = dict(self._module.named_parameters())
-        for group in source.by_bytes(COPY_BYTES):
-            targets = [own[name] for name, _ in group]
-            with engine.gathered([p for _, p in group]), engine.gathered(targets, change=True):
-                for target, (_, parameter) in zip(targets, group, strict=True):
-                    target.copy_(parameter)
-
-    @torch.no_grad()
-    def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield copies of the weights in CPU memory, in buckets by name; only on rank 0. All ranks must exhaust it."""
-        bucket: dict[str, Tensor] = {}
-        for name, parameter in self._module.named_parameters():
-            with engine.gathered([parameter]):
-                if self._ranks.is_main:
-                    bucket[name] = parameter.to("cpu", copy=True)
-            if sum(tensor.nbytes for tensor in bucket.values()) >= max_bytes:
-                yield bucket
-                bucket = {}
-        if bucket:
-            yield bucket
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Return names and shapes of everything that `state` yields."""
-        return {name: engine.whole_shape(parameter) for name, parameter in self._module.named_parameters()}
-
-    def counters(self) -> dict[str, Any]:
-        """Return the rest of the state: nothing."""
-        return {}
-
-    @torch.no_grad()
-    def restore(self, read: Callable[[str], Tensor], counters: Mapping[str, Any]) -> None:
-        """Restore what `state` gave, on any number of ranks. All ranks call it; only rank 0 reads."""
-        del counters
-        for name, parameter in self._module.named_parameters():
-            with engine.gathered([parameter], change=True):
-                if self._ranks.is_main:
-                    parameter.copy_(read(name))
-                if self._engine is None:
-                    self._ranks.broadcast_in_place(parameter.data)
 
     def offload(self) -> None:
         """Move the weights to CPU memory; nothing can run until `onload`."""

@@ -24,7 +24,6 @@ class Learner:
     engine: DeepSpeedEngine
     loss: Callable[[TrainBatch], LossOutput]  # runs the engine's forward pass; this batch's share of the global loss
     learns: Callable[[], bool] = lambda: True  # False: only compute the loss, as during critic.warmup_steps
-    after: Callable[[], None] = lambda: None  # called after each update, e.g. to reset the reference policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +49,6 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Upd
         grad_norm = engine.step(rescale=False)
         if grad_norm is None:
             return Update(totals=totals, grad_norm=None, is_faulty=True, bad_gradients=bad_gradients)
-    if grad_norm is not None:
-        learner.after()
     return Update(totals=totals, grad_norm=grad_norm)
 
 

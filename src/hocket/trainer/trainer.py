@@ -114,13 +114,13 @@ class Trainer(OnAllRanks):
             keep: file for the samples of a skipped step, with what was not finite.
 
         Raises:
-            TrainerError: no sample, a sample too long for a micro-batch, or trainer.max_skipped_steps skipped in a row.
+            TrainerError: no sample, a sample too long for a micro-batch, or too many skipped steps in a row.
         """
         stats, fault = self._step(tuple(samples))
         if fault is not None:
             if keep is not None:
                 guards.keep_batch(keep, samples, fault, self.tokenizer.decode)
-            if self._skipped_in_row >= self._config.max_skipped_steps:
+            if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
                 kept = f" (the samples: {keep})" if keep is not None else ""
                 raise TrainerError(
                     f"{self._skipped_in_row} steps in a row were skipped because loss or gradient was not finite; "

@@ -1,0 +1,101 @@
+"""What a command leaves behind: nothing, however it ends; also the whole test-suite, interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hocket.processes import kill_with_parent
+
+ROOT = Path(__file__).resolve().parents[1]
+DETACHES = """
+import os, subprocess, sys, time
+def test_it():
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    pids = [os.getpid(), *(subprocess.Popen(sleeps, start_new_session=away).pid for away in (False, True))]
+    with open({pids!r}, "a") as file:
+        file.write("".join(f"{{pid}}\\n" for pid in pids))
+    time.sleep(600)
+"""
+
+
+ORPHAN = """
+import os, signal
+from hocket.processes import die_with_parent
+die_with_parent({parent}, signal.SIGKILL)
+print('went on')
+"""
+PARENT = """
+import subprocess, sys
+code = "import os, signal, time; from hocket.processes import die_with_parent; \
+die_with_parent(os.getppid(), signal.{signum}); print('tied', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()  # then this process ends; the child may not
+print(child.pid)
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_ends_with_its_parent(signum: signal.Signals) -> None:
+    # run() returns when every copy of the pipe is closed: the child, which has one as its stderr, is gone
+    assert run(PARENT.format(signum=signum.name)).returncode == 0
+
+
+def test_a_process_whose_parent_is_gone_already_ends_with_the_reason() -> None:
+    assert run(ORPHAN.format(parent=os.getpid())).stdout == "went on\n"
+    ended = run(ORPHAN.format(parent=2**22 + 1))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "is gone" in ended.stderr
+
+
+def started(file: Path, number: int) -> list[psutil.Process]:
+    """Return the processes whose pids are in the file, once there are so many."""
+    end = time.monotonic() + 60
+    while not file.exists() or file.read_text().count("\n") < number:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return [psutil.Process(int(pid)) for pid in file.read_text().split()]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_interrupting_the_tests_leaves_nothing_running(tmp_path: Path, signum: signal.Signals) -> None:
+    pids = tmp_path / "pids"
+    for name in ("test_a.py", "test_b.py"):  # one for each of two workers
+        (tmp_path / name).write_text(DETACHES.format(pids=str(pids)))
+    tests = [f"--rootdir={tmp_path}", "-p", "no:cacheprovider", str(tmp_path)]
+    run = subprocess.Popen(
+        [sys.executable, str(ROOT / "run.py"), "test", *tests],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    processes = started(pids, 6)
+    if signum == signal.SIGINT:
+        os.killpg(run.pid, signum)  # as a terminal does
+    else:
+        run.send_signal(signum)
+    assert run.wait(60) in (2, 143)  # 2 is pytest's own word for interrupted
+    assert not any(process.is_running() for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("", 0), ("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)],
+)
+def test_the_exit_status_is_the_commands_own(code: str, status: int) -> None:
+    assert subprocess.run(kill_with_parent([sys.executable, "-S", "-c", code]), check=False).returncode == status
