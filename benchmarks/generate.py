@@ -79,8 +79,9 @@ async def measure(llm: Any, args: Any, config: configs.Config, other: "subproces
     from hocket.server.app import assemble
     from hocket.server.engine import Engine
 
-    engine = Engine(llm, config)
-    door = assemble(await vllm_api.openai_app(llm, args), engine, config)
+    engine = Engine(llm, model=config.model.path, root=config.sync_root, timeout_s=60.0, limits=config.server)
+    app = await vllm_api.openai_app(llm, args)
+    door = assemble(app, engine, host=config.server.host, token=config.token, max_body_mib=config.server.max_body_mib)
     await engine.start()
     server = uvicorn.Server(uvicorn.Config(door, port=config.server.port, log_level="warning"))
     server.capture_signals = main.contextlib.nullcontext  # type: ignore
@@ -89,7 +90,7 @@ async def measure(llm: Any, args: Any, config: configs.Config, other: "subproces
         await asyncio.sleep(0.01)
 
     draw = random.Random(0)
-    ids = range(3, vllm_api.vocab_size(llm))
+    ids = range(3, llm.model_config.get_vocab_size())
     prompts = [[draw.choice(ids) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
     body = {"prompts": prompts, "sampling": {"max_tokens": MAX_TOKENS, "seed": 1}}
     _, jobs = await engine.read(json.dumps(body).encode())
@@ -105,7 +106,9 @@ async def measure(llm: Any, args: Any, config: configs.Config, other: "subproces
         return int(await asyncio.to_thread(ask, json.dumps(body)))
 
     async def direct() -> int:
-        outputs = await asyncio.gather(*(vllm_api.complete(llm, job, f"direct-{job.prompt}") for job in jobs))
+        outputs = await asyncio.gather(
+            *(vllm_api.complete(llm, job.token_ids, job.sampling, job.seed, f"direct-{job.prompt}") for job in jobs)
+        )
         return sum(len(output.token_ids) for output in outputs)
 
     async def whole() -> int:
@@ -156,7 +159,7 @@ if __name__ == "__main__":
     parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     chosen, _ = read_settings(options.settings)
-    main.prepare_environment(chosen)
+    main.prepare_environment(chosen.server.tensor_parallel_size)
     vllm_api.preload_engine()
     if options.offline:
         offline(chosen)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hocket.protocol import Health
+from hocket.protocol import Completion, Health, ReloadResponse
 
 
 def health(**known: Any) -> Health:
@@ -23,3 +23,14 @@ def health(**known: Any) -> Health:
         "kv_tokens": 4096,
     }
     return Health(**(anything | known))
+
+
+def reloaded(version: int, checksum: str, session: str = "s") -> ReloadResponse:
+    """Returns a server's answer when it has loaded a version."""
+    return ReloadResponse(version=version, seconds=0.1, num_tensors=2, checksum=checksum, session=session)
+
+
+def completion(*token_ids: int, logprobs: tuple[float, ...], version: int = 1, text: str = "") -> Completion:
+    """Returns a completion that ended by itself."""
+    spans = ((version, 0, len(token_ids)),)
+    return Completion(token_ids=token_ids, logprobs=logprobs, finish_reason="stop", versions=spans, text=text)

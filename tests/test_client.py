@@ -94,7 +94,7 @@ async def test_a_refusal_carries_the_servers_words_code_and_hint() -> None:
     [
         (b"", "cut after 0 of 1"),
         (lines({"prompt": 0, "index": 0, "completion": COMPLETION}), "cut after 1 of 1"),
-        (lines(END), "0 of 1 completions"),
+        (lines(END), "cut after 0 of 1"),
         (lines(END | {"error": {"code": "dead", "message": "engine died", "hint": "restart"}}), "engine died"),
     ],
 )

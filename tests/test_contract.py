@@ -17,8 +17,8 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"weight_group", "delta"},
     {"algorithm", "rewards", "envs", "observe", "doctor"},
     {"client"},
-    {"members"},
     {"pool"},
+    {"batcher"},
     {"rollout", "trainer", "server"},
     {"sync"},
     {"checkpoints"},
@@ -122,7 +122,7 @@ def test_heavy_packages_have_one_home(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["data", "envs", "rewards", "rollout", "client", "members", "pool", "config", "protocol"]
+    "package", ["data", "envs", "rewards", "rollout", "client", "pool", "batcher", "config", "protocol"]
 )
 def test_no_torch_is_needed_for(package: str) -> None:
     modules = [name for name in FILES if part(name) == package]

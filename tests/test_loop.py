@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -11,15 +12,16 @@ import pytest
 
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import shape
 from hocket.checkpoints import Checkpoints
 from hocket.data import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
-from hocket.protocol import Completion, SamplingParams
-from hocket.rollout.pipeline import Pipeline
+from hocket.protocol import SamplingParams
+from hocket.rollout.collect import Seat
+from hocket.rollout.evaluate import Evaluation
+from hocket.rollout.pipeline import plan_step
 from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
@@ -29,11 +31,10 @@ Reward = Callable[[int, int], float | None]
 class World:
     """Everything around the loop, keeping a diary of what it was asked to do."""
 
-    kv_tokens = 4096
-
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self.score_s = 0.0
+        self.played = set[str]()
         self.diary: list[Any] = []
         self.version = 4  # the server was used before
         self.keep: list[Path] = []
@@ -55,29 +56,20 @@ class World:
         self.publishes.append(publishes)
         yield {}
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        *,
-        n: int = 1,
-        timeout_s: float,
-        seeds: Sequence[Sequence[int]],
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        self.diary.append(("generate", len(prompts), n, self.version))
-        for i in range(len(prompts)):
-            for j in range(n):
-                yield (
-                    i,
-                    j,
-                    Completion(
-                        token_ids=(5, 2),
-                        logprobs=(-0.1, -0.2),
-                        finish_reason="stop",
-                        versions=((self.version, 0, 2),),
-                        text=str(j),
-                    ),
-                )
+    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
+        label = seat.group.rpartition("/")[0]
+        if label not in self.played:
+            self.played.add(label)
+            self.diary.append(("play", label, self.version))
+        sequence = TokenSequence(
+            token_ids=(*prompt.token_ids, 5, 2),
+            mask=(False, True, True),
+            logprobs=(0.0, -0.1, -0.2),
+            version_min=self.version,
+            version_max=self.version,
+            text=seat.id.rpartition("/")[2],
+        )
+        return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,))
 
     async def score(self, rollout: Rollout) -> Score:
         what, step, *_ = rollout.id.replace("/", " ").split()
@@ -153,21 +145,33 @@ async def trained(
             config.trainer.seed,
             retire_after=config.curriculum.retire_after,
         )
-        pipeline = Pipeline(
-            config,
-            stream,
-            server=world,
-            scorer=world,
-            informative=lambda group: shape(group, config.algorithm, config.rollout.max_tokens).reason is None,
+        held_out_prompts = [Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)]
+        evaluation = Evaluation(
+            datasets={"": held_out_prompts} if held_out else {},
+            play=world.play,
+            score=world.score,
+            reward="exact_match",
+            samples=1,
+            sampling=SamplingParams(seed=1),
+            timeout_s=60.0,
+            max_error_rate=config.rewards.max_error_rate,
+        )
+        plan = functools.partial(
+            plan_step,
+            config=config.rollout,
+            seed=config.trainer.seed,
+            oversampling=config.algorithm.oversampling,
+            max_staleness=config.pipeline.max_staleness,
         )
         summary = await Run(
             config=config,
             trainer=world,
             servers=world,
             stream=stream,
-            pipeline=pipeline,
-            held_out={"": [Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)]} if held_out else {},
-            eval_scorer=world,
+            play=world.play,
+            scorer=world,
+            plan=plan,
+            evaluation=evaluation,
             versions=world,
             publisher=world,
             kl=KlController(config.algorithm),
@@ -184,15 +188,15 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     assert world.diary == [
         "wait",
         ("publish", 5),  # before anything is generated: both sides start from the trainer's weights
-        ("generate", 2, 1, 5),  # held-out accuracy before
-        ("generate", 2, 2, 5),
+        ("play", "eval 0", 5),  # held-out accuracy before
+        ("play", "step 1", 5),
         ("train", 4, [5]),  # on what these very weights sampled
         ("publish", 6),
-        ("generate", 2, 2, 6),
+        ("play", "step 2", 6),
         ("train", 4, [6]),
         "copy",  # for the checkpoint after the last step; by then nothing has made room for the server
         ("publish", 7),
-        ("generate", 2, 1, 7),  # held-out accuracy after
+        ("play", "eval 2", 7),  # held-out accuracy after
         ("save", 7),
     ]
     assert [line["step"] for line in metrics] == [0, 1, 2]
@@ -215,12 +219,12 @@ async def test_a_run_goes_on_after_what_is_recorded_as_if_it_had_not_stopped(tmp
     world, metrics, summary = await trained(
         tmp_path, lambda step, j: float(j), "trainer.steps=4", "checkpoint.resume=true"
     )
-    assert [entry for entry in world.diary if entry[0] in ("generate", "train")] == [
-        ("generate", 2, 2, 5),  # step 3: no evaluation before, that was recorded
+    assert [entry for entry in world.diary if entry[0] in ("play", "train")] == [
+        ("play", "step 3", 5),  # step 3: no evaluation before, that was recorded
         ("train", 4, [5]),
-        ("generate", 2, 2, 6),
+        ("play", "step 4", 6),
         ("train", 4, [6]),
-        ("generate", 2, 1, 7),
+        ("play", "eval 4", 7),
     ]
     assert [line["step"] for line in metrics] == [line["step"] for line in straight] == [0, 1, 2, 3, 4]
     for name in ("before", "after", "steps", "seed"):
@@ -271,8 +275,8 @@ async def test_a_step_without_signal_trains_and_publishes_nothing(tmp_path: Path
     assert world.diary == [
         "wait",
         ("publish", 5),
-        ("generate", 2, 2, 5),  # all rewards are alike
-        ("generate", 2, 2, 5),
+        ("play", "step 1", 5),  # all rewards are alike
+        ("play", "step 2", 5),
         ("train", 4, [5]),
         "copy",
         ("publish", 6),
@@ -298,7 +302,7 @@ async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Pat
 async def test_what_the_trainer_measures_shapes_the_rewards_and_the_coefficient_adapts(tmp_path: Path) -> None:
     settings = ["algorithm.preset=reinforce_pp", "algorithm.kl_target=0.1"]
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), *settings, held_out=0, reference=(-0.4, -0.5))
-    assert world.diary[2:6] == [("generate", 2, 2, 5), ("measure", 4), ("train", 4, [5]), ("publish", 6)]
+    assert world.diary[2:6] == [("play", "step 1", 5), ("measure", 4), ("train", 4, [5]), ("publish", 6)]
     assert [line["rollout/kl"] for line in metrics[1:]] == pytest.approx([0.3, 0.3])  # −0.1 + 0.4 and −0.2 + 0.5
     # 0.3 is too far by more than 20 %: · (1 + 0.2 · 4 rollouts / 10,000)
     assert [line["rollout/kl_coef"] for line in metrics[1:]] == pytest.approx([0.01, 0.0100008])

@@ -1,4 +1,4 @@
-"""Members and pool against small real HTTP servers on loopback: who is up, who plays what, what becomes of it."""
+"""Pool and batcher against small real HTTP servers on loopback: which are up, which plays what, what becomes of it."""
 
 import asyncio
 import contextlib
@@ -14,12 +14,15 @@ import pydantic
 import pytest
 
 import fakes
+from hocket import batcher as batcher_module
+from hocket.batcher import Batcher
 from hocket.errors import ServerError, SyncError
-from hocket.pool import Member, ServerPool
+from hocket.pool import Deadline, Member, ServerPool
 from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SamplingParams, SessionRequest, Toolbox
+from hocket.system import gather_or_cancel
 
 SEED = 1000
-SAMPLING = SamplingParams(max_tokens=10, seed=SEED)
+SAMPLING = SamplingParams(max_tokens=10)
 
 
 def error(code: str) -> dict[str, str]:
@@ -175,16 +178,30 @@ def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
 
 
 async def play(
-    pool: ServerPool, prompts: Sequence[Sequence[int]], *, n: int = 1, timeout_s: float = 10.0
+    pool: ServerPool,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n: int = 1,
+    timeout_s: float = 10.0,
+    batcher: Batcher | None = None,
+    sampling: SamplingParams = SAMPLING,
 ) -> dict[tuple[int, int], Completion]:
-    """Returns all completions; each pair comes exactly once."""
-    done: dict[tuple[int, int], Completion] = {}
+    """All completions of each prompt, whose turns are a group."""
+    batcher, deadline = batcher or Batcher(pool), Deadline(timeout_s)
+    pairs = [(i, j) for i in range(len(prompts)) for j in range(n)]
     async with asyncio.timeout(20):
-        async for i, j, completion in pool.generate(prompts, SAMPLING, n=n, timeout_s=timeout_s):
-            assert (i, j) not in done
-            done[i, j] = completion
-    assert done.keys() == {(i, j) for i in range(len(prompts)) for j in range(n)}
-    return done
+        done = await gather_or_cancel(
+            batcher.ask(
+                prompts[i],
+                sampling,
+                seed=SEED + i * n + j,
+                deadline=deadline,
+                group=f"g/{prompts[i][0]}",
+                place=f"step 1/{i}/{j} (prompt p{i})",
+            )
+            for i, j in pairs
+        )
+    return dict(zip(pairs, done, strict=True))
 
 
 def texts(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, int], str]:
@@ -242,36 +259,26 @@ async def test_every_pair_has_the_same_seed_whoever_plays_it(servers: list[FakeS
     assert servers[0].requests[0].sampling.seed is None
 
 
-async def test_seeds_of_the_prompts_own_and_tools_go_where_the_prompts_go(servers: list[FakeServer]) -> None:
+async def test_tools_go_where_the_turns_go(servers: list[FakeServer]) -> None:
     toolbox = Toolbox(parser="hermes", tools=({"type": "function"},))
     servers[0].cut_after = 1
     async with make_pool(servers) as pool:
-        prompts, seeds = [[i] for i in range(4)], [[70], [50], [60], [80]]
-        done = pool.generate(prompts, SamplingParams(max_tokens=3), timeout_s=5, seeds=seeds, tools=toolbox)
-        assert len([item async for item in done]) == 4
-    assert sorted(servers[0].played + servers[1].played) == [(0, 70), (1, 50), (2, 60), (3, 80)]
+        await play(pool, [[i] for i in range(4)], batcher=Batcher(pool, tools=toolbox))
     sent = [request.tools for server in servers for request in server.requests]
-    assert sent == [Toolbox(parser="hermes", tools=({"type": "function"},))] * 3  # two shares, and what was lost
+    assert sent == [toolbox] * 3  # two shares, and what was lost
 
 
 @pytest.mark.parametrize(("most_samples", "requests"), [(64, [(3, 2), (2, 2)]), (1, [(3, 1), (3, 1), (3, 1), (1, 1)])])
 async def test_what_is_too_much_for_one_request_goes_in_several(
     servers: list[FakeServer], most_samples: int, requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.pool.MAX_PROMPTS", 3)
-    monkeypatch.setattr("hocket.pool.MAX_SAMPLES", most_samples)
+    monkeypatch.setattr("hocket.batcher.MAX_PROMPTS", 3)
+    monkeypatch.setattr("hocket.batcher.MAX_SAMPLES", most_samples)
     prompts = [[i] for i in range(1, 6)]
     async with make_pool(servers[:1]) as pool:
         assert outcome(await play(pool, prompts, n=2)) == texts(prompts, 2)
     asked = [(len(request.prompts), count(request)) for request in servers[0].requests]
     assert sorted(asked, reverse=True) == sorted(requests, reverse=True)
-
-
-async def test_without_a_seed_none_is_sent(servers: list[FakeServer]) -> None:
-    async with make_pool(servers[:1]) as pool:
-        done = [item async for item in pool.generate([[1]], SamplingParams(), timeout_s=5)]
-    assert len(done) == 1
-    assert servers[0].requests[0].seeds is None
 
 
 async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewhere_once(
@@ -284,13 +291,12 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
         done = await play(pool, prompts, n=3)
         assert outcome(done) == texts(prompts, 3)
         lost, other = pool.members
-        assert (lost.session, other.session) == (None, "s1")
         assert [lost.in_flight, other.in_flight] == [0, 0]
     assert len(servers[0].played) == 5
     assert len(servers[1].played) == 12 + 7
     assert Counter(servers[0].played + servers[1].played).most_common(1)[0][1] == 1
     again = servers[1].requests[1]
-    assert (len(again.prompts), count(again)) == (7, 1)  # what is left of a prompt is asked for one by one
+    assert sorted(map(len, again.seeds or ())) == [1, 3, 3]  # what is left of a prompt, and two whole ones
     assert any(line.startswith(f"lost server {servers[0].url}") for line in said)
 
 
@@ -317,7 +323,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
         if not well:
             raise SyncError("it can't take the weights")
         brought.append((member.url, health.session))
-        member.holds(health.session)
+        member.mark_ready(health.session)
 
     async with make_pool(servers) as pool:
         pool.bring_up = bring_up
@@ -455,7 +461,7 @@ async def test_weights_that_land_nowhere_end_the_run_and_only_here_leave_the_ser
     bad = {servers[0].url}
 
     async def bring_up(member: Member, health: Health) -> None:
-        member.holds(health.session)  # as the transport reports, before the canary is looked at
+        member.mark_ready(health.session)  # as the transport reports, before the canary is looked at
         if member.url in bad:
             raise SyncError(f"{member.url} and the trainer disagree")
 
@@ -469,7 +475,7 @@ async def test_weights_that_land_nowhere_end_the_run_and_only_here_leave_the_ser
         pool.bring_up = bring_up
         await pool.wait_up()
         bad.add(servers[0].url)
-        pool.members[0].take_out("it was started again")
+        pool.members[0].mark_out("it was started again")
         pool.members[0]._next_look = 0.0
         await play(pool, [[1], [2]])
         assert pool.up == [pool.members[1]]
@@ -486,39 +492,56 @@ async def test_an_answer_that_is_none_is_raised_and_does_not_hang(servers: list[
         assert pool.members[0].in_flight == 0
 
 
-async def test_a_caller_that_leaves_ends_its_requests(servers: list[FakeServer]) -> None:
+async def test_a_request_whose_turns_are_all_cancelled_ends_and_its_server_is_free(servers: list[FakeServer]) -> None:
     async with make_pool(servers[:1]) as pool:
-        stream = pool.generate([[i] for i in range(50)], SAMPLING, n=1, timeout_s=10)
-        await anext(stream)
         servers[0].hold.clear()
-        await stream.aclose()  # type: ignore[attr-defined]
-        assert pool.members[0].in_flight == 0
-        await asyncio.sleep(0.1)
+        batcher, deadline = Batcher(pool), Deadline(10)
+        asks = [batcher.ask([i], SAMPLING, seed=i, deadline=deadline) for i in (1, 2)]
+        first, second = map(asyncio.create_task, asks)
+        while not servers[0].requests:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0.05)
+        assert pool.members[0].in_flight == 22  # the second one goes on
+        second.cancel()
+        while pool.members[0].in_flight:
+            await asyncio.sleep(0.01)
         servers[0].hold.set()
     assert len(servers[0].requests) == 1
+    await asyncio.gather(first, second, return_exceptions=True)
+
+
+async def test_leaving_the_pool_ends_all_requests(servers: list[FakeServer]) -> None:
+    servers[0].hold.clear()
+    async with make_pool(servers[:1]) as pool:
+        playing = asyncio.create_task(play(pool, [[1], [2]]))
+        while not servers[0].requests:
+            await asyncio.sleep(0.01)
+    assert pool.members[0].in_flight == 0
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
 
 
 async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_their_time(
     servers: list[FakeServer],
 ) -> None:
-    looks = []
-
     async def bring_up(member: Member, health: Health) -> None:
-        if member is pool.members[0]:
-            member.holds(health.session)
+        if member.url in well:
+            member.mark_ready(health.session)
             return
-        looks.append(time.monotonic())
         await asyncio.sleep(0.2)
         raise ServerError("it does not load", code="reload_failed", status=500)
 
-    async with make_pool(servers) as pool:
-        pool.bring_up = bring_up
-        await pool.wait_up()
-        end = time.monotonic() + 3
-        while time.monotonic() < end:
-            await play(pool, [[1]])
-    assert len(looks) == 2  # at 0 s and, after 0.2 s of looking and 2 s of rest, at 2.2 s
-    assert looks[1] - looks[0] == pytest.approx(2.2, abs=0.5)
+    well: list[str] = []
+    for rest_s in (0.25, 2.0):
+        async with make_pool(servers) as pool:
+            pool.bring_up = bring_up
+            start = time.monotonic()
+            await pool.look_at_all()
+            took_s = time.monotonic() - start
+            rested_s = pool.members[1]._next_look - start
+            assert 0.2 + rest_s <= rested_s <= took_s + rest_s * took_s / 0.2
+        well.append(servers[0].url)  # from now on one of them works
 
 
 async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_for_ever(
@@ -527,7 +550,9 @@ async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_fo
     for server in servers:
         server.refuse = (503, "engine_dead")
     async with make_pool(servers) as pool:
-        with pytest.raises(ServerError, match=r"3 times a server was lost over the same work.*does the engine die"):
+        with pytest.raises(
+            ServerError, match=r"3 servers failed while generating step 1/0/0 \(prompt p0\)\..*see the server logs"
+        ):
             await play(pool, [[1]])
 
 
@@ -539,12 +564,12 @@ async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_end_with_the
 ) -> None:
     async with make_pool(servers) as pool, contextlib.AsyncExitStack() as stack:
         for _ in range(6):
-            await stack.enter_async_context(pool.session(SAMPLING, tokens=10, **BOUNDS))
+            await stack.enter_async_context(pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS))
         assert [len(server.opened) for server in servers] == [3, 3]
         assert [member.in_flight for member in pool.members] == [30, 30]
         assert servers[0].opened[0].session == "s1"
-        assert servers[0].opened[0].sampling.seed == SEED
-        async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
+        assert servers[0].opened[0].sampling == SAMPLING
+        async with pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS) as session:
             assert session.base_url.startswith(servers[0].url)
             assert (session.model, session.api_key) == ("m", "k")
             assert (await session.close()).calls == ()
@@ -559,7 +584,7 @@ async def test_sessions_that_are_opened_at_the_same_time_are_spread_over_the_ser
 ) -> None:
     async with make_pool(servers) as pool:
         await pool.wait_up()
-        sessions = [pool.session(SAMPLING, tokens=10, **BOUNDS) for _ in range(6)]
+        sessions = [pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS) for _ in range(6)]
         await asyncio.gather(*(session.__aenter__() for session in sessions))
         assert [len(server.opened) for server in servers] == [3, 3]
         await asyncio.gather(*(session.__aexit__(None, None, None) for session in sessions))
@@ -568,7 +593,7 @@ async def test_sessions_that_are_opened_at_the_same_time_are_spread_over_the_ser
 
 async def test_a_session_whose_closing_is_cancelled_is_closed_with_its_body(servers: list[FakeServer]) -> None:
     async with make_pool(servers[:1]) as pool:
-        async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
+        async with pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS) as session:
             servers[0].hold.clear()
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(session.close(), 0.3)
@@ -584,24 +609,82 @@ async def test_a_session_is_opened_elsewhere_where_a_server_is_gone_and_one_that
     async with make_pool(servers) as pool:
         await pool.wait_up()
         await servers[0].die()
-        async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
+        async with pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS) as session:
             assert session.base_url.startswith(servers[1].url)
             assert len(pool.up) == 1
-            assert session.waited_s < 0.1
             await servers[1].die()
             with pytest.raises(ServerError, match="can't reach"):
                 await session.close()
             assert pool.up == []
         assert [member.in_flight for member in pool.members] == [0, 0]
         asyncio.get_running_loop().call_later(0.3, lambda: asyncio.ensure_future(servers[1].start()))
-        async with pool.session(SAMPLING, tokens=10, **BOUNDS) as session:
-            assert session.waited_s > 0.2  # there was none
+        deadline = Deadline(0.1)
+        async with pool.session(SAMPLING, tokens=10, deadline=deadline, **BOUNDS):
+            assert deadline.left_s > 0  # it stood still while there was no server
 
 
 async def test_a_session_that_is_refused_is_an_error(servers: list[FakeServer]) -> None:
     servers[0].refuse = (422, "invalid_request")
     async with make_pool(servers[:1]) as pool:
         with pytest.raises(ServerError, match="it is invalid_request"):
-            async with pool.session(SAMPLING, tokens=10, **BOUNDS):
+            async with pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS):
                 pass
         assert pool.members[0].in_flight == 0
+
+
+async def test_turns_of_one_moment_are_one_request_per_kind_of_sampling_and_deadline(
+    servers: list[FakeServer],
+) -> None:
+    async with make_pool(servers[:1]) as pool:
+        batcher, other = Batcher(pool), SamplingParams(max_tokens=3)
+        await asyncio.gather(
+            play(pool, [[1], [2]], n=2, batcher=batcher),
+            play(pool, [[3]], batcher=batcher),
+            play(pool, [[4]], batcher=batcher, sampling=other),
+        )
+    sent = sorted((request.sampling.max_tokens, request.prompts, request.seeds) for request in servers[0].requests)
+    assert sent == [
+        (3, [[4]], [[1000]]),
+        (10, [[1], [2]], [[1000, 1001], [1002, 1003]]),  # each prompt once
+        (10, [[3]], [[1000]]),  # of another batch
+    ]
+
+
+async def test_while_many_requests_are_under_way_turns_wait_for_company(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher_module, "MAX_REQUESTS", 3)
+    alone = servers[0]
+    alone.hold.clear()
+    async with make_pool([alone]) as pool:
+        batcher, deadline = Batcher(pool), Deadline(10)
+        asks = []
+        for i in range(9):
+            asks.append(asyncio.create_task(batcher.ask([i], SAMPLING, seed=i, deadline=deadline)))
+            while len(alone.requests) <= min(i, 2):
+                await asyncio.sleep(0.001)
+        kinds = [batcher.ask([i], SamplingParams(max_tokens=i), seed=i, deadline=deadline) for i in range(20, 25)]
+        kinds = [asyncio.create_task(ask) for ask in kinds]
+        await asyncio.sleep(0.1)
+        assert len(alone.requests) == 3
+        alone.hold.set()
+        done = await asyncio.gather(*asks, *kinds)
+    assert [one.text for one in done] == [f"{i} {i}" for i in (*range(9), *range(20, 25))]  # to each its own
+    assert max(len(request.prompts) for request in alone.requests) == 6  # together
+
+
+async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_more_than_they_are(
+    servers: list[FakeServer],
+) -> None:
+    async with make_pool(servers) as pool:
+        batcher = Batcher(pool)
+        await pool.wait_up()
+        first, second = pool.members
+        first.in_flight = 1
+        await play(pool, [[7] * 30], n=2, batcher=batcher)  # 2 x 40 tokens, on the second server
+        second.in_flight += 80
+        await play(pool, [[7] * 31], batcher=batcher)  # its prefix is there
+        assert [len(server.requests) for server in servers] == [0, 2]
+        second.in_flight += 2
+        await play(pool, [[7] * 32], batcher=batcher)
+        assert [len(server.requests) for server in servers] == [1, 2]

@@ -1,16 +1,19 @@
 """The door itself, in a process of its own, as people start it."""
 
 import argparse
+import importlib
 import importlib.util
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from hocket import cli
+import hocket
+from hocket import cli, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,8 +55,8 @@ def test_an_unknown_command_names_the_nearest_and_installs_nothing(tmp_path: Pat
     assert "did you mean 'quickstart'?" in answer.stderr
 
 
-def test_the_door_lists_what_the_command_line_knows(door: ModuleType) -> None:
-    assert commands_of_the_parser() == set(door.COMMANDS) - {"test"}  # pytest's arguments are pytest's
+def test_the_door_lists_what_the_command_line_knows() -> None:
+    assert commands_of_the_parser() == set(hocket.COMMANDS) - {"test"}  # pytest's arguments are pytest's
 
 
 def test_importing_the_door_does_nothing(door: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,15 +79,16 @@ def test_children_find_the_source_and_the_environments_programs(
     monkeypatch.setattr(sys, "base_prefix", "/usr")
     os.environ["PYTHONPATH"] = f"/mine{os.pathsep}{ROOT / 'src'}"
     os.environ["PATH"] = "/usr/bin"
-    door._prepare()
-    door._prepare()
+    for _ in range(2):
+        door._find_source()
+        environment.prepare()
     assert os.environ["PYTHONPATH"] == f"{ROOT / 'src'}{os.pathsep}/mine"
     assert os.environ["PATH"] == f"/env/bin{os.pathsep}/usr/bin"
 
 
-def test_a_users_own_environment_variables_win(door: ModuleType) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    door._prepare()
+def test_a_users_own_environment_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    environment.prepare()
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
@@ -122,6 +126,14 @@ def test_the_exit_status_of_a_command_is_passed_on(tmp_path: Path) -> None:
     assert good.returncode == 0, good.stderr
     assert "steps: 3" in good.stdout
     assert run("config", "trainer.stepz=3", cwd=tmp_path, python=()).returncode == 1
+
+
+def test_the_installed_command_and_its_files_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    module, function = project["project"]["scripts"]["hocket"].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    for name in project["tool"]["setuptools"]["package-data"]["hocket"]:
+        assert (ROOT / "src" / "hocket" / name).is_file()
 
 
 @pytest.mark.parametrize("word", ["--local_rank=0", "--local-rank=0"])

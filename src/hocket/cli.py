@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+import hocket
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError, HocketError
@@ -19,7 +20,7 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one command and returns its exit status; a known error is printed without a traceback."""
+    """Run one command and return its exit status; a known error is printed without a traceback."""
     from hocket.launch import die_with_launcher
 
     die_with_launcher()
@@ -37,60 +38,45 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="run.py", description="hocket: a minimal, decoupled GRPO trainer.")
+    prog = "hocket" if Path(sys.argv[0]).name == "hocket" else "run.py"
+    parser = argparse.ArgumentParser(prog=prog, description=f"hocket: {hocket.__doc__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(
-        name: str,
-        run: Callable[[argparse.Namespace], int],
-        help: str,
-        positional: Sequence[str] = (),
-        *,
-        settings: bool = True,
-    ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG if settings else None)
-        for argument in positional:
-            command.add_argument(argument, type=Path)
-        if settings:
+    def add(name: str, run: Callable[[argparse.Namespace], int], *folders: str) -> argparse.ArgumentParser:
+        takes_settings = name not in ("ledger", "doctor")
+        text, epilog = hocket.COMMANDS[name], EPILOG if takes_settings else None
+        command = commands.add_parser(name, help=text, description=text, epilog=epilog)
+        for folder in folders:
+            command.add_argument(folder, type=Path)
+        if takes_settings:
             command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
         command.set_defaults(run=run)
         return command
 
-    add("quickstart", _quickstart, f"server and trainer together on this machine; CONFIG defaults to {QUICKSTART}")
-    add("serve", _serve, "start the generation server")
-    add("train", _train, "start the trainer; also under torchrun and deepspeed, one process per GPU")
-    add("rollout", _rollout, "play and score trainer.steps batches without a trainer; train on them by pipeline.replay")
-    add("sft", _sft, "supervised fine-tuning on prompt/response demonstrations")
-    generate = add("generate", _generate, "ask a running server")
+    add("quickstart", _quickstart)
+    add("serve", _serve)
+    add("train", _train)
+    add("rollout", _rollout)
+    add("sft", _sft)
+    generate = add("generate", _generate)
     generate.add_argument("-p", "--prompt", action="append", help="a user message; repeatable; default: lines of stdin")
     generate.add_argument("-n", type=int, default=1, help="completions per prompt (default 1)")
     generate.add_argument("--text", action="store_true", help="send the prompt as plain text, without chat template")
     generate.add_argument("--json", action="store_true", help="print the server's whole answer")
-    evaluate = add("eval", _eval, "held-out accuracy of a running server, or of model.path where none answers")
-    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
-    show = add("config", _config, "print the resolved configuration")
-    show.add_argument("--reference", action="store_true", help="print every key with default and meaning instead")
-    show.add_argument(
-        "--metrics", action="store_true", help="print every metric with meaning and healthy range instead"
-    )
-    show.add_argument("--presets", action="store_true", help="print the settings of every published algorithm instead")
-    add(
-        "export",
-        _export,
-        "make a model of its own of a checkpoint, or of a published adapter (model.lora), in FOLDER; model.path= says "
-        "where the model is that training began with, if it has moved",
-        positional=("FOLDER", "OUTPUT"),
-    )
-    ledger = add(
-        "ledger", _ledger, "what became of every prompt of the run in folder RUN", positional=("RUN",), settings=False
-    )
-    ledger.add_argument("--json", action="store_true", help="print one JSON object per epoch")
-    add("doctor", _doctor, "check this machine: versions, devices, ports, leftovers", settings=False)
+    add("eval", _eval).add_argument("--json", action="store_true", help="print one JSON object")
+    show = add("config", _config)
+    show.add_argument("--reference", action="store_true", help="print every key with default and meaning")
+    show.add_argument("--metrics", action="store_true", help="print every metric with meaning and healthy range")
+    show.add_argument("--presets", action="store_true", help="print the settings of every published algorithm")
+    export = add("export", _export, "FOLDER", "OUTPUT")
+    export.epilog = "Training began with the model that the run's config names; if it has moved, set model.path=NEW."
+    add("ledger", _ledger, "RUN").add_argument("--json", action="store_true", help="print one JSON object per epoch")
+    add("doctor", _doctor)
     return parser
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
-    """Returns the config and the arguments that give another process the same one.
+    """Return the config and the arguments that give another process the same one.
 
     Args:
         settings: at most one YAML path, and overrides.
@@ -108,7 +94,10 @@ def _quickstart(args: argparse.Namespace) -> int:
     from hocket.launch import quickstart
 
     if not args.settings and not Path(QUICKSTART).is_file():
-        raise ConfigError(f"there is no {QUICKSTART} here; run it in {Path(__file__).resolve().parents[2]}")
+        raise ConfigError(
+            f"there is no {QUICKSTART} here: config/ and checkpoints/ come with a clone of the repository, not with "
+            "the installed package. Run it in a clone, or name a CONFIG of your own"
+        )
     return quickstart(*read_settings(args.settings, QUICKSTART))
 
 

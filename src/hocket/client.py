@@ -1,4 +1,4 @@
-"""The trainer's side of HTTP: one generation server, asked with few large requests, every wait with a deadline.
+"""Talk to one generation server over HTTP, in few large requests, every wait with a deadline.
 
 httpx slows down with hundreds of requests in flight, so one request carries many prompts and its completions stream
 back as NDJSON, each as soon as it is finished.
@@ -18,6 +18,7 @@ from hocket.manifest import ADAPTER_FILE, COMPLETE_FILE, MANIFEST_FILE
 from hocket.protocol import (
     AgentRecord,
     Completion,
+    DiskSource,
     ErrorBody,
     ErrorResponse,
     GenerateRequest,
@@ -35,7 +36,6 @@ from hocket.protocol import (
     StreamEnd,
     StreamLine,
     Toolbox,
-    UploadResponse,
     WakeRequest,
 )
 from hocket.system import run_in_thread
@@ -45,8 +45,9 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 _STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(StreamLine | StreamEnd)
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
+JSON = {"Content-Type": "application/json"}
 MAX_CONNECTIONS = 64
-"""Of one server; what is more waits for one of them, within its deadline."""
+"""Of one server; further requests wait for a free one, within their deadlines."""
 
 
 class ServerClient:
@@ -84,12 +85,12 @@ class ServerClient:
         await self._rollouts.aclose()
 
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> Health:
-        """Returns what the server says of itself. Raises ServerError where nothing answers."""
+        """Return the server's state. Raises ServerError where it does not answer."""
         async with self._deadline(timeout_s, "/health"):
             return self._parse(Health, await self._http.get("/health"))
 
     async def answers(self) -> bool:
-        """Tells whether anything listens there. Raises ServerError where it does not answer as a server would."""
+        """Return whether a server listens there. Raises ServerError where another program does."""
         try:
             await self.health()
         except ServerError as error:
@@ -109,15 +110,15 @@ class ServerClient:
         session: str | None = None,
         tools: Toolbox | None = None,
     ) -> AsyncIterator[tuple[int, int, Completion]]:
-        """Yields (prompt index, sample index, completion) as the server finishes them, in any order.
+        """Yield (prompt index, sample index, completion) as the server finishes them, in any order.
 
         Args:
             prompts: token ids of each prompt.
             n: completions per prompt; without seeds.
             timeout_s: deadline for the whole answer.
             seeds: of each prompt, one per completion, instead of n and sampling.seed.
-            session: the server must not have been started again since it had this one.
-            tools: calls of these are looked for in the completions.
+            session: of the server, which refuses if it has restarted since.
+            tools: functions whose calls are looked for in the completions.
 
         Raises:
             ServerError: refused, unreachable, cut off, or not finished in time.
@@ -134,7 +135,7 @@ class ServerClient:
         received, expected = 0, len(prompts) * n if seeds is None else sum(map(len, seeds))
         async with (
             self._deadline(timeout_s, "/generate"),
-            self._rollouts.stream("POST", "/generate", json=body.model_dump(mode="json")) as response,
+            self._rollouts.stream("POST", "/generate", content=body.model_dump_json(), headers=JSON) as response,
         ):
             if response.is_error:
                 await response.aread()
@@ -143,68 +144,64 @@ class ServerClient:
                 item = _STREAM.validate_json(line)
                 if isinstance(item, StreamEnd):
                     if item.error is not None:
-                        raise ServerError(f"{self.url}/generate broke off: {_said(item.error)}", code=item.error.code)
-                    if received != expected:
-                        raise ServerError(
-                            f"{self.url}/generate ended with {received} of {expected} completions", code="cut"
-                        )
-                    return
+                        raise ServerError(f"{self.url}/generate broke off: {_text(item.error)}", code=item.error.code)
+                    if received == expected:
+                        return
+                    break
                 received += 1
                 yield item.prompt, item.index, item.completion
-        raise ServerError(
-            f"{self.url}/generate was cut after {received} of {expected} completions; see the server's log",
-            code="cut",
-        )
+        message = f"{self.url}/generate was cut after {received} of {expected} completions; see the server's log"
+        raise ServerError(message, code="cut")
 
     async def ask(self, request: GenerateRequest, *, timeout_s: float) -> GenerateResponse:
-        """Returns the whole answer to one request at once."""
+        """Return the whole answer to one request at once."""
         return await self._post("/generate", request, GenerateResponse, timeout_s)
 
     async def open_session(
         self, sampling: SamplingParams, *, session: str | None, timeout_s: float, **bounds: Any
     ) -> SessionResponse:
-        """Opens a session, whose calls are sampled like this and recorded.
+        """Open a session, whose calls are sampled like this and recorded.
 
         Args:
-            session: the server must not have been started again since it had this one.
+            session: of the server, which refuses if it has restarted since.
             bounds: the other fields of a SessionRequest.
         """
         request = SessionRequest(sampling=sampling, session=session, **bounds)
         return await self._post("/sessions", request, SessionResponse, timeout_s)
 
     def session_url(self, name: str) -> str:
-        """Returns the base URL of a session for OpenAI clients."""
+        """Return the base URL of a session for OpenAI clients."""
         return f"{self.url}/sessions/{name}/v1"
 
     async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
-        """Ends a session and returns what it has recorded."""
+        """Close a session and return its recorded calls."""
         async with self._deadline(timeout_s, "/sessions"):
             return self._parse(AgentRecord, await self._http.delete(f"/sessions/{name}"))
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
-        """Has the server take over a weight version and returns what it then holds."""
+        """Have the server load a weight version; return what it then holds."""
         return await self._post("/reload_weights", request, ReloadResponse, timeout_s)
 
     async def init_weight_group(self, request: GroupRequest, *, timeout_s: float) -> GroupResponse:
-        """Has the server's workers join a weight group; returns once they have."""
+        """Have the server's workers join a weight group; return once they have."""
         return await self._post("/init_weight_group", request, GroupResponse, timeout_s)
 
     async def sleep(self, request: SleepRequest, *, timeout_s: float) -> SleepResponse:
-        """Has the server's engine leave the GPU; returns once it has."""
+        """Have the server's engine leave the GPU; return once it has."""
         return await self._post("/sleep", request, SleepResponse, timeout_s)
 
     async def wake_up(self, request: WakeRequest, *, timeout_s: float) -> SleepResponse:
-        """Has parts of the server's engine come back to the GPU; returns once they are there."""
+        """Have parts of the server's engine come back to the GPU; return once they are there."""
         return await self._post("/wake_up", request, SleepResponse, timeout_s)
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
-        """Sends the files of a published version, which is called `name` there; returns what its DiskSource is."""
+        """Send the files of a published version under a name; return the name of its DiskSource."""
         parts = sorted(path.name for path in folder.glob("*.safetensors"))
         parts += [ADAPTER_FILE] if (folder / ADAPTER_FILE).exists() else []
         async with self._deadline(timeout_s, "/upload"):
-            for file in (*parts, MANIFEST_FILE, COMPLETE_FILE):  # the last one says that it was all
+            for file in (*parts, MANIFEST_FILE, COMPLETE_FILE):  # the last one makes it complete
                 response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
-                uploaded = self._parse(UploadResponse, response)
+                uploaded = self._parse(DiskSource, response)
         return uploaded.name
 
     async def _post(self, route: str, request: pydantic.BaseModel, answer: type[M], timeout_s: float) -> M:
@@ -213,7 +210,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:
-        """Turns transport failures and a passed deadline into a ServerError that names server, route and cause."""
+        """Turn transport failures and a passed deadline into a ServerError that names server, route and cause."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -229,27 +226,20 @@ class ServerClient:
         try:
             return model.model_validate_json(response.content)
         except pydantic.ValidationError as error:
-            raise ServerError(
+            message = (
                 f"{response.request.url} answered something else than {model.__name__}: is it a hocket server of this "
-                f"version? It said {response.text[:200]!r}",
-                code="protocol",
-                status=response.status_code,
-            ) from error
+                f"version? It said {response.text[:200]!r}"
+            )
+            raise ServerError(message, code="protocol", status=response.status_code) from error
 
     def _raise_for_error(self, response: httpx.Response) -> None:
+        status = response.status_code
         try:
-            said = ErrorResponse.model_validate_json(response.content).error
+            error = ErrorResponse.model_validate_json(response.content).error
         except pydantic.ValidationError:
-            raise ServerError(
-                f"{response.request.url} answered {response.status_code}: {response.text[:200]!r}",
-                code="protocol",
-                status=response.status_code,
-            ) from None
-        raise ServerError(
-            f"{response.request.url} answered {response.status_code}: {_said(said)}",
-            code=said.code,
-            status=response.status_code,
-        )
+            message = f"{response.request.url} answered {status}: {response.text[:200]!r}"
+            raise ServerError(message, code="protocol", status=status) from None
+        raise ServerError(f"{response.request.url} answered {status}: {_text(error)}", code=error.code, status=status)
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:
@@ -258,5 +248,5 @@ async def _chunks(path: Path) -> AsyncIterator[bytes]:
             yield chunk
 
 
-def _said(error: ErrorBody) -> str:
+def _text(error: ErrorBody) -> str:
     return f"{error.message} ({error.hint})" if error.hint else error.message

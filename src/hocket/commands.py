@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,21 +15,21 @@ from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig
 from hocket.data import PromptStream, load_prompts
 from hocket.data.curriculum import bind
+from hocket.envs import Environment
+from hocket.envs import base as environments
 from hocket.errors import ConfigError
 from hocket.launch import Child, free_port, refuse_dead, server_process
-from hocket.members import Member
 from hocket.observe.console import Console
 from hocket.observe.metrics import rollout_metrics
 from hocket.observe.run_folder import RunFolder, lines_of
-from hocket.pool import ServerPool
+from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
-from hocket.rollout.episodes import episodes_of
-from hocket.rollout.evaluate import MAIN, evaluate, rewards_of_eval
-from hocket.rollout.pipeline import Pipeline
-from hocket.rollout.played import Player
-from hocket.rollout.replay import Replay
+from hocket.rollout.collect import Batch, Plan, Play, collect
+from hocket.rollout.episodes import player
+from hocket.rollout.evaluate import EVAL_STEP, MAIN, Evaluation, eval_rewards
+from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import Canary, bring_up
 from hocket.sync.disk import VersionFolders
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
@@ -72,7 +72,7 @@ def train(config: Config) -> int:
 
 
 async def _train(run: "Run") -> None:
-    async with run.servers, run.pipeline:
+    async with run.servers:
         await run.train()
 
 
@@ -83,11 +83,11 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         stack: ends the parts that need it.
     """
     scorer = stack.enter_context(RewardScorer(config.rewards))
-    eval_scorer = stack.enter_context(RewardScorer(rewards_of_eval(config)))
+    eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
     tokenizer = tokenizers.load(config.model.path)
-    episodes = episodes_of(config, tokenizer)
-    prompts = _load("train", config.data, config, tokenizer, console, episodes)
-    held_out = _held_out(config, tokenizer, console, episodes)
+    make = environments.bind(config.env.name, config.env.model_extra or {})
+    prompts = _load("train", config.data, config, tokenizer, console, make)
+    held_out = _held_out(config, tokenizer, console, make)
     stream = _stream(config, prompts)
     run_folder = stack.enter_context(RunFolder(config))
     tell = {"on_wait": console.doing, "say": console.say}
@@ -95,7 +95,6 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     console.doing(f"loading {config.model.path} into the trainer")
 
     from hocket.algorithm.kl import KlController
-    from hocket.algorithm.samples import shape
     from hocket.loop import Run
     from hocket.trainer.state import SavedTensors
     from hocket.trainer.trainer import Trainer
@@ -114,30 +113,23 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     parts: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": run_folder}
     if saved is not None:
         saved.restore(parts)
+    play = _player(config, make, servers, tokenizer)
     return Run(
         config=config,
         trainer=trainer,
         servers=servers,
         stream=stream,
-        pipeline=replay
-        or Pipeline(
-            config,
-            stream,
-            server=servers,
-            scorer=scorer,
-            informative=lambda group: shape(group, config.algorithm, config.rollout.max_tokens).reason is None,
-            episodes=episodes,
-            progress=console.progress,
-        ),
-        held_out={} if replay else held_out,
-        eval_scorer=eval_scorer,
+        play=play,
+        scorer=scorer,
+        plan=_plan(config),
+        replay=replay,
+        evaluation=_evaluation(config, {} if replay else held_out, play, eval_scorer),
         versions=publisher.versions,
         publisher=publisher,
         kl=kl,
         folder=run_folder,
         console=console,
         checkpoints=stack.enter_context(Checkpoints(config, trainer.state, parts, last=saved.step if saved else 0)),
-        episodes=episodes,
     )
 
 
@@ -165,19 +157,18 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             config = config.model_copy(update=changed)
             arguments = [*arguments, f"model.path={model}", f"server.port={port}"]
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
-        eval_scorer = stack.enter_context(RewardScorer(rewards_of_eval(config)))
+        eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
         tokenizer = tokenizers.load(config.model.path)
-        episodes = episodes_of(config, tokenizer)
-        held_out = _held_out(config, tokenizer, console, episodes)
+        make = environments.bind(config.env.name, config.env.model_extra or {})
+        held_out = _held_out(config, tokenizer, console, make)
         if not held_out:
             raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
 
         async def run() -> dict[str, float]:
             async with _as_they_are(config, arguments, tokenizer, console) as servers:
                 console.say(f"evaluating on {sum(map(len, held_out.values()))} prompts")
-                metrics, groups = await evaluate(
-                    held_out, server=servers, scorer=eval_scorer, config=config, label="eval", episodes=episodes
-                )
+                play = _player(config, make, servers, tokenizer)
+                metrics, groups = await _evaluation(config, held_out, play, eval_scorer).run("eval")
                 path = config.run_dir / "rollouts" / "eval.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, lines_of(groups))
@@ -200,30 +191,28 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         console = stack.enter_context(Console(config.observe.console, config.trainer.steps))
         scorer = stack.enter_context(RewardScorer(config.rewards))
         tokenizer = tokenizers.load(config.model.path)
-        episodes = episodes_of(config, tokenizer)
-        stream = _stream(config, _load("train", config.data, config, tokenizer, console, episodes))
+        make = environments.bind(config.env.name, config.env.model_extra or {})
+        stream = _stream(config, _load("train", config.data, config, tokenizer, console, make))
         run_folder = stack.enter_context(RunFolder(config))
 
         async def run() -> None:
-            async with (
-                _as_they_are(config, arguments, tokenizer, console) as servers,
-                Pipeline(
-                    config,
-                    stream,
-                    server=servers,
-                    scorer=scorer,
-                    informative=lambda group: True,
-                    episodes=episodes,
-                    progress=console.progress,
-                ) as pipeline,
-            ):
-                for step in range(1, config.trainer.steps + 1):
-                    batch = await pipeline.batch(step)
-                    run_folder.rollouts(f"step_{step:06d}", batch.groups)
-                    refuse_failing(batch.groups, config.rewards.max_error_rate)
-                    metrics = rollout_metrics(batch.groups) | batch.metrics
-                    run_folder.finish(step, metrics)
-                    console.step(step, metrics)
+            async with _as_they_are(config, arguments, tokenizer, console) as servers:
+                play = _player(config, make, servers, tokenizer)
+
+                async def new_batch(plan: Plan) -> Batch:
+                    return await collect(plan, stream.take, play, scorer.score)
+
+                steps, ahead = config.trainer.steps, config.pipeline.max_staleness
+                async with Pipeline(
+                    new_batch, _plan(config), steps=steps, max_staleness=ahead, progress=console.progress
+                ) as batches:
+                    for step in range(1, steps + 1):
+                        batch = await batches.batch(step)
+                        run_folder.rollouts(f"step_{step:06d}", batch.groups)
+                        refuse_failing(batch.groups, config.rewards.max_error_rate)
+                        metrics = rollout_metrics(batch.groups) | batch.metrics
+                        run_folder.finish(step, metrics)
+                        console.step(step, metrics)
 
         asyncio.run(run())
     print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
@@ -253,7 +242,7 @@ async def _as_they_are(
                 f"holds set server.urls=[{member.url}], for model.path another server.port"
             )
         console.say(f"{member.url} serves {health.model}, version {health.version}")
-        member.holds(health.session)
+        member.mark_ready(health.session)
 
     async with _pool(config, config.server_urls, on_wait=waiting, say=console.say) as servers:
         servers.bring_up = check
@@ -345,25 +334,66 @@ def _publisher(
     return publisher
 
 
+def _player(config: Config, make: Callable[[], Environment], servers: ServerPool, tokenizer: Any) -> Play:
+    return player(
+        make,
+        servers,
+        tokenizer,
+        env=config.env,
+        data=config.data,
+        max_length=tokenizers.longest_sequence(config.model, config.trainer),
+    )
+
+
+def _plan(config: Config) -> Callable[[int], Plan]:
+    """Return what makes the plan of a step's batch."""
+    return functools.partial(
+        plan_step,
+        config=config.rollout,
+        seed=config.trainer.seed,
+        oversampling=config.algorithm.oversampling,
+        max_staleness=config.pipeline.max_staleness,
+    )
+
+
+def _evaluation(
+    config: Config, datasets: Mapping[str, Sequence[Prompt]], play: Play, eval_scorer: RewardScorer
+) -> Evaluation:
+    sampling = sampling_params(
+        config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=config.eval.temperature
+    )
+    return Evaluation(
+        datasets=datasets,
+        play=play,
+        score=eval_scorer.score,
+        reward=next(iter(eval_rewards(config.rewards, config.eval.reward).functions)),
+        samples=config.eval.samples,
+        sampling=sampling,
+        timeout_s=config.rollout.timeout_s * (1 + config.pipeline.max_staleness),
+        max_error_rate=config.rewards.max_error_rate,
+    )
+
+
 def _held_out(
-    config: Config, tokenizer: Any, console: Console, episodes: Player | None
+    config: Config, tokenizer: Any, console: Console, make: Callable[[], Environment]
 ) -> dict[str, tuple[Prompt, ...]]:
     """Returns the prompts of the evaluation by the name of their dataset; nothing where there is none."""
     if config.eval.num_prompts == 0:
         return {}
     datasets = {MAIN: config.eval.data}
     return {
-        name: _load(f"eval {name}".strip(), data, config, tokenizer, console, episodes)[: config.eval.num_prompts]
+        name: _load(f"eval {name}".strip(), data, config, tokenizer, console, make)[: config.eval.num_prompts]
         for name, data in datasets.items()
     }
 
 
 def _load(
-    what: str, data: DataConfig, config: Config, tokenizer: Any, console: Console, episodes: Player | None
+    what: str, data: DataConfig, config: Config, tokenizer: Any, console: Console, make: Callable[[], Environment]
 ) -> tuple[Prompt, ...]:
     """Returns the prompts of a source that are short enough, and says how many were not."""
     longest = tokenizers.longest_sequence(config.model, config.trainer) - config.rollout.max_tokens
-    tools = episodes.tools if episodes else ()
+    toolbox = make().toolbox
+    tools = toolbox.tools if toolbox else ()
     prompts, num_dropped = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=tools)
     if num_dropped:
         limit = min(longest, data.max_prompt_tokens or longest)

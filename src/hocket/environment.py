@@ -35,6 +35,16 @@ CAUSES = {  # by what pip's output contains
 }
 
 
+def prepare() -> None:
+    """Set the variables that this process's children and libraries need; a user's own values win."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads don't survive the forks of data loading
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    programs = os.path.join(sys.prefix, "bin")  # ninja, for one
+    searched = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if sys.prefix != sys.base_prefix and searched[0] != programs:
+        os.environ["PATH"] = os.pathsep.join([programs, *searched])
+
+
 def ensure(command: str, *, install: bool = True) -> None:
     """Return if this interpreter has all packages of `command`; else go on in .venv, made or repaired where `install`.
 
@@ -84,6 +94,8 @@ def missing(build: str, command: str) -> list[str]:
 
 
 def _lacking(path: Path, skip: set[str]) -> list[str]:
+    if not path.exists():  # installed by `pip install .`, which sees to them
+        return []
     lines = [text for line in path.read_text("utf-8").splitlines() if (text := line.split("#")[0].strip())]
     try:
         from packaging.requirements import Requirement

@@ -6,7 +6,7 @@ read next.
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +20,13 @@ from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metr
 from hocket.observe.run_folder import RunFolder
 from hocket.pool import ServerPool
 from hocket.rewards.scorer import RewardScorer, refuse_failing
-from hocket.rollout.evaluate import evaluate
-from hocket.rollout.pipeline import Pipeline
-from hocket.rollout.played import Player
-from hocket.rollout.replay import Replay
+from hocket.rollout.collect import Batch, Plan, Play, collect
+from hocket.rollout.evaluate import Evaluation
+from hocket.rollout.pipeline import Pipeline, Replay
 from hocket.sync.publish import Publisher
 from hocket.sync.versions import Versions
 from hocket.system import run_in_thread
 from hocket.trainer.trainer import Trainer
-from hocket.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +35,10 @@ class Run:
 
     Attributes:
         stream: where the prompts of the batches come from; hears what became of each.
-        pipeline: gives the batch of each step.
-        held_out: prompts of the evaluation by dataset; none: no evaluation.
-        eval_scorer: the one reward whose mean over held-out prompts is the accuracy.
+        play: plays one episode.
+        plan: what to play in a step.
+        replay: recorded batches in the place of new ones.
         kl: weighs a KL in the rewards.
-        episodes: how held-out episodes of several turns are played; None: the model answers once.
         checkpoints: what the run can go on from; the folder's history says how far it already is.
     """
 
@@ -49,15 +46,16 @@ class Run:
     trainer: Trainer
     servers: ServerPool
     stream: PromptStream
-    pipeline: Pipeline | Replay
-    held_out: Mapping[str, Sequence[Prompt]]
-    eval_scorer: RewardScorer
+    play: Play
+    scorer: RewardScorer
+    plan: Callable[[int], Plan]
+    replay: Replay | None = None
+    evaluation: Evaluation
     versions: Versions
     publisher: Publisher
     kl: KlController
     folder: RunFolder
     console: Console
-    episodes: Player | None = None
     checkpoints: Checkpoints
 
     async def train(self) -> dict[str, Any]:
@@ -65,6 +63,14 @@ class Run:
 
         Where every prompt is retired before, the step that finds none is the last; it only saves and evaluates.
         """
+        steps, max_staleness = self.config.trainer.steps, self.config.pipeline.max_staleness
+        pipeline = Pipeline(
+            self.new_batch, self.plan, steps=steps, max_staleness=max_staleness, progress=self.console.progress
+        )
+        async with self.replay or pipeline as batches:
+            return await self._train(batches)
+
+    async def _train(self, batches: Pipeline | Replay) -> dict[str, Any]:
         config = self.config
         await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
         if not self.folder.history:
@@ -74,7 +80,7 @@ class Run:
             metrics: dict[str, float] = {}
             await self.servers.wait_up()  # who has come back is given the weights while the trainer is idle
             with timed(metrics, "time/step"):
-                batch = await self.pipeline.batch(step)  # 1 prompts  data/, 2 rollouts  rollout/, 3 scores  rewards/
+                batch = await batches.batch(step)  # 1 prompts  data/, 2 rollouts  rollout/, 3 scores  rewards/
                 last = step == config.trainer.steps or not batch.groups
                 self.folder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
                 refuse_failing(batch.groups, config.rewards.max_error_rate)
@@ -133,21 +139,25 @@ class Run:
         stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
         return metrics | shaping | train_metrics(stats)
 
+    async def new_batch(self, plan: Plan) -> Batch:
+        """Gather one batch; the pipeline calls this up to max_staleness steps ahead of training."""
+        algorithm, max_tokens = self.config.algorithm, self.config.rollout.max_tokens
+        return await collect(
+            plan,
+            self.stream.take,
+            self.play,
+            self.scorer.score,
+            informative=lambda group: shape(group, algorithm, max_tokens).reason is None,
+        )
+
     async def _evaluate(self, step: int) -> dict[str, float]:
-        """Returns the eval/* metrics of the weights that the server holds; empty without held-out prompts."""
-        if not self.held_out:
+        """Return the eval/* metrics of the weights that the server holds; empty without held-out prompts."""
+        if not self.evaluation.datasets:
             return {}
         self.console.progress(step, "held-out evaluation")
         metrics: dict[str, float] = {}
         with timed(metrics, "time/eval"):
-            measured, groups = await evaluate(
-                self.held_out,
-                server=self.servers,
-                scorer=self.eval_scorer,
-                config=self.config,
-                label=f"eval {step}",
-                episodes=self.episodes,
-            )
+            measured, groups = await self.evaluation.run(f"eval {step}")
         self.folder.rollouts(f"eval_{step:06d}", groups)
         return metrics | measured
 

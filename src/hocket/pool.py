@@ -1,182 +1,248 @@
-"""Several generation servers used as one: who plays what, and what becomes of it.
+"""Keep track of a run's generation servers: which ones are up, how loaded each is, and when to give up on one.
 
-Work goes to the server with the fewest tokens in flight, whole prompts at a time. What a lost server had not finished
-is played again, by the others or by itself when it is back.
+A server that answers may not work yet: first `bring_up` gives it the current weights. Which turn goes to which server
+is decided in batcher.py.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
-from hocket.client import HEALTH_TIMEOUT_S
-from hocket.errors import ServerError
-from hocket.members import POLL_S, Member, Members
-from hocket.protocol import AgentRecord, Completion, SamplingParams, SessionResponse, Toolbox
+from hocket.client import HEALTH_TIMEOUT_S, ServerClient
+from hocket.errors import ServerError, SyncError
+from hocket.protocol import AgentRecord, Health, SamplingParams, SessionResponse
 
 MAX_LOSSES = 3
-"""A completion or an episode on which so many servers were lost is not played again: it may be what they die of."""
-
-MAX_PROMPTS = 256
-"""In one request: below what a server takes (server.max_prompts)."""
-MAX_SAMPLES = 64
-"""Of one prompt, as one item of a request (server.max_n); a prompt with more is asked for one by one."""
-
-Pair = tuple[int, int]
-"""(prompt index, sample index) of one completion."""
-
-_GONE = {"unreachable", "timeout", "cut", "protocol", "other_session", "engine_dead", "reload_failed", "shutting_down"}
-"""Codes of errors after which a server is no use until somebody has looked at it again."""
-_AGAIN = {"aborted", "asleep"}
-"""Codes of errors of requests that were ended for others to go first."""
+"""Give up on a turn or an episode after it has coincided with this many lost servers; it may be the cause."""
+POLL_S = 0.25
+LOOK_S = 3.0
+LOST_REST_S = 1.0
+LOOKING_SHARE = 0.1
+"""Share of the time that looking at servers that are out may cost those that work."""
+GONE = frozenset(
+    {"unreachable", "timeout", "cut", "protocol", "other_session", "engine_dead", "reload_failed", "shutting_down"}
+)
+"""Error codes after which a server is out until it has been looked at again."""
 
 
-class ServerPool(Members):
-    """Plays on the servers that are up."""
+class Deadline:
+    """When a batch must be generated; time without any server does not count."""
 
-    @asynccontextmanager
-    async def session(self, sampling: SamplingParams, *, tokens: int, **bounds: Any) -> AsyncIterator["Session"]:
-        """Opens a session on the server with the fewest tokens in flight, which it leaves with the body's end.
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+        self._stops = 0
+        self._stopped_at = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._at - (self._stopped_at if self._stops else time.monotonic()))
+
+    @property
+    def over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.left_s == 0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock during the body; bodies that overlap stop it once."""
+        self._stops += 1
+        if self._stops == 1:
+            self._stopped_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            if self._stops == 0:
+                self._at += time.monotonic() - self._stopped_at
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Member:
+    """One server of the pool."""
+
+    server: ServerClient
+    session: str | None = None  # of the server's process that holds the current weights; None: it gets no work
+    in_flight: int = 0  # prompt and completion tokens of its unfinished turns and sessions, at most
+    out: str | None = None  # why it gets no work; None: it does, or has not been looked at
+    kv_tokens: int = 0  # tokens that its KV cache holds
+    _next_look: float = 0.0
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        return self.server.url
+
+    def mark_ready(self, session: str) -> None:
+        """Allow work on the server: its process `session` holds the current weights."""
+        self.session, self.out = session, None
+
+    def mark_out(self, reason: str) -> None:
+        """Give the server no more work until it has been looked at and brought up again."""
+        self.session, self.out = None, reason
+
+    def rest(self, seconds: float) -> None:
+        """Leave the server alone for a while."""
+        self._next_look = time.monotonic() + seconds
+
+    @property
+    def due(self) -> bool:
+        """Whether the server is out and it is time to look at it again."""
+        return self.session is None and time.monotonic() >= self._next_look
+
+
+BringUp = Callable[[Member, Health], Awaitable[None]]
+"""Gives one server that answers the current weights; raises HocketError if that fails."""
+
+
+class ServerPool:
+    """The servers of a run. Use it inside one event loop, and as `async with`."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str | None = None,  # bearer token of all servers
+        silence_s: float = 60.0,  # a server whose /health is silent for this long is lost
+        start_timeout_s: float = 600.0,  # how long to wait while no server is up
+        on_wait: Callable[[str, float], None] = lambda what, seconds: None,  # what is waited for, seconds so far
+        say: Callable[[str], None] = lambda line: None,  # reports servers that are lost or come back
+    ) -> None:
+        self.members = [Member(ServerClient(url, token=token)) for url in urls]
+        self.bring_up: BringUp | None = None  # set by the publisher; None: servers work with the weights they hold
+        self.silence_s = silence_s
+        self._start_timeout_s = start_timeout_s
+        self._on_wait = on_wait
+        self._say = say
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "ServerPool":
+        async with AsyncExitStack() as stack:
+            for member in self.members:
+                await stack.enter_async_context(member.server)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        while self._tasks:  # a task that ends may start another
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+            await asyncio.sleep(0)  # until they are discarded
+        await self._stack.aclose()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run work in a task that leaving the pool cancels."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @property
+    def up(self) -> list[Member]:
+        """The servers that may be given work."""
+        return [member for member in self.members if member.session is not None]
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV caches of all servers hold together; 0 until one has answered."""
+        return sum(member.kv_tokens for member in self.members)
+
+    async def wait_up(self, *deadlines: Deadline) -> list[Member]:
+        """Bring up every server that has come (back) and return those that may work: at least one, if the pool has any.
 
         Args:
-            sampling: of each call.
-            tokens: how many to count as in flight.
-            bounds: the other fields of a SessionRequest.
+            deadlines: stopped while there is no server.
 
         Raises:
-            ServerError: refused, or no server is left and none came back.
+            ServerError: no server came within start_timeout_s, or one refused the token.
         """
         await self.look_at_all()
-        waited_s = 0.0
-        while True:
-            start = time.monotonic()
-            up = self.up or await self.wait_up()
-            waited_s += time.monotonic() - start
-            member = min(up, key=lambda member: member.in_flight)
-            member.in_flight += tokens  # already here: others that open one at the same time go elsewhere
-            try:
-                if (session := await self._open(member, sampling, bounds)) is None:
-                    continue
-                session.waited_s = waited_s
-                try:
-                    yield session
-                finally:
-                    if session.open:
-                        with contextlib.suppress(ServerError):  # nobody asks for its calls any more
-                            await session.close()
-                return
-            finally:
-                member.in_flight -= tokens
+        start = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            for deadline in deadlines if not self.up else ():
+                stack.enter_context(deadline.stopped())
+            while self.members and not self.up:
+                waited = time.monotonic() - start
+                if waited > self._start_timeout_s:
+                    reasons = "; ".join(f"{member.url}: {member.out}" for member in self.members)
+                    raise ServerError(
+                        f"gave up after {waited:.0f} s of waiting for a server ({reasons}). Start one with "
+                        f"`python run.py serve CONFIG`, or set server.urls and server.start_timeout_s",
+                        code="timeout",
+                    )
+                self._on_wait(f"waiting for {' or '.join(f'{m.url} ({m.out})' for m in self.members)}", waited)
+                await asyncio.sleep(POLL_S)
+                await self.look_at_all()
+        return self.up
 
-    async def _open(self, member: Member, sampling: SamplingParams, bounds: Mapping[str, Any]) -> "Session | None":
-        """Opens a session on one server; None where that is lost."""
+    async def look_at_all(self) -> None:
+        """Look at every server that is out and due, and bring it up if it is well. Raise as `wait_up`."""
+        looks = [self._look(member) for member in self.members if member.due]
+        for failure in await asyncio.gather(*looks, return_exceptions=True):
+            if failure is not None:
+                raise failure
+
+    async def _look(self, member: Member) -> None:
+        start = time.monotonic()
+        member.rest(math.inf)  # others that ask for servers meanwhile need not look, too
         try:
-            opened = await member.server.open_session(
-                sampling, session=member.session, timeout_s=self.silence_s, **bounds
-            )
+            await self._ask_and_bring_up(member)
         except ServerError as error:
-            if error.code not in _GONE:
+            if error.status in (401, 403):
                 raise
-            self.lose(member, str(error))
-            return None
-        return Session(self, member, opened)
+            member.mark_out("nothing answers there yet" if error.code == "unreachable" else str(error))
+        except SyncError as error:
+            member.mark_out(str(error))
+            if not self.up:
+                raise
+            self._say(f"server {member.url} is left out: {error}")
+        finally:
+            spent = time.monotonic() - start
+            member.rest(0.0 if member.session else max(POLL_S, spent / LOOKING_SHARE if self.up else spent))
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        *,
-        n: int = 1,
-        timeout_s: float,
-        seeds: Sequence[Sequence[int]] | None = None,
-        tools: Toolbox | None = None,
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        """Yields (prompt index, sample index, completion) as the servers finish them, each pair exactly once.
+    async def _ask_and_bring_up(self, member: Member) -> None:
+        known = member.out
+        health = await member.server.health(timeout_s=LOOK_S)
+        member.kv_tokens = health.kv_tokens
+        # A failed load is mended by the next one that succeeds; from any other failure a server does not recover.
+        if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
+            member.mark_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
+        elif health.status in ("loading", "updating"):
+            member.mark_out(f"it is {health.status}")
+        elif self.bring_up is None:
+            member.mark_ready(health.session)
+        else:
+            await self.bring_up(member, health)
+        if member.session is not None and known is not None and len(self.members) > 1:
+            self._say(f"server {member.url} is there")
 
-        The same seed gives every pair the same random numbers, whichever server plays it and how often.
+    def mark_lost(self, member: Member, reason: str) -> None:
+        """Remove a server from dispatch and report it, if it was working."""
+        if member.session is not None:
+            self._say(f"lost server {member.url}: {reason}")
+        member.mark_out(reason)
+        member.rest(LOST_REST_S if self.up else 0.0)  # what it had not finished goes to the others without another look
 
-        Args:
-            prompts: token ids of each prompt.
-            n: completions per prompt.
-            timeout_s: deadline for all of them.
-            seeds: of each prompt, one per completion, instead of sampling.seed.
-            tools: calls of these are looked for in the completions.
-
-        Raises:
-            ServerError: refused, not finished in time, or no server is left and none came back.
-        """
-        if seeds is None and sampling.seed is not None:
-            seeds = [[(sampling.seed + i * n + j) % 2**63 for j in range(n)] for i in range(len(prompts))]
-        sampling = sampling.model_copy(update={"seed": None})
-        end = time.monotonic() + timeout_s
-        work = _Work(prompts=prompts, sampling=sampling, n=n, end=end, seeds=seeds, tools=tools)
-        waiting = [(i, j) for i in range(len(prompts)) for j in range(n)]
-        left = len(waiting)
-        events: asyncio.Queue[tuple[int, int, Completion] | _Lost | Exception] = asyncio.Queue()
-        tasks: set[asyncio.Task[None]] = set()
+    async def watched(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
+        """Run the work of one server; raise ServerError and cancel it once the server's /health has gone silent."""
+        tasks = [asyncio.create_task(work), asyncio.create_task(self._watch(member))]
         try:
-            await self.look_at_all()
-            while left:
-                if waiting:
-                    start = time.monotonic()
-                    up = self.up or await self.wait_up()
-                    work.end += time.monotonic() - start  # nobody could have played then
-                    for member, pairs in _shares(up, waiting, work):
-                        tasks.add(asyncio.create_task(self._play(member, pairs, work, events)))
-                    waiting = []
-                event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
-                if isinstance(event, _Lost):
-                    work.count(event)
-                    waiting = event.pairs
-                    continue
-                left -= 1
-                yield event
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _play(
-        self,
-        member: Member,
-        pairs: Sequence[Pair],
-        work: "_Work",
-        events: "asyncio.Queue[tuple[int, int, Completion] | _Lost | Exception]",
-    ) -> None:
-        """Has one server play its share; where it is lost, hands back what is left of it."""
-        todo = dict.fromkeys(pairs)
-
-        async def stream() -> None:
-            async for i, j, completion in _ask(member, pairs, work):
-                del todo[i, j]
-                member.in_flight -= work.tokens(i)
-                events.put_nowait((i, j, completion))
-
-        member.in_flight += sum(work.tokens(i) for i, _ in pairs)
-        try:
-            await _first(stream(), self._watch(member))
-        except ServerError as error:
-            if time.monotonic() >= work.end or error.code not in _GONE | _AGAIN:
-                events.put_nowait(error)
-                return
-            if error.code in _GONE:
-                self.lose(member, str(error))
-            else:
-                await asyncio.sleep(POLL_S)
-            events.put_nowait(_Lost(pairs=list(todo), error=error))
-        except Exception as error:  # noqa: BLE001 - whatever it is, `generate` raises it and does not wait for ever
-            events.put_nowait(error)
-        finally:
-            member.in_flight -= sum(work.tokens(i) for i, _ in todo)
-
     async def _watch(self, member: Member) -> None:
-        """Returns never; raises ServerError once the server has been silent for too long."""
         heard = time.monotonic()
         while True:
             await asyncio.sleep(min(5.0, self.silence_s / 4))
@@ -186,137 +252,66 @@ class ServerPool(Members):
             if time.monotonic() - heard > self.silence_s:
                 raise ServerError(f"it has not answered for {self.silence_s:g} s", code="timeout")
 
+    @asynccontextmanager
+    async def session(
+        self, sampling: SamplingParams, *, tokens: int, deadline: Deadline, **bounds: Any
+    ) -> AsyncIterator["RecordedSession"]:
+        """Open a session on the server with the fewest tokens in flight; it ends with the body.
 
-class Session:
-    """A session on one server of a pool.
+        Args:
+            sampling: of each call.
+            tokens: counted as in flight.
+            deadline: stopped while there is no server.
+            bounds: the other fields of a SessionRequest.
 
-    Attributes:
-        base_url: for OpenAI clients, whose calls are recorded there.
-        api_key: what they send; it opens nothing else.
-        model: what the server calls its model.
-        open: whether it has not been closed.
-        waited_s: how long there was no server to open it on.
-    """
+        Raises:
+            ServerError: refused, or no server is left and none came back.
+        """
+        while True:
+            member = min(await self.wait_up(deadline), key=lambda member: member.in_flight)
+            member.in_flight += tokens  # at once: sessions that open at the same time go elsewhere
+            try:
+                try:
+                    opened = await member.server.open_session(
+                        sampling, session=member.session, timeout_s=self.silence_s, **bounds
+                    )
+                except ServerError as error:
+                    if error.code not in GONE:
+                        raise
+                    self.mark_lost(member, str(error))
+                    continue
+                session = RecordedSession(self, member, opened)
+                try:
+                    yield session
+                finally:
+                    if session.open:
+                        with contextlib.suppress(ServerError):  # its calls are not needed any more
+                            await session.close()
+                return
+            finally:
+                member.in_flight -= tokens
+
+
+class RecordedSession:
+    """A session on one server of a pool; OpenAI clients use `base_url`, `api_key` and `model`, and are recorded."""
 
     def __init__(self, pool: ServerPool, member: Member, opened: SessionResponse) -> None:
         self.base_url = member.server.session_url(opened.id)
-        self.api_key = opened.key
+        self.api_key = opened.key  # opens this session alone
         self.model = opened.model
         self.open = True
-        self.waited_s = 0.0
         self._pool = pool
         self._member = member
         self._id = opened.id
 
     async def close(self) -> AgentRecord:
-        """Ends it and returns what was recorded. Raises ServerError where that is lost."""
+        """End the session and return its record. Raise ServerError if that is lost."""
         try:
             record = await self._member.server.close_session(self._id, timeout_s=self._pool.silence_s)
         except ServerError as error:
             self.open = False
-            if error.code in _GONE:
-                self._pool.lose(self._member, str(error))
+            if error.code in GONE:
+                self._pool.mark_lost(self._member, str(error))
             raise
         self.open = False
         return record
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Lost:
-    """What a server did not finish, and why."""
-
-    pairs: list[Pair]
-    error: ServerError
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Work:
-    """One call of `generate`, which must have ended by `end`; `losses` of servers by what they were playing."""
-
-    prompts: Sequence[Sequence[int]]
-    sampling: SamplingParams
-    n: int
-    end: float
-    seeds: Sequence[Sequence[int]] | None
-    tools: Toolbox | None
-    losses: Counter[Pair] = dataclasses.field(default_factory=Counter)
-
-    def count(self, lost: _Lost) -> None:
-        """Remembers a loss. Raises ServerError where it was one too many."""
-        if lost.error.code in _AGAIN:
-            return
-        self.losses.update(lost.pairs)
-        if any(self.losses[pair] >= MAX_LOSSES for pair in lost.pairs):
-            i, _ = max(lost.pairs, key=self.losses.__getitem__)
-            raise ServerError(
-                f"{MAX_LOSSES} times a server was lost over the same work, which begins with prompt {i} of this step; "
-                f"does the engine die of it? The last time: {lost.error}",
-                code=lost.error.code,
-                status=lost.error.status,
-            )
-
-    def tokens(self, i: int) -> int:
-        """Returns the tokens that one completion of prompt i takes at most."""
-        return len(self.prompts[i]) + self.sampling.max_tokens
-
-    def seed(self, i: int, j: int) -> int | None:
-        """Returns the seed of one completion, None where no seeds are asked for."""
-        return None if self.seeds is None else self.seeds[i][j]
-
-
-def _shares(members: Sequence[Member], pairs: Sequence[Pair], work: _Work) -> list[tuple[Member, list[Pair]]]:
-    """Divides pairs: all of a prompt go to the server that has the fewest tokens in flight."""
-    by_prompt = defaultdict(list)
-    for i, j in pairs:
-        by_prompt[i].append((i, j))
-    load = {member: member.in_flight for member in members}
-    shares: dict[Member, list[Pair]] = defaultdict(list)
-    for i, mine in sorted(by_prompt.items(), key=lambda item: -work.tokens(item[0]) * len(item[1])):
-        member = min(load, key=load.__getitem__)
-        load[member] += work.tokens(i) * len(mine)
-        shares[member] += mine
-    return [(member, part) for member, mine in shares.items() for part in _requests(mine, work)]
-
-
-def _requests(pairs: Sequence[Pair], work: _Work) -> list[list[Pair]]:
-    """Divides pairs into those of one request each; what is left of a prompt, or very many, is not asked for as one."""
-    whole = len(pairs) == work.n * len({i for i, _ in pairs}) and work.n <= MAX_SAMPLES
-    size = MAX_PROMPTS * (work.n if whole else 1)
-    return [list(pairs[start : start + size]) for start in range(0, len(pairs), size)]
-
-
-async def _ask(member: Member, pairs: Sequence[Pair], work: _Work) -> AsyncIterator[tuple[int, int, Completion]]:
-    """Yields the completions of these pairs, asked for in one request."""
-    prompts = list(dict.fromkeys(i for i, _ in pairs))
-    whole = len(pairs) == work.n * len(prompts) and work.n <= MAX_SAMPLES
-    # What is left of a prompt need not be in a row: each is then asked for alone.
-    asked = [(i, 0) for i in prompts] if whole else list(pairs)
-    n = work.n if whole else 1
-    seeds = None
-    if work.seeds is not None:
-        seeds = [[work.seed(i, first + j) or 0 for j in range(n)] for i, first in asked]
-    answers = member.server.generate(
-        [work.prompts[i] for i, _ in asked],
-        work.sampling,
-        n=n if seeds is None else 1,
-        timeout_s=max(0.0, work.end - time.monotonic()),
-        seeds=seeds,
-        session=member.session,
-        tools=work.tools,
-    )
-    async for k, j, completion in answers:
-        i, first = asked[k]
-        yield i, first + j, completion
-
-
-async def _first(*works: "asyncio.Future[None] | Awaitable[None]") -> None:
-    """Waits until one of these has ended, and ends the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,4 @@
-"""Messages between trainer and server, validated strictly on both sides; all JSON.
-
-The server answers every error as {"error": {"code", "message", "hint"}}.
-"""
+"""Define the messages between trainer and server: JSON, validated strictly on both sides."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -19,6 +16,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Content = Literal["weights", "adapter"]
 """What the tensors of a published version are."""
 
+Memory = Literal["weights", "kv_cache"]
+"""The parts of the engine's memory that leave the GPU while it sleeps."""
+
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
 
@@ -28,6 +28,20 @@ class Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class ErrorBody(Strict):
+    """An error: `code` for machines, `message` for people, `hint` about what to do."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class ErrorResponse(Strict):
+    """Body of every answer with a status of 400 or more."""
+
+    error: ErrorBody
+
+
 class SamplingParams(Strict):
     """How to sample; temperature 0 is greedy. The returned log-probs are of this very distribution."""
 
@@ -35,8 +49,8 @@ class SamplingParams(Strict):
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(16, ge=1)
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), strict=False)  # strict takes no list from FastAPI
+    stop_token_ids: tuple[TokenId, ...] = Field((), strict=False)
     seed: Seed | None = None
 
 
@@ -51,8 +65,7 @@ class GenerateRequest(Strict):
     """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
 
     With `seeds`, prompt i has one completion per seed in seeds[i], and a seed alone decides the random numbers of its
-    completion. Without them it has `n`, the j-th of which is sampled with sampling.seed + i·n + j. With `session` a
-    server that has restarted since, and lost the weights that the caller counts on, refuses.
+    completion. Without them it has `n`, the j-th of which is sampled with sampling.seed + i·n + j.
     """
 
     prompts: list[PromptInput] = Field(min_length=1)
@@ -60,7 +73,7 @@ class GenerateRequest(Strict):
     n: int = Field(1, ge=1)
     stream: bool = False
     seeds: list[Annotated[list[Seed], Field(min_length=1)]] | None = None
-    session: str | None = None
+    session: str | None = None  # of the server: refused if it has restarted since and lost its weights
     tools: Toolbox | None = None
 
 
@@ -90,15 +103,15 @@ class Completion(Strict):
 
 
 class GenerateResponse(Strict):
-    """Answer to /generate: completions[i][j] is the j-th completion of prompt i; `version` is held at the end."""
+    """Answer to /generate: completions[i][j] is the j-th completion of prompt i."""
 
-    version: int
+    version: int  # that the server holds at the end
     model: str
     completions: list[list[Completion]]
 
 
 class StreamLine(Strict):
-    """One line of the NDJSON answer: the completion with number `index` of prompt `prompt`."""
+    """One line of the NDJSON answer: completion number `index` of prompt number `prompt`."""
 
     prompt: int
     index: int
@@ -106,38 +119,33 @@ class StreamLine(Strict):
 
 
 class StreamEnd(Strict):
-    """Last line of the NDJSON answer. `error` is set where generation broke off; without this line it was cut."""
+    """Last line of the NDJSON answer; without it the answer was cut."""
 
     done: Literal[True] = True
     version: int
     model: str
-    error: "ErrorBody | None" = None
+    error: ErrorBody | None = None  # why generation broke off
 
 
 class SessionRequest(Strict):
-    """POST /sessions: what an agent asks of /sessions/ID/v1 is recorded, and sampled in this way whatever it asks for.
+    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever the agent asks for.
 
-    Call number i, from 0, gets its seed from sampling.seed and i. Refused are a call more than `max_calls`, and one
-    whose prompt leaves no room in `max_length` tokens. A session without a call for `idle_timeout_s` is forgotten.
-    `session` is that of the server, as in a GenerateRequest.
+    The seed of a call follows from sampling.seed, its prompt, and the number of earlier calls with that prompt.
     """
 
     sampling: SamplingParams
-    max_length: int = Field(ge=2)
+    max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
     max_calls: int = Field(ge=1)
-    idle_timeout_s: float = Field(gt=0)
-    session: str | None = None
+    idle_timeout_s: float = Field(gt=0)  # a session is forgotten after this time without a call
+    session: str | None = None  # as in a GenerateRequest
 
 
 class SessionResponse(Strict):
-    """Answer to POST /sessions. An agent may call the model as it likes: `model` is its name.
-
-    `key` is what the agent sends in place of the server's token: it opens this session's /v1/... and nothing else.
-    """
+    """Answer to POST /sessions."""
 
     id: str
-    key: str
-    model: str
+    key: str  # for the agent, in place of the server's token: opens this session's /v1/... and nothing else
+    model: str  # its name; the agent may use any other
 
 
 class AgentCall(Strict):
@@ -156,28 +164,25 @@ class AgentRecord(Strict):
 
 
 class DiskSource(Strict):
-    """A published version: a folder name under the server's root, never a path."""
+    """A published version: a folder name under the server's root, never a path. Also the answer to PUT /upload."""
 
     kind: Literal["disk"] = "disk"
     name: str = Field(min_length=1, max_length=512)
 
 
 class AdapterConfig(Strict):
-    """adapter_config.json of PEFT. What it leaves out is PEFT's default; a key of any other kind of adapter is refused.
-
-    `target_modules` are the last parts of the names of adapted layers.
-    """
+    """adapter_config.json of PEFT; missing keys have PEFT's defaults, keys of other kinds of adapters are refused."""
 
     peft_type: Literal["LORA"] = "LORA"
     task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
     base_model_name_or_path: str
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
-    target_modules: list[str] = Field(min_length=1)
+    target_modules: list[str] = Field(min_length=1)  # last parts of the names of adapted layers
 
 
 class TensorLayout(Strict):
-    """What a tensor must be before anything of it has been read."""
+    """Name, dtype and shape of a tensor that is to come."""
 
     name: str
     dtype: str
@@ -185,16 +190,12 @@ class TensorLayout(Strict):
 
 
 class CollectiveSource(Strict):
-    """A version that comes through the weight group `session`, bucket after bucket (hocket.weight_group).
-
-    `turn` counts the transfers of the group, so that both ends know which one they are waiting for. With `adapter` the
-    tensors are those of an adapter.
-    """
+    """A version that comes through a weight group, bucket after bucket (hocket.weight_group)."""
 
     kind: Literal["nccl"] = "nccl"
-    session: str
-    turn: int = Field(ge=1)
-    adapter: AdapterConfig | None = None
+    session: str  # of the group
+    turn: int = Field(ge=1)  # number of the transfer in the group, so that both ends mean the same one
+    adapter: AdapterConfig | None = None  # None for whole weights
     buckets: list[list[TensorLayout]] = Field(min_length=1)
 
 
@@ -216,15 +217,11 @@ class ReloadResponse(Strict):
     session: str
 
 
-Memory = Literal["weights", "kv_cache"]
-"""The parts of the engine's memory that leave the GPU while it sleeps."""
-
-
 class SleepRequest(Strict):
-    """POST /sleep: the engine leaves the GPU. Idempotent, and `level` only counts where weights are still there.
+    """POST /sleep: the engine leaves the GPU. Idempotent; kept requests go on once the engine is awake.
 
-    Level 1 keeps the weights in the CPU's memory; level 2 drops them, and the engine then needs a reload before its KV
-    cache may wake up. `in_flight` is as for a reload: kept requests go on once the engine is awake.
+    Level 1 keeps the weights in the CPU's memory. Level 2 drops them: the engine then needs a reload before its KV
+    cache may wake up.
     """
 
     level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
@@ -238,40 +235,32 @@ class WakeRequest(Strict):
 
 
 class SleepResponse(Strict):
-    """Answer to /sleep and /wake_up: what is off the GPU now; nothing: the engine is awake."""
+    """Answer to /sleep and /wake_up."""
 
-    asleep: list[Memory]
+    asleep: list[Memory]  # what is off the GPU; [] if the engine is awake
     session: str
 
 
 class GroupRequest(Strict):
-    """POST /init_weight_group: the engine's workers join the trainer, which is rank 0, in a group of their own.
+    """POST /init_weight_group: the engine's workers leave their weight group and join a new one, with the trainer."""
 
-    `session` is a new name for every attempt; the group before is left. host and port are the trainer's key-value
-    store. `device` tells the trainer's GPU: NCCL can't connect two processes on one.
-    """
-
-    session: str
-    host: str
+    session: str  # a new name for every attempt
+    host: str  # of the trainer's key-value store
     port: int = Field(ge=1, le=65535)
     backend: Literal["nccl", "gloo"]
-    device: str | None
+    device: str | None  # the trainer's GPU: NCCL can't connect two processes on one
     timeout_s: float = Field(gt=0)
 
 
 class GroupResponse(Strict):
-    """The group is there; `workers` have joined it."""
+    """Answer to /init_weight_group."""
 
     session: str
-    workers: int
+    workers: int  # that have joined
 
 
 class Health(Strict):
-    """GET /health, the one route that needs no token. `session` is new after every start of the server.
-
-    `workers` is the number of the engine's processes that hold weights, `device` the kind of device they are on;
-    `kv_tokens` is how many tokens of all requests together its KV cache holds.
-    """
+    """GET /health, the one route that needs no token."""
 
     status: Status
     version: int
@@ -280,58 +269,35 @@ class Health(Strict):
     vocab_size: int
     max_length: int
     tokenizer_sha256: str
-    session: str
-    in_flight: int
-    root: str
-    device: str
-    workers: int
-    kv_tokens: int
-    error: "ErrorBody | None" = None
+    session: str  # new after every start of the server
+    in_flight: int  # completions that are being sampled
+    root: str  # folder under which versions are found
+    device: str  # kind of device, "cpu" or "cuda"
+    workers: int  # processes that hold weights
+    kv_tokens: int  # tokens of all requests together that fit into the KV cache
+    error: ErrorBody | None = None
 
 
-class ErrorBody(Strict):
-    """What went wrong (code for machines, message for people) and what to do about it (hint)."""
+class TensorSpec(Strict):
+    """One tensor of a published version."""
 
-    code: str
-    message: str
-    hint: str
-
-
-class ErrorResponse(Strict):
-    """Body of every answer with a status of 400 or more."""
-
-    error: ErrorBody
-
-
-class UploadResponse(Strict):
-    """Answer to PUT /upload: the file is there. `name` is what a DiskSource calls the version once all of it is."""
-
-    name: str
+    dtype: str
+    shape: list[int]
+    checksum: str  # of its bytes (hocket.manifest.tensor_checksum)
 
 
 class BaseVersion(Strict):
-    """The version that a delta changes; the checksum is that of its manifest."""
+    """The version that a delta changes, with the checksum of its manifest."""
 
     version: int
     checksum: str
 
 
 class Manifest(Strict):
-    """manifest.json of a published version: what each tensor must be; `checksum` sums up the whole version.
-
-    With `base` the folder holds only what changed since that version (hocket.delta); `tensors` are still all of them.
-    """
+    """manifest.json of a published version."""
 
     version: int
     content: Content = "weights"
-    tensors: dict[str, "TensorSpec"]
-    checksum: str
-    base: BaseVersion | None = None
-
-
-class TensorSpec(Strict):
-    """One tensor of a published version; the checksum is of its bytes (hocket.manifest.tensor_checksum)."""
-
-    dtype: str
-    shape: list[int]
-    checksum: str
+    tensors: dict[str, TensorSpec]  # all of them, also where the folder holds a delta
+    checksum: str  # of all tensors
+    base: BaseVersion | None = None  # set where the folder holds only the changes since that version (hocket.delta)

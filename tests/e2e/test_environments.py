@@ -11,14 +11,16 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
+from batches import drawing
 from hocket import config, tokenizer
 from hocket.data import load_prompts
-from hocket.pool import ServerPool
+from hocket.envs.base import bind
+from hocket.pool import Deadline, ServerPool
 from hocket.protocol import SamplingParams
 from hocket.rewards import RewardScorer
-from hocket.rollout.collect import in_order, play, sampling_params
-from hocket.rollout.episodes import episodes_of
-from hocket.rollout.played import Wave
+from hocket.rollout.collect import Plan, collect
+from hocket.rollout.episodes import player
+from hocket.rollout.pipeline import sampling_params
 from hocket.types import Group, TokenSequence
 from processes import ROOT, START_S, Process, free_port
 
@@ -49,29 +51,23 @@ async def groups_of(
     overrides = (f"server.port={port}", f"run.dir={runs}/{name}-played", *overrides)
     settings = config.load(ROOT / "config" / f"{name}.yaml", overrides)
     tokens = tokenizer.load(settings.model.path)
-    episodes = episodes_of(settings, tokens)
-    assert episodes is not None
-    prompts, _ = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=episodes.tools)
+    make = bind(settings.env.name, settings.env.model_extra or {})
+    toolbox = make().toolbox
+    tools = toolbox.tools if toolbox else ()
+    prompts, _ = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=tools)
+    plan = Plan(
+        label="s",
+        sampling=sampling_params(settings.rollout, seed=0, step=1),
+        group_size=group_size,
+        wanted=num_prompts,
+        at_most=num_prompts,
+        deadline=Deadline(120),
+    )
     async with ServerPool(settings.server_urls) as servers:
-        for member in servers.members:
-            member.holds((await member.server.health()).session)
+        max_length = tokenizer.longest_sequence(settings.model, settings.trainer)
+        play = player(make, servers, tokens, env=settings.env, data=settings.data, max_length=max_length)
         with RewardScorer(settings.rewards) as scorer:
-            groups = [
-                group
-                async for group in play(
-                    Wave(
-                        prompts=prompts[:num_prompts],
-                        sampling=sampling_params(settings.rollout, seed=0, step=1),
-                        group_size=group_size,
-                        label="s",
-                        timeout_s=120,
-                    ),
-                    server=servers,
-                    scorer=scorer,
-                    episodes=episodes,
-                )
-            ]
-    return in_order(groups)
+            return (await collect(plan, drawing(prompts[:num_prompts]), play, scorer.score)).groups
 
 
 def largest_gap(sequences: list[TokenSequence]) -> float:

@@ -3,7 +3,9 @@
 The copy takes what the trainer streams, as a server does, and samples with transformers instead of an engine.
 """
 
+import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from hocket import config as config_module
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import shape
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.config.algorithm import PRESETS, PresetName
@@ -24,11 +25,13 @@ from hocket.data import PromptStream, load_prompts
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
-from hocket.protocol import Completion, SamplingParams
 from hocket.rewards import RewardScorer
-from hocket.rollout.pipeline import Pipeline
+from hocket.rollout.collect import Seat
+from hocket.rollout.evaluate import EVAL_STEP, Evaluation
+from hocket.rollout.pipeline import plan_step, sampling_params
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
+from hocket.types import Prompt, Rollout, TokenSequence
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")]
 
@@ -42,24 +45,24 @@ by 0.5, with a random reward it falls."""
 class Copy:
     """Generation server and weight hand-over in one, within this process."""
 
-    kv_tokens = 4096
-
     def __init__(self, trainer: Trainer, path: str) -> None:
         self.trainer = trainer
         self.model = AutoModelForCausalLM.from_pretrained(path)
-        self.version = 0
+        self.current = 0
+        self.waiting: list[tuple[Prompt, Seat, asyncio.Future[Rollout]]] = []
 
     async def wait_up(self) -> None:
-        if self.version == 0:
+        if self.current == 0:
             await self.publish()
 
     @contextlib.asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
-        yield
+    async def training(self, *, publishes: bool) -> AsyncIterator[dict[str, float]]:
+        del publishes
+        yield {}
 
     async def publish(self) -> dict[str, float]:
         self.trainer.stream(1 << 30, self._load)
-        self.version += 1
+        self.current += 1
         return {}
 
     def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
@@ -68,22 +71,24 @@ class Copy:
     def save(self) -> None:
         """Nothing is written."""
 
+    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
+        """Plays episodes that begin at the same moment as one batch."""
+        loop = asyncio.get_running_loop()
+        if not self.waiting:
+            loop.call_later(0.01, self._generate)
+        self.waiting.append((prompt, seat, loop.create_future()))
+        return await self.waiting[-1][2]
+
     @torch.no_grad()
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        *,
-        n: int = 1,
-        timeout_s: float,
-        seeds: Sequence[Sequence[int]],
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        del timeout_s
+    def _generate(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        sampling = waiting[0][1].sampling
         torch.manual_seed(sampling.seed or 0)
+        prompts = [prompt.token_ids for prompt, _, _ in waiting]
         width = max(map(len, prompts))
         tokenizer = self.trainer.tokenizer
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts]).repeat_interleave(n, dim=0)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).repeat_interleave(n, dim=0)
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         options = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
         output = self.model.generate(
             input_ids=ids,
@@ -96,21 +101,20 @@ class Copy:
         sampled = output.sequences[:, width:]
         scores = torch.stack(output.scores, dim=1).log_softmax(dim=-1)
         logprobs = scores.gather(-1, sampled[..., None]).squeeze(-1)
-        for index, (token_ids, values) in enumerate(zip(sampled.tolist(), logprobs.tolist(), strict=True)):
+        for (prompt, seat, answer), token_ids, values in zip(waiting, sampled.tolist(), logprobs.tolist(), strict=True):
             ended = tokenizer.eos_token_id in token_ids
             length = token_ids.index(tokenizer.eos_token_id) + 1 if ended else len(token_ids)
-            text = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
-            yield (
-                index // n,
-                index % n,
-                Completion(
-                    token_ids=tuple(token_ids[:length]),
-                    logprobs=tuple(values[:length]),
-                    finish_reason="stop" if ended else "length",
-                    versions=((self.version, 0, length),),
-                    text=text,
-                ),
+            sequence = TokenSequence(
+                token_ids=(*prompt.token_ids, *token_ids[:length]),
+                mask=(*[False] * len(prompt.token_ids), *[True] * length),
+                logprobs=(*[0.0] * len(prompt.token_ids), *values[:length]),
+                finish_reason="stop" if ended else "length",
+                version_min=self.current,
+                version_max=self.current,
+                text=tokenizer.decode(token_ids[:length], skip_special_tokens=True),
             )
+            if not answer.done():
+                answer.set_result(Rollout(id=seat.id, prompt=prompt, sequences=(sequence,)))
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +139,34 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
     ):
         copy: Any = Copy(trainer, config.model.path)
         stream = PromptStream(prompts, config.trainer.seed)
-        pipeline = Pipeline(
-            config,
-            stream,
-            server=copy,
-            scorer=scorer,
-            informative=lambda group: shape(group, config.algorithm, config.rollout.max_tokens).reason is None,
+        evaluation = Evaluation(
+            datasets={"": held_out[: config.eval.num_prompts]},
+            play=copy.play,
+            score=scorer.score,
+            reward=next(iter(config.rewards.functions)),
+            samples=1,
+            sampling=sampling_params(config.rollout, seed=0, step=EVAL_STEP, temperature=config.eval.temperature),
+            timeout_s=600.0,
+            max_error_rate=config.rewards.max_error_rate,
+        )
+        plan = functools.partial(
+            plan_step,
+            config=config.rollout,
+            seed=config.trainer.seed,
+            oversampling=config.algorithm.oversampling,
+            max_staleness=0,
         )
         return await Run(
             config=config,
             trainer=trainer,
             servers=copy,
             stream=stream,
-            pipeline=pipeline,
-            held_out={"": held_out[: config.eval.num_prompts]},
-            eval_scorer=scorer,
-            sync=copy,
+            play=copy.play,
+            scorer=scorer,
+            plan=plan,
+            evaluation=evaluation,
+            versions=copy,
+            publisher=copy,
             kl=KlController(config.algorithm),
             folder=folder,
             console=console,

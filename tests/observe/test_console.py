@@ -6,19 +6,10 @@ import pytest
 from hocket.observe.console import HEADING_EVERY, Console
 
 METRICS = {
-    "reward/mean": 0.5,
-    "eval/accuracy": 0.25,
-    "rollout/length_mean": 7.0,
-    "rollout/truncated": 0.1,
-    "train/logprob_gap": 2e-6,
-    "train/clip_low": 0.01,
-    "train/clip_high": 0.015,
-    "train/importance_capped": 0.005,
-    "step/tokens_per_s": 12345.6,
-    "train/mfu": 0.41,
-    "time/generate": 1.5,
-    "time/step": 2.0,
-}
+    "reward/mean": 0.5, "eval/accuracy": 0.25, "rollout/length_mean": 7.0, "rollout/truncated": 0.1,
+    "train/logprob_gap": 2e-6, "train/clip_low": 0.01, "train/clip_high": 0.015, "train/importance_capped": 0.005,
+    "step/tokens_per_s": 12345.6, "train/mfu": 0.41, "time/generate": 1.5, "time/step": 2.0,
+}  # fmt: skip
 
 
 def test_a_step_is_one_line_under_a_heading_with_every_column(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,21 +9,20 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from batches import SAMPLING, gathered
 from hocket.envs import Task
 from hocket.errors import ServerError
+from hocket.pool import Deadline
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams
 from hocket.rollout.agents import Agents
-from hocket.rollout.collect import play
+from hocket.rollout.budget import TokenBudget
 from hocket.rollout.episode import Limits
-from hocket.rollout.played import Wave
 from hocket.types import Group, Prompt, Rollout, Score
-
-SAMPLING = SamplingParams(max_tokens=8, seed=77)
 
 
 class FakeSession:
@@ -36,7 +35,6 @@ class FakeSession:
         self.sampling = sampling
         self.calls: list[AgentCall] = []
         self.closed = 0
-        self.waited_s = 0.0
         self.cut_off = False
         self._servers = servers
 
@@ -72,18 +70,14 @@ class FakeServers:
         self.lost = 0  # times that one is lost with its calls
         self.down_s = 0.0  # how long there is none after that
 
-    kv_tokens: int = 0
-
-    async def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **rest: Any) -> AsyncIterator[Any]:
-        raise AssertionError("agents ask for themselves")
-        yield
-
     @contextlib.asynccontextmanager
-    async def session(self, sampling: SamplingParams, **bounds: Any) -> AsyncIterator[FakeSession]:
-        waited_s = self.down_s if self.sessions else 0.0
-        await asyncio.sleep(waited_s)
+    async def session(
+        self, sampling: SamplingParams, *, deadline: Deadline, **bounds: Any
+    ) -> AsyncIterator[FakeSession]:
+        if self.sessions and self.down_s:
+            with deadline.stopped():
+                await asyncio.sleep(self.down_s)
         session = FakeSession(self, sampling, len(self.sessions))
-        session.waited_s = waited_s
         self.sessions[session.base_url] = session
         self.bounds.append(bounds)
         self.open += 1
@@ -110,6 +104,8 @@ class ByText:
     """0.5 for whatever was said; the environment's reward where there is one."""
 
     async def score(self, rollout: Rollout) -> Score:
+        if rollout.error is not None:
+            return Score(total=math.nan, error=rollout.error)
         return Score(total=0.5 if rollout.reward is None else rollout.reward, parts={"of": len(rollout.text)})
 
 
@@ -123,13 +119,14 @@ async def played(
     first: int = 0,
     limits: Limits | None = None,
     concurrency: int = 64,
-    max_in_flight_tokens: int | None = None,
+    budget: int = 0,
 ) -> list[Group]:
     agents = Agents(
         FakeAgent(servers, plays, concurrency),  # type: ignore[arg-type]
+        servers,  # type: ignore[arg-type]
         limits=limits or Limits(max_turns=6, max_length=64, timeout_s=5.0),
         decode=lambda token_ids: " ".join(map(str, token_ids)),
-        max_in_flight_tokens=max_in_flight_tokens,
+        budget=TokenBudget(lambda: budget),
     )
     prompts = [
         Prompt(
@@ -141,18 +138,8 @@ async def played(
         )
         for i in range(first, first + num_prompts)
     ]
-    groups = [
-        group
-        async for group in play(
-            Wave(
-                prompts=prompts, sampling=SAMPLING, group_size=group_size, label="s", timeout_s=timeout_s, first=first
-            ),
-            server=servers,
-            scorer=ByText(),
-            episodes=agents,
-        )
-    ]
-    return sorted(groups, key=lambda group: int(group.id.split("/")[1]))
+    batch = await gathered(prompts, agents.play, ByText().score, group_size=group_size, timeout_s=timeout_s)
+    return batch.groups
 
 
 async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None:
@@ -174,8 +161,8 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     assert session.sampling.model_copy(update={"seed": 77}) == SAMPLING
     done = [call.completion.token_ids for call in session.calls if call.completion]
     (rollout,), (score,) = group.rollouts, group.scores
-    assert (rollout.id, score.total, rollout.reward) == ("s/3/0", 0.75, 0.75)
-    assert rollout.sequence_ids == ("s/3/0.0", "s/3/0")
+    assert (rollout.id, score.total, rollout.reward) == ("s/0/0", 0.75, 0.75)
+    assert rollout.sequence_ids == ("s/0/0.0", "s/0/0")
     other, last = rollout.sequences
     assert (last.token_ids, last.mask) == ((5, 9, *done[2]), (False, False, True, True, True))
     assert (last.version_min, last.turns, other.turns) == (2, 1, 2)
@@ -396,7 +383,7 @@ async def stubborn():
 async def main():
     running = asyncio.create_task(stubborn())
     await asyncio.sleep(0)
-    print("ended:", await agents._end(running))
+    print("ended:", await agents._cancel(running))
 
 asyncio.run(main())
 """
@@ -449,8 +436,6 @@ async def test_the_same_settings_give_the_same_random_numbers_whatever_the_order
         == len({rollout.reward for rollout in rollouts})
         == 60
     )
-    (later,) = await played(plays(0.0), FakeServers(), first=7, group_size=3)  # in a batch of its own
-    assert later.rollouts == runs[0][7].rollouts
 
 
 async def test_no_more_agents_run_at_the_same_time_than_are_wanted() -> None:
@@ -463,12 +448,8 @@ async def test_no_more_agents_run_at_the_same_time_than_are_wanted() -> None:
     await played(plays, servers, num_prompts=40, concurrency=5)
     assert (len(servers.sessions), servers.most_open) == (40, 5)
     servers = FakeServers()  # 2 tokens of each prompt and 8 of an answer: three fit
-    await played(plays, servers, num_prompts=40, concurrency=5, max_in_flight_tokens=39)
+    await played(plays, servers, num_prompts=40, concurrency=5, budget=39)
     assert (len(servers.sessions), servers.most_open) == (40, 3)
-    servers = FakeServers()
-    servers.kv_tokens = 20
-    await played(plays, servers, num_prompts=40, concurrency=5)
-    assert (len(servers.sessions), servers.most_open) == (40, 2)
 
 
 async def test_what_is_not_over_when_the_batch_must_be_has_failed_and_names_the_setting() -> None:

@@ -1,10 +1,10 @@
 import asyncio
 
-from hocket.rollout.budget import Budget
+from hocket.rollout.budget import TokenBudget
 
 
 async def test_a_budget_forgets_who_has_given_up_waiting() -> None:
-    budget = Budget(lambda: 10)
+    budget = TokenBudget(lambda: 10)
     await budget.start(8)
     first, second = asyncio.create_task(budget.start(5)), asyncio.create_task(budget.start(5))
     await asyncio.sleep(0)

@@ -6,27 +6,28 @@ import dataclasses
 import math
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from batches import gathered
 from hocket.algorithm.samples import fate, shape
 from hocket.config import AlgorithmConfig, DataConfig
 from hocket.data import PromptStream, Renderer
 from hocket.data.ledger import accounts
-from hocket.envs import Action, Environment, Observation, Step, tool
+from hocket.envs import Action, Environment, Observation, SingleTurn, Step, tool
 from hocket.envs.base import bind
 from hocket.errors import ServerError
-from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
-from hocket.rollout import coalescer
-from hocket.rollout.collect import play
+from hocket.pool import Deadline
+from hocket.protocol import Completion, SamplingParams, ToolCall
+from hocket.rollout.budget import TokenBudget
 from hocket.rollout.episode import Limits
 from hocket.rollout.episodes import Episodes
-from hocket.rollout.played import Wave
-from hocket.types import Group, Message, Prompt, Rollout, Score
+from hocket.system import seed_of
+from hocket.types import FinishReason, Group, Message, Prompt, Rollout, Score
 
 END, ASSISTANT = 1, 4
 """Of checkpoints/tiny-tools: the token that ends a turn, and the one that begins the model's."""
@@ -49,41 +50,38 @@ class Turn:
 class FakeEngine:
     """Samples tokens that the seed alone decides, in random order; fails, where told to, after so many completions."""
 
-    kv_tokens = 10**9
-
     def __init__(self, *, delay_s: float = 0.0, fail_after: int | None = None) -> None:
         self.delay_s, self.fail_after = delay_s, fail_after
+        self.rng = random.Random(0)
         self.turns: list[Turn] = []
-        self.requests: list[int] = []
-        self.running = self.most_running = self.aborted = 0
+        self.running = self.aborted = 0
 
-    async def generate(
+    async def ask(
         self,
-        prompts: Sequence[Sequence[int]],
+        token_ids: Sequence[int],
         sampling: SamplingParams,
         *,
-        n: int = 1,
-        timeout_s: float,
-        seeds: Sequence[Sequence[int]],
-        tools: Toolbox | None = None,
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        assert (n, sampling.seed, len(seeds)) == (1, None, len(prompts))
-        self.requests.append(len(prompts))
+        seed: int,
+        deadline: Deadline,
+        group: str,
+        place: str,
+    ) -> Completion:
+        assert sampling.seed is None
+        assert place.startswith(f"{group}/")
+        context = list(token_ids)
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
         try:
-            for i in random.Random(seeds[0][0]).sample(range(len(prompts)), len(prompts)):
-                await asyncio.sleep(self.delay_s)
-                if self.fail_after is not None and len(self.turns) >= self.fail_after:
-                    raise ServerError("the engine died", code="engine_dead")
-                completion = sampled(seeds[i][0], sampling.max_tokens)
-                self.turns.append(Turn(list(prompts[i]), sampling, seeds[i][0], completion))
-                yield i, 0, completion
-        except (GeneratorExit, asyncio.CancelledError):
+            await asyncio.sleep(self.delay_s * self.rng.random())
+            if self.fail_after is not None and len(self.turns) >= self.fail_after:
+                raise ServerError("the engine died", code="engine_dead")
+        except asyncio.CancelledError:
             self.aborted += 1
             raise
         finally:
             self.running -= 1
+        completion = sampled(seed, sampling.max_tokens)
+        self.turns.append(Turn(context, sampling, seed, completion))
+        return completion
 
 
 def sampled(seed: int, max_tokens: int) -> Completion:
@@ -149,11 +147,10 @@ class Wordy(Environment):
 class ByReward:
     async def score(self, rollout: Rollout) -> Score:
         await asyncio.sleep(0)
+        if rollout.error is not None:
+            return Score(total=math.nan, error=rollout.error)
         assert rollout.reward is not None
         return Score(total=rollout.reward, parts={"env": rollout.reward})
-
-
-SAMPLING = SamplingParams(max_tokens=8, seed=77)
 
 
 async def played(
@@ -164,7 +161,7 @@ async def played(
     num_prompts: int,
     group_size: int = 1,
     limits: Limits | None = None,
-    max_in_flight_tokens: int | None = None,
+    budget: int = 0,
     timeout_s: float = 60.0,
 ) -> list[Group]:
     """Returns the groups in the order of their prompts, each of whose tokens names the prompt."""
@@ -172,7 +169,8 @@ async def played(
         make=make,
         renderer=renderer,
         limits=limits or Limits(max_turns=6, max_length=256, timeout_s=5.0),
-        max_in_flight_tokens=max_in_flight_tokens,
+        ask=engine.ask,
+        budget=TokenBudget(lambda: budget),
     )
     chats: list[tuple[Message, ...]] = [({"role": "user", "content": f"{i:03}"},) for i in range(num_prompts)]
     token_ids = renderer.encode([renderer.render(chat) for chat in chats])
@@ -180,16 +178,8 @@ async def played(
         Prompt(id=f"p{i}", token_ids=tuple(ids), messages=chat, answer="7")
         for i, (chat, ids) in enumerate(zip(chats, token_ids, strict=True))
     ]
-    groups = [
-        group
-        async for group in play(
-            Wave(prompts=prompts, sampling=SAMPLING, group_size=group_size, label="s", timeout_s=timeout_s),
-            server=engine,
-            scorer=ByReward(),
-            episodes=episodes,
-        )
-    ]
-    return sorted(groups, key=lambda group: int(group.id.split("/")[1]))
+    batch = await gathered(prompts, episodes.play, ByReward().score, group_size=group_size, timeout_s=timeout_s)
+    return batch.groups
 
 
 async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_and_nothing_else(
@@ -310,12 +300,11 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
     seven = renderer.encode([renderer.render(({"role": "user", "content": "007"},))])[0]
 
     class Stuck(FakeEngine):
-        async def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **rest: Any) -> Any:
-            if any(seven == list(prompt[: len(seven)]) for prompt in prompts):
-                await asyncio.sleep(rest["timeout_s"])
+        async def ask(self, token_ids: Sequence[int], *args: Any, **rest: Any) -> Completion:
+            if seven == list(token_ids[: len(seven)]):
+                await asyncio.sleep(rest["deadline"].left_s)
                 raise ServerError("it has not finished in time", code="timeout")
-            async for answer in super().generate(prompts, *args, **rest):
-                yield answer
+            return await super().ask(token_ids, *args, **rest)
 
     closed: collections.Counter[int] = collections.Counter()
 
@@ -326,7 +315,7 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
     groups = await played(lambda: Endless(closed), renderer, Stuck(), num_prompts=12, timeout_s=0.5)
     errors = [score.error for group in groups for score in group.scores]
     late = [error for error in errors if error is not None and "within 0.5 s (rollout.timeout_s): it has not" in error]
-    assert 1 <= len(late) <= 12  # with those that travelled in its company
+    assert len(late) == 1
     assert closed == {1: 12}
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -357,17 +346,12 @@ async def test_leaving_early_cancels_what_is_in_flight(renderer: Renderer) -> No
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_turns_of_many_episodes_travel_in_few_requests_and_the_same_run_twice_is_the_same(
-    renderer: Renderer,
-) -> None:
+async def test_the_same_run_twice_is_the_same_whatever_the_order(renderer: Renderer) -> None:
     runs = []
-    for delay_s in (0.0, 0.002):  # other company, another order
+    for delay_s in (0.0, 0.01):
         engine = FakeEngine(delay_s=delay_s)
         groups = await played(lambda: Wordy(collections.defaultdict(list)), renderer, engine, num_prompts=100)
         runs.append([group.rollouts[0] for group in groups])
-        assert len(engine.requests) < len(engine.turns) / 2
-        assert engine.most_running <= coalescer.MAX_REQUESTS + 4  # four kinds of sampling may leave together
-        assert max(engine.requests) <= coalescer.MAX_TURNS
     assert runs[0] == runs[1]
 
 
@@ -391,19 +375,13 @@ async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Rend
 
     closed = 0
     # A prompt has 6 tokens and a turn 8: 14 each, so that 50 tokens hold three episodes at a time.
-    await played(Counting, renderer, FakeEngine(), num_prompts=20, max_in_flight_tokens=50)
+    await played(Counting, renderer, FakeEngine(), num_prompts=20, budget=50)
     assert begun == [f"p{i}" for i in range(20)]
     assert most == 3
     # One that is larger than the bound is played alone.
     begun, most, closed = [], 0, 0
-    await played(Counting, renderer, FakeEngine(), num_prompts=5, max_in_flight_tokens=10)
+    await played(Counting, renderer, FakeEngine(), num_prompts=5, budget=10)
     assert (len(begun), most) == (5, 1)
-    # Without a bound of its own, it is what the servers can hold.
-    begun, most, closed = [], 0, 0
-    engine = FakeEngine()
-    engine.kv_tokens = 28
-    await played(Counting, renderer, engine, num_prompts=20)
-    assert (len(begun), most) == (20, 2)
 
 
 async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended_twice(renderer: Renderer) -> None:
@@ -415,14 +393,14 @@ async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended
             return Step(messages=[{"role": "user", "content": "hm"}], done=len(says) == 2, max_tokens=2)
 
     class Engine(FakeEngine):
-        async def generate(self, prompts: Any, sampling: Any, **rest: Any) -> Any:
+        async def ask(self, token_ids: Any, sampling: Any, **rest: Any) -> Completion:
+            reason: FinishReason
             ids, reason = ((20, END), "stop") if not says else ((21, 22), "length")
             if len(says) == 1 and sampling.max_tokens == 2:
                 ids, reason = (21, 22), "length"
-            done = Completion(
+            return Completion(
                 token_ids=ids, logprobs=(-1.0, -2.0), finish_reason=reason, versions=((1, 0, 2),), text="t"
             )
-            yield 0, 0, done
 
     (group,) = await played(Scripted, renderer, Engine(), num_prompts=1)
     hm = renderer.encode(["<|user|>hm<|end|><|assistant|>"])[0]
@@ -478,10 +456,9 @@ async def test_half_a_surrogate_pair_is_told_as_a_question_mark(renderer: Render
 class Caller(FakeEngine):
     """Calls a tool in each of its turns."""
 
-    async def generate(self, *args: Any, **rest: Any) -> AsyncIterator[tuple[int, int, Completion]]:
-        async for i, j, completion in super().generate(*args, **rest):
-            call = ToolCall(name="hang_of_episodes", arguments="{}")
-            yield i, j, completion.model_copy(update={"tool_calls": (call,)})
+    async def ask(self, *args: Any, **rest: Any) -> Completion:
+        call = ToolCall(name="hang_of_episodes", arguments="{}")
+        return (await super().ask(*args, **rest)).model_copy(update={"tool_calls": (call,)})
 
 
 async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(renderer: Renderer) -> None:
@@ -579,3 +556,32 @@ async def test_other_episodes_go_on_while_a_text_is_encoded(
     monkeypatch.setattr(renderer, "encode", slow)
     groups = await played(Several, renderer, FakeEngine(), num_prompts=10)
     assert [group.scores[0].error for group in groups] == [None] * 10
+
+
+async def test_an_environment_without_rewards_leaves_them_to_the_reward_functions(renderer: Renderer) -> None:
+    scored = []
+
+    async def score(rollout: Rollout) -> Score:
+        scored.append(rollout)
+        return Score(total=1.0)
+
+    limits = Limits(max_turns=6, max_length=256, timeout_s=5.0)
+    play = Episodes(make=SingleTurn, renderer=renderer, limits=limits, ask=FakeEngine().ask).play
+    batch = await gathered([Prompt(id="p", token_ids=(5, 6))], play, score)
+    (rollout,) = batch.groups[0].rollouts
+    assert scored == [rollout]
+    assert (rollout.id, rollout.reward, rollout.turns) == ("s/0/0", None, 1)
+    done = sampled(seed_of(77, 0, 1), 8)
+    assert rollout.sequences[0].token_ids == (5, 6, *done.token_ids)
+    assert rollout.sequences[0].mask == (False, False, *[True] * len(done.token_ids))
+    assert rollout.sequences[0].logprobs == (0.0, 0.0, *done.logprobs)
+    assert (rollout.text, rollout.finish_reason) == (done.text, done.finish_reason)
+
+
+async def test_a_completion_without_tokens_is_an_error(renderer: Renderer) -> None:
+    class Empty(FakeEngine):
+        async def ask(self, *args: Any, **rest: Any) -> Completion:
+            return Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(), text="")
+
+    with pytest.raises(ServerError, match="without tokens"):
+        await played(SingleTurn, renderer, Empty(), num_prompts=1)

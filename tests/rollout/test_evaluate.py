@@ -1,49 +1,38 @@
+import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
 from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
-from hocket.protocol import Completion, SamplingParams
-from hocket.rollout.evaluate import MAIN, evaluate, pass_at_k, rewards_of_eval
-from hocket.types import Prompt, Rollout, Score
+from hocket.protocol import SamplingParams
+from hocket.rollout.collect import ScoreOne, Seat
+from hocket.rollout.evaluate import MAIN, Evaluation, eval_rewards, pass_at_k
+from hocket.types import Prompt, Rollout, Score, TokenSequence
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
 
 
-class FakeServer:
-    kv_tokens = 4096
+class FakePlayer:
+    """Says the prompt's number, with several samples also a letter each."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.seats: list[Seat] = []
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        *,
-        n: int = 1,
-        timeout_s: float,
-        seeds: Sequence[Sequence[int]],
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        self.sampling = sampling
-        self.timeout_s = timeout_s
-        self.asked.append(len(prompts))
-        for i in reversed(range(len(prompts))):
-            number = prompts[i][0] - 1
-            for j in range(n):
-                yield (
-                    i,
-                    j,
-                    Completion(
-                        token_ids=(5,) * (number + 1),
-                        logprobs=(-0.1,) * (number + 1),
-                        finish_reason="length" if number == 3 else "stop",
-                        versions=((1, 0, number + 1),),
-                        text=f"{number}{'abcdefgh'[j]}" if n > 1 else str(number),
-                    ),
-                )
+    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
+        self.seats.append(seat)
+        number = prompt.token_ids[0] - 1
+        sequence = TokenSequence(
+            token_ids=(*prompt.token_ids, *[5] * (number + 1)),
+            mask=(False, *[True] * (number + 1)),
+            logprobs=(0.0, *[-0.1] * (number + 1)),
+            finish_reason="length" if number == 3 else "stop",
+            text=f"{number}{'abcdefgh'[int(seat.id[-1])]}" if self.lettered else str(number),
+        )
+        return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,))
+
+    lettered = False
 
 
 class FakeScorer:
@@ -57,10 +46,23 @@ class FakeScorer:
         return Score(total=10 * correct, parts={"exact_match": correct})
 
 
+def evaluation(
+    score: ScoreOne, *, player: FakePlayer | None = None, prompts: list[Prompt] = PROMPTS, **changes: Any
+) -> Evaluation:
+    player = player or FakePlayer()
+    player.lettered = changes.get("samples", 1) > 1
+    values: dict[str, Any] = {
+        "reward": "exact_match",
+        "samples": 1,
+        "sampling": SamplingParams(seed=1),
+        "timeout_s": 9.0,
+        "max_error_rate": 0.5,
+    }
+    return Evaluation(datasets={MAIN: prompts}, play=player.play, score=score, **(values | changes))
+
+
 async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> None:
-    metrics, groups = await evaluate(
-        {MAIN: PROMPTS}, server=FakeServer(), scorer=FakeScorer(), config=config_module.load(), label="eval"
-    )
+    metrics, groups = await evaluation(FakeScorer().score).run("eval")
     # texts 0 and 1 of 0..3 are right; lengths 1, 2, 3, 4; one of four was cut
     assert metrics == {
         "eval/accuracy": 0.5,
@@ -73,43 +75,32 @@ async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> Non
 
 
 async def test_a_failed_score_is_left_out_of_the_accuracy() -> None:
-    metrics, _ = await evaluate(
-        {MAIN: PROMPTS}, server=FakeServer(), scorer=FakeScorer(fails="3"), config=config_module.load(), label="eval"
-    )
+    metrics, _ = await evaluation(FakeScorer(fails="3").score).run("eval")
     assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
     assert metrics["eval/reward_errors"] == 0.25
 
 
 @pytest.mark.parametrize(("fails", "allowed"), [("0123", 1.0), ("012", 0.5)])
 async def test_too_few_scores_are_an_error_with_the_cause(fails: str, allowed: float) -> None:
-    config = config_module.load(None, [f"rewards.max_error_rate={allowed}"])
     with pytest.raises(RewardError, match=rf"{len(fails)} of 4 scores failed.*broke"):
-        await evaluate(
-            {MAIN: PROMPTS}, server=FakeServer(), scorer=FakeScorer(fails=fails), config=config, label="eval"
-        )
+        await evaluation(FakeScorer(fails=fails).score, max_error_rate=allowed).run("eval")
 
 
-async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_temperature() -> None:
-    first, second = FakeServer(), FakeServer()
-    config = config_module.load(None, ["eval.temperature=0.3"])
-    for server in (first, second):
-        await evaluate({MAIN: PROMPTS}, server=server, scorer=FakeScorer(), config=config, label="eval")
-    assert first.sampling == second.sampling
-    assert first.sampling.temperature == 0.3
-
-
-async def test_an_evaluation_has_the_time_of_all_the_batches_that_may_be_played_beside_it() -> None:
-    server = FakeServer()
-    config = config_module.load(None, ["rollout.timeout_s=100", "pipeline.max_staleness=2"])
-    await evaluate({MAIN: PROMPTS}, server=server, scorer=FakeScorer(), config=config, label="eval")
-    assert server.timeout_s == pytest.approx(300, abs=10)  # its own and those of two batches
+async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() -> None:
+    player = FakePlayer()
+    for label in ("eval 1", "eval 2"):
+        await evaluation(FakeScorer().score, player=player, sampling=SamplingParams(temperature=0.3, seed=5)).run(label)
+    first, second = player.seats[:4], player.seats[4:]
+    assert [(seat.number, seat.sampling) for seat in first] == [(seat.number, seat.sampling) for seat in second]
+    assert {seat.deadline.seconds for seat in player.seats} == {9.0}
+    assert first[0].deadline is not second[0].deadline
 
 
 def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -> None:
     config = config_module.load(None, ["rewards.functions={length: {weight: 2, target: 9}, random: 1.0}"])
-    assert rewards_of_eval(config).functions == {"length": config.rewards.functions["length"]}
+    assert eval_rewards(config.rewards, None).functions == {"length": config.rewards.functions["length"]}
     named = config_module.load(None, ["rewards.functions={random: 1.0}", "eval.reward=exact_match"])
-    assert list(rewards_of_eval(named).functions) == ["exact_match"]
+    assert list(eval_rewards(named.rewards, named.eval.reward).functions) == ["exact_match"]
 
 
 class Marks:
@@ -133,10 +124,7 @@ def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> No
 
 async def test_with_several_samples_each_prompt_counts_the_same_and_pass_at_k_is_measured() -> None:
     marks = {f"0{j}": 1.0 for j in "ab"} | {"0c": 0.0, "0d": 0.0} | {f"1{j}": 0.5 for j in "abcd"} | {"2a": 1.0}
-    config = config_module.load(None, ["eval.samples=4", "rewards.max_error_rate=0.5"])
-    metrics, _ = await evaluate(
-        {MAIN: PROMPTS[:3]}, server=FakeServer(), scorer=Marks(marks), config=config, label="eval"
-    )
+    metrics, _ = await evaluation(Marks(marks).score, prompts=PROMPTS[:3], samples=4).run("eval")
     assert metrics["eval/accuracy"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)
     assert metrics["eval/pass@1"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)  # half a mark is no pass
     assert metrics["eval/pass@2"] == pytest.approx((1 - 1 / 6 + 0.0) / 2)  # of the prompts with two scores
@@ -145,15 +133,9 @@ async def test_with_several_samples_each_prompt_counts_the_same_and_pass_at_k_is
 
 
 async def test_several_datasets_are_measured_apart() -> None:
-    server = FakeServer()
-    metrics, groups = await evaluate(
-        {MAIN: PROMPTS[:3], "hard": PROMPTS[1:4]},
-        server=server,
-        scorer=FakeScorer(),
-        config=config_module.load(),
-        label="eval",
-    )
-    assert server.asked == [3, 3]
+    both = dataclasses.replace(evaluation(FakeScorer().score), datasets={MAIN: PROMPTS[:3], "hard": PROMPTS[1:4]})
+    metrics, groups = await both.run("eval")
+    assert groups[3].id == "eval hard/0"
     assert [group.rollouts[0].text for group in groups] == ["0", "1", "2", "1", "2", "3"]
     assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
     assert metrics["eval/hard/accuracy"] == pytest.approx(1 / 3)

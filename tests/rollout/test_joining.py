@@ -3,7 +3,7 @@
 import random
 
 from hocket.protocol import AgentCall, Completion
-from hocket.rollout.joining import join
+from hocket.rollout.agents import join
 from hocket.types import Prompt
 
 PROMPT = Prompt(id="p", token_ids=(1, 2), text="hi")

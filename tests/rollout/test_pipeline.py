@@ -1,71 +1,50 @@
 """The pipeline with a fake server: when a batch begins, what is in it, what takes the place of what teaches nothing."""
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.data import PromptStream
-from hocket.errors import ServerError
-from hocket.protocol import Completion, SamplingParams
-from hocket.rollout.collect import sampling_params
-from hocket.rollout.pipeline import Batch, Pipeline
+from hocket.errors import DataError, ServerError
+from hocket.observe.run_folder import lines_of
+from hocket.rollout.collect import Batch, Seat, collect
+from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
 from hocket.system import seed_of
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
 
 
-class FakeServer:
-    """Answers after `delay_s` of a prompt's first token, and says which requests it got."""
-
-    kv_tokens = 4096
+class FakePlayer:
+    """Plays an episode in `delay_s` of the prompt's first token; its text is the seed of its first turn."""
 
     def __init__(self, delay_s: Callable[[int], float] = lambda token: 0.0) -> None:
         self.delay_s = delay_s
-        self.requests: list[tuple[list[int], int]] = []
+        self.begun: list[str] = []
         self.cancelled = 0
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        *,
-        n: int = 1,
-        timeout_s: float,
-        seeds: Sequence[Sequence[int]],
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        assert sampling.seed is not None
-        self.requests.append(([prompt[0] for prompt in prompts], sampling.seed))
+    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
+        if seat.group.rpartition("/")[0] not in self.begun:
+            self.begun.append(seat.group.rpartition("/")[0])
         try:
-            for i in sorted(range(len(prompts)), key=lambda i: self.delay_s(prompts[i][0])):
-                await asyncio.sleep(self.delay_s(prompts[i][0]))
-                if self.delay_s(prompts[i][0]) < 0:
-                    raise ServerError("it broke", code="unreachable")
-                for j in range(n):
-                    yield (
-                        i,
-                        j,
-                        Completion(
-                            token_ids=(7,),
-                            logprobs=(-0.1,),
-                            finish_reason="stop",
-                            versions=((1, 0, 1),),
-                            text=str(seeds[i][j]),
-                        ),
-                    )
+            if (delay_s := self.delay_s(prompt.token_ids[0])) < 0:
+                raise ServerError("it broke", code="unreachable")
+            await asyncio.sleep(delay_s)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        text = str(seed_of(seat.sampling.seed, seat.number, 1))
+        sequence = TokenSequence(token_ids=(1, 7), mask=(False, True), logprobs=(0.0, -0.1), text=text)
+        return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,))
 
 
-class Scorer:
-    async def score(self, rollout: Rollout) -> Score:
-        return Score(total=1.0)
+async def score(rollout: Rollout) -> Score:
+    return Score(total=1.0)
 
 
 def settings(*overrides: str) -> Config:
@@ -74,9 +53,21 @@ def settings(*overrides: str) -> Config:
     )
 
 
-def pipeline(config: Config, server: FakeServer, informative: Callable[[Group], bool] = lambda group: True) -> Pipeline:
-    stream = PromptStream(PROMPTS, seed=0)
-    return Pipeline(config, stream, server=server, scorer=Scorer(), informative=informative)  # type: ignore[arg-type]
+def pipeline(config: Config, player: FakePlayer, informative: Callable[[Group], bool] = lambda group: True) -> Pipeline:
+    take = PromptStream(PROMPTS, seed=0).take
+    plan = functools.partial(
+        plan_step,
+        config=config.rollout,
+        seed=config.trainer.seed,
+        oversampling=config.algorithm.oversampling,
+        max_staleness=config.pipeline.max_staleness,
+    )
+    return Pipeline(
+        lambda plan: collect(plan, take, player.play, score, informative=informative),
+        plan,
+        steps=config.trainer.steps,
+        max_staleness=config.pipeline.max_staleness,
+    )
 
 
 def order() -> list[str]:
@@ -84,27 +75,26 @@ def order() -> list[str]:
 
 
 def ids(batch: Batch) -> list[str]:
-    assert [group.rollouts[0].prompt for group in batch.groups] == list(batch.draws.values())
-    return [prompt.id for prompt in batch.draws.values()]
+    return [group.rollouts[0].prompt.id for group in batch.groups]
 
 
 @pytest.mark.parametrize(("max_staleness", "begun"), [(0, [1, 2, 3, 4]), (1, [2, 3, 4, 4]), (2, [3, 4, 4, 4])])
 async def test_so_many_batches_are_begun_ahead_and_never_one_that_no_step_needs(
     max_staleness: int, begun: list[int]
 ) -> None:
-    server, seen = FakeServer(), []
-    async with pipeline(settings(f"pipeline.max_staleness={max_staleness}"), server) as batches:
+    player, seen = FakePlayer(), []
+    async with pipeline(settings(f"pipeline.max_staleness={max_staleness}"), player) as batches:
         for step in range(1, 5):
             assert ids(await batches.batch(step)) == order()[3 * step - 3 : 3 * step]
             await asyncio.sleep(0.01)  # the trainer works
-            seen.append(len(server.requests))
+            seen.append(len(player.begun))
     assert seen == begun
 
 
 async def test_what_is_slow_is_waited_for_and_not_replaced_by_what_is_fast() -> None:
     slow = int(order()[0][1:])
-    server = FakeServer(lambda token: 0.2 if token == slow else 0.001)
-    async with pipeline(settings("pipeline.max_staleness=3"), server) as batches:
+    player = FakePlayer(lambda token: 0.2 if token == slow else 0.001)
+    async with pipeline(settings("pipeline.max_staleness=3"), player) as batches:
         first = await batches.batch(1)
         assert ids(first) == order()[:3]
         second = await batches.batch(2)
@@ -117,7 +107,7 @@ async def test_what_is_slow_is_waited_for_and_not_replaced_by_what_is_fast() -> 
 
 
 async def test_servers_without_work_between_two_steps_have_waited_for_the_policy_all_the_time() -> None:
-    async with pipeline(settings(), FakeServer(lambda token: 0.02)) as batches:
+    async with pipeline(settings(), FakePlayer(lambda token: 0.02)) as batches:
         first = await batches.batch(1)
         second = await batches.batch(2)
         await asyncio.sleep(0.3)  # the trainer works
@@ -131,7 +121,7 @@ async def test_the_rollouts_of_a_step_depend_on_seed_and_step_alone_however_earl
     texts = []
     for max_staleness in (0, 2):
         config = settings(f"pipeline.max_staleness={max_staleness}")
-        async with pipeline(config, FakeServer()) as batches:
+        async with pipeline(config, FakePlayer()) as batches:
             played = [(await batches.batch(step)).groups for step in range(1, 5)]
         texts.append([[(r.id, r.text) for g in groups for r in g.rollouts] for groups in played])
     assert texts[0] == texts[1]
@@ -142,10 +132,10 @@ async def test_the_rollouts_of_a_step_depend_on_seed_and_step_alone_however_earl
 
 async def test_groups_that_teach_nothing_are_replaced_by_the_next_prompts_of_the_stream() -> None:
     dull = {order()[1], order()[3]}
-    server = FakeServer()
+    player = FakePlayer()
     config = settings("algorithm.oversampling=3")
     informative = lambda group: group.rollouts[0].prompt.id not in dull  # noqa: E731
-    async with pipeline(config, server, informative) as batches:
+    async with pipeline(config, player, informative) as batches:
         first, second = await batches.batch(1), await batches.batch(2)
     assert ids(first) == order()[:5]  # one of the first three is dull, and so is the first that takes its place
     assert ids(second) == order()[5:8]
@@ -154,38 +144,58 @@ async def test_groups_that_teach_nothing_are_replaced_by_the_next_prompts_of_the
     assert second.metrics["rollout/oversampling"] == 1
 
 
-async def test_replacing_ends_at_its_bound() -> None:
-    server = FakeServer()
-    async with pipeline(settings("algorithm.oversampling=2.5"), server, lambda group: False) as batches:
-        first = await batches.batch(1)
-    assert ids(first) == order()[:7]  # 2.5 · 3, rounded down
-    async with pipeline(settings(), server, lambda group: False) as batches:
-        assert len(ids(await batches.batch(1))) == 3  # by default nothing is replaced
-
-
-@pytest.mark.parametrize("trial", range(20))
-async def test_which_prompts_are_played_does_not_depend_on_who_is_fast(trial: int) -> None:
-    draw = random.Random(trial)
-    dull = {prompt.id for prompt in PROMPTS if draw.random() < 0.5}
-    informative = lambda group: group.rollouts[0].prompt.id not in dull  # noqa: E731
-    config = settings("algorithm.oversampling=4", "rollout.prompts_per_step=5", "trainer.steps=1")
-    delays = [draw.random() / 200 for _ in PROMPTS]
-    async with pipeline(config, FakeServer(delays.__getitem__), informative) as batches:
-        played = ids(await batches.batch(1))
-    # The shortest beginning of the stream with five that teach something.
-    enough = next(n for n in range(5, 41) if sum(p not in dull for p in order()[:n]) == 5)
-    assert played == order()[: min(enough, 20)]
-
-
 async def test_a_failure_is_raised_where_its_batch_is_asked_for_and_leaving_ends_the_others() -> None:
     broken = int(order()[4][1:])
-    server = FakeServer(lambda token: -1 if token == broken else 0.0)
-    async with pipeline(settings("pipeline.max_staleness=3"), server) as batches:
+    player = FakePlayer(lambda token: -1 if token == broken else 0.0)
+    async with pipeline(settings("pipeline.max_staleness=3"), player) as batches:
         await batches.batch(1)
         with pytest.raises(ServerError, match="it broke"):
             await batches.batch(2)
-    slow: Any = FakeServer(lambda token: 60.0 if token != int(order()[0][1:]) else 0.0)
+    slow = FakePlayer(lambda token: 60.0 if token != int(order()[0][1:]) else 0.0)
     async with pipeline(settings("pipeline.max_staleness=3", "rollout.prompts_per_step=1"), slow) as batches:
         await batches.batch(1)
-    assert slow.cancelled == 3
+    assert slow.cancelled == 3 * 2
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
+def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:
+    config = settings("rollout.max_tokens=7", "rollout.temperature=0.5").rollout
+    one = sampling_params(config, seed=0, step=1)
+    assert one == sampling_params(config, seed=0, step=1)
+    assert len({sampling_params(config, seed=s, step=t).seed for s in range(3) for t in range(5)}) == 15
+    assert (one.temperature, one.max_tokens) == (0.5, 7)
+    assert sampling_params(config, seed=0, step=1, temperature=0.0).temperature == 0.0
+
+
+def recorded(step: int) -> Group:
+    sequence = TokenSequence(
+        token_ids=(1, 2),
+        mask=(False, True),
+        logprobs=(0.0, -0.5),
+        finish_reason="length",
+        version_min=step,
+        version_max=step,
+        text="x",
+    )
+    rollout = Rollout(id=f"step {step}/0/0", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
+    return Group(id=f"step {step}/0", rollouts=(rollout,), scores=(Score(total=float(step)),))
+
+
+async def test_a_replay_gives_each_step_what_was_played_for_it(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    for step in (1, 2):
+        (tmp_path / "rollouts" / f"step_{step:06d}.jsonl").write_text(lines_of([recorded(step)]))
+    replay = Replay(tmp_path)
+    for step in (1, 2):
+        assert (await replay.batch(step)).groups == [recorded(step)]
+    with pytest.raises(DataError, match=r"no rollouts of step 3 .*it has steps 1 to 2: set trainer.steps"):
+        await replay.batch(3)
+
+
+async def test_a_replay_without_rollouts_or_with_half_a_line_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="it has none"):
+        await Replay(tmp_path).batch(1)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text(lines_of([recorded(1)])[:40])
+    with pytest.raises(DataError, match=r"step_000001.jsonl \(.*Unterminated"):
+        await Replay(tmp_path).batch(1)

@@ -1,5 +1,6 @@
 """Tiny random Qwen2 models, published versions of them, and real servers in processes of their own."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +19,7 @@ import psutil
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-RUNNER = Path(__file__).with_name("serve_for_tests.py")
+COMMAND = (sys.executable, "-m", "hocket", "serve")
 START_TIMEOUT_S = 300
 VOCAB_SIZE = 96
 MAX_LENGTH = 512
@@ -116,6 +118,14 @@ def publish(model: Any, folder: Path, version: int, *, dtype: str = "float32", d
     return built.checksum
 
 
+def flip_a_byte(folder: Path) -> None:
+    """Damages a published version in a way that no header shows."""
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 0xFF
+    path.write_bytes(content)
+
+
 def reference_logprobs(
     model: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> list[float]:
@@ -127,6 +137,54 @@ def reference_logprobs(
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+def make_llm(**attributes: Any) -> Any:
+    """A fake AsyncLLM on a CPU, with what hocket reads from vLLM's configs."""
+    return SimpleNamespace(
+        errored=False,
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB_SIZE, max_model_len=32, dtype="torch.float32"),
+        vllm_config=SimpleNamespace(
+            device_config=SimpleNamespace(device_type="cpu"),
+            parallel_config=SimpleNamespace(world_size=1),
+            cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=16),
+            lora_config=None,
+        ),
+        **attributes,
+    )
+
+
+def make_sampler(tokenizer: Any = None, **limits: int) -> Any:
+    """A sampler for 96 ids and 32 tokens, without an engine."""
+    from hocket.config import ServerConfig
+    from hocket.server.generate import Sampler
+
+    return Sampler(make_llm(), tokenizer or make_tokenizer(), ServerConfig(**limits), lambda: None)
+
+
+def make_engine(llm: Any, *overrides: str) -> Any:
+    """The real Engine on a fake AsyncLLM."""
+    from hocket.config import load
+    from hocket.server.engine import Engine
+
+    config = load(None, overrides)
+    engine = Engine(
+        llm,
+        model=config.model.path,
+        root=config.sync_root,
+        timeout_s=config.sync.timeout_s,
+        limits=config.server,
+        share_gpu=config.launch.share_gpu,
+    )
+    engine._status = "ready"
+    return engine
+
+
+def wrap(app: Any, engine: Any, *, token: str | None = None, max_body_mib: int = 64) -> Any:
+    """The whole app around a fake engine."""
+    from hocket.server.app import assemble
+
+    return assemble(app, engine, host="127.0.0.1", token=token, max_body_mib=max_body_mib)
 
 
 def free_port() -> int:
@@ -198,6 +256,45 @@ class Server:
         return self.process.wait(timeout_s)
 
 
+@contextlib.contextmanager
+def asking(server: Server, **body: Any) -> Iterator[list[httpx.Response]]:
+    """Asks again and again from two threads, so that some of it is in flight whenever the body does something."""
+    answers: list[httpx.Response] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            answers.append(server.client.post("/generate", json=body))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        server.wait_for(lambda health: health["in_flight"] > 0)
+        yield answers
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(120)
+
+
+def assert_spans(answers: Sequence[httpx.Response], prompt: Sequence[int], models: dict[int, Any], mixed: bool) -> None:
+    """Each token was sampled by the model of its version; whether some completions are of both versions is `mixed`."""
+    done = [one for answer in answers if answer.status_code == 200 for one in answer.json()["completions"][0]]
+    for completion in done:
+        spans = completion["versions"]
+        assert [span[0] for span in spans] in ([[number] for number in models] + [list(models)])
+        assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])]
+        assert spans[-1][2] == len(completion["token_ids"])
+    both = [completion for completion in done if len(completion["versions"]) == 2]
+    assert bool(both) == mixed
+    for completion in [*both[:4], *done[:1], *done[-1:]]:
+        for number, start, end in completion["versions"]:
+            expected = reference_logprobs(models[number], prompt, completion["token_ids"])[start:end]
+            # Had the old weights' keys and values survived the reload, the second part would be off.
+            assert completion["logprobs"][start:end] == pytest.approx(expected, abs=1e-4)
+
+
 def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), token: str = "") -> Server:
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
@@ -214,7 +311,7 @@ def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), tok
         *overrides,
     ]
     process = subprocess.Popen(
-        [sys.executable, str(RUNNER), *settings],
+        [*COMMAND, *settings],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

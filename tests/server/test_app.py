@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 import httpx
@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 import fakes
-from hocket.config import Config, ServerConfig
 from hocket.protocol import (
+    Completion,
     ErrorBody,
     GenerateRequest,
     GenerateResponse,
@@ -22,10 +22,8 @@ from hocket.protocol import (
     ReloadResponse,
     SessionRequest,
 )
-from hocket.server import vllm_api
-from hocket.server.app import assemble
 from hocket.server.errors import ApiError
-from hocket.server.requests import Job, RequestReader
+from hocket.server.generate import Job, Sampler
 
 
 class FakeEngine:
@@ -34,23 +32,25 @@ class FakeEngine:
     version = 3
     model = "fake"
 
-    def __init__(self, reader: RequestReader) -> None:
+    def __init__(self, reader: Sampler) -> None:
         self.reader = reader
+        self.sampler = self
         self.reason: ErrorBody | None = None
         self.break_after: int | None = None
         self.running = 0
         self.joined: GroupRequest | None = None
         self.aborted: list[str] = []
 
-    def failure(self) -> ErrorBody | None:
-        return self.reason
+    def require_ready(self, *, admits: Collection[str] = ()) -> None:
+        if self.reason is not None and self.reason.code not in admits:
+            raise ApiError.of(503, self.reason)
 
     def health(self) -> Health:
         failed = self.reason if self.reason is None or self.reason.code != "asleep" else None
         return fakes.health(version=self.version, model=self.model, in_flight=self.running, error=failed)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
-        return self.reader.read(body)
+        return self.reader.parse(body)
 
     def check(self, request: SessionRequest) -> None:
         self.reader.check_sampling(request.sampling)
@@ -58,23 +58,21 @@ class FakeEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
 
-    async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
+    async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
         self.running = len(jobs)
         try:
             for number, job in enumerate(reversed(jobs)):
                 await asyncio.sleep(0)
                 if number == self.break_after:
                     raise ApiError(503, "engine_dead", "it broke", "restart")
-                yield (
-                    job,
-                    {
-                        "token_ids": [job.index],
-                        "logprobs": [-0.5],
-                        "text": str(job.prompt),
-                        "finish_reason": "length",
-                        "versions": [[3, 0, 1]],
-                    },
+                completion = Completion(
+                    token_ids=(job.index,),
+                    logprobs=(-0.5,),
+                    text=str(job.prompt),
+                    finish_reason="length",
+                    versions=((3, 0, 1),),
                 )
+                yield job, completion
         finally:
             self.running = 0
 
@@ -86,18 +84,19 @@ class FakeEngine:
         return GroupResponse(session=request.session, workers=1)
 
 
-@pytest.fixture
-def engine(kit: Any) -> FakeEngine:
-    return FakeEngine(
-        RequestReader(
-            kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig(), find_calls=vllm_api.find_calls
-        )
-    )
+@pytest.fixture(scope="module")
+def sampler(kit: Any) -> Any:
+    return kit.make_sampler(max_prompts=300)
 
 
 @pytest.fixture
-async def http(engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
-    door = assemble(FastAPI(), engine, Config())
+def engine(sampler: Any) -> FakeEngine:
+    return FakeEngine(sampler)
+
+
+@pytest.fixture
+async def http(kit: Any, engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
+    door = kit.wrap(FastAPI(), engine, max_body_mib=1)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
         yield client
 
@@ -151,6 +150,129 @@ async def test_wrong_method_and_unknown_path_have_our_error_form(http: httpx.Asy
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
+GOOD = {"prompts": [[5, 6]], "sampling": {"max_tokens": 4}}
+
+
+def sampling(**fields: Any) -> dict[str, Any]:
+    return {"prompts": [[5, 6]], "sampling": {"max_tokens": 4, **fields}}
+
+
+BAD_BODIES: dict[str, Any] = {
+    "no prompts": {},
+    "empty list of prompts": {"prompts": []},
+    "prompts of another type": {"prompts": "abc"},
+    "prompts null": {"prompts": None},
+    "empty text": {"prompts": [""]},
+    "empty token list": {"prompts": [[]]},
+    "one empty prompt of two": {"prompts": ["a", ""]},
+    "prompt is a number": {"prompts": [5]},
+    "prompt is an object": {"prompts": [{"role": "user", "content": "a"}]},
+    "token id outside the vocabulary": {"prompts": [[96]]},
+    "negative token id": {"prompts": [[-1]]},
+    "huge token id": {"prompts": [[10**30]]},
+    "token id is a float": {"prompts": [[1.5]]},
+    "token id is true": {"prompts": [[True]]},
+    "token id is text": {"prompts": [["5"]]},
+    "token ids and messages mixed": {"prompts": [[5, {"role": "user", "content": "a"}]]},
+    "nested token ids": {"prompts": [[[5]]]},
+    "too many prompts": {"prompts": [[5]] * 301},
+    "prompt longer than the context": {"prompts": [[5] * 600]},
+    "text longer than the context": {"prompts": ["a" * 5000]},
+    "prompt and max_tokens over the context": {"prompts": [[5] * 500], "sampling": {"max_tokens": 13}},
+    "max_tokens 0": sampling(max_tokens=0),
+    "max_tokens negative": sampling(max_tokens=-1),
+    "max_tokens over the context": sampling(max_tokens=511),
+    "max_tokens huge": sampling(max_tokens=10**40),
+    "max_tokens true": sampling(max_tokens=True),
+    "max_tokens text": sampling(max_tokens="4"),
+    "max_tokens float": sampling(max_tokens=4.0),
+    "n 0": {**GOOD, "n": 0},
+    "n negative": {**GOOD, "n": -3},
+    "n over the cap": {**GOOD, "n": 129},
+    "n huge": {**GOOD, "n": 10**20},
+    "n true": {**GOOD, "n": True},
+    "n text": {**GOOD, "n": "2"},
+    "temperature negative": sampling(temperature=-0.1),
+    "temperature too high": sampling(temperature=10.1),
+    "temperature below the engine's lowest": sampling(temperature=1e-5),
+    "temperature text": sampling(temperature="hot"),
+    "temperature true": sampling(temperature=True),
+    "temperature null": sampling(temperature=None),
+    "top_p 0": sampling(top_p=0),
+    "top_p above 1": sampling(top_p=1.1),
+    "top_k -2": sampling(top_k=-2),
+    "top_k above the vocabulary": sampling(top_k=97),
+    "top_k huge": sampling(top_k=10**25),
+    "too many stop strings": sampling(stop=["x"] * 17),
+    "empty stop string": sampling(stop=[""]),
+    "stop is one string": sampling(stop="x"),
+    "stop of numbers": sampling(stop=[1]),
+    "too many stop ids": sampling(stop_token_ids=[1] * 17),
+    "stop id outside the vocabulary": sampling(stop_token_ids=[96]),
+    "seed negative": sampling(seed=-1),
+    "seed above 63 bits": sampling(seed=2**63),
+    "unknown sampling field": sampling(presence_penalty=1.0),
+    "unknown field": {**GOOD, "logprobs": 5},
+    "stream is a number": {**GOOD, "stream": 1},
+    "chat without messages": {"prompts": [[{}]]},
+    "chat with an unknown role": {"prompts": [[{"role": "wizard", "content": "a"}]]},
+    "chat without content": {"prompts": [[{"role": "user"}]]},
+    "chat content of another type": {"prompts": [[{"role": "user", "content": 5}]]},
+    "chat the template refuses": {"prompts": [[{"role": "tool", "content": "a"}]]},
+    "a list": [GOOD],
+    "a string": "generate",
+    "null": None,
+}
+BAD_BYTES = {
+    "nothing": b"",
+    "no JSON": b"prompts=a",
+    "JSON cut off": b'{"prompts": [[5, 6',
+    "two objects": b'{"prompts": [[5]]} {}',
+    "trailing comma": b'{"prompts": [[5]],}',
+    "no UTF-8": b'{"prompts": ["\xff\xfe"]}',
+    "half a surrogate pair": b'{"prompts": ["\\ud800"]}',
+    "NaN temperature": b'{"prompts": [[5]], "sampling": {"temperature": NaN}}',
+    "infinite temperature": b'{"prompts": [[5]], "sampling": {"temperature": Infinity}}',
+    "temperature that overflows": b'{"prompts": [[5]], "sampling": {"temperature": 1e999}}',
+    "NaN top_p": b'{"prompts": [[5]], "sampling": {"top_p": NaN}}',
+    "deep nesting": b'{"prompts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "integer of 5000 digits": b'{"prompts": [[' + b"9" * 5000 + b"]]}",
+    "body over the limit": b'{"prompts": ["' + b"a" * (1 << 20) + b'"]}',
+}
+
+
+@pytest.mark.parametrize("kind", [*BAD_BODIES, *BAD_BYTES])
+async def test_a_bad_request_is_answered_with_a_reason(http: httpx.AsyncClient, kind: str) -> None:
+    content = BAD_BYTES[kind] if kind in BAD_BYTES else json.dumps(BAD_BODIES[kind]).encode()
+    response = await http.post("/generate", content=content)
+    assert response.status_code in (400, 413, 422), response.text
+    error = response.json()["error"]
+    assert all(isinstance(error[key], str) and error[key] for key in ("code", "message", "hint"))
+    assert len(response.content) < 5000
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/sleep", {"level": 3}),
+        ("/sleep", {"level": True}),
+        ("/sleep", {"in_flight": "wait"}),
+        ("/sleep", {"mode": "abort"}),
+        ("/wake_up", {"tags": []}),
+        ("/wake_up", {"tags": ["scheduling"]}),
+        ("/wake_up", {"tags": "weights"}),
+        ("/reload_weights", "weights"),
+    ],
+)
+async def test_wrong_fields_of_control_calls_are_refused(http: httpx.AsyncClient, route: str, body: Any) -> None:
+    response = await http.post(route, json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
+    malformed = await http.post(route, content=b"{", headers={"Content-Type": "application/json"})
+    assert (malformed.status_code, malformed.json()["error"]["code"]) == (400, "malformed_json")
+    no_json = await http.post(route, content=json.dumps(body).encode())
+    assert "Content-Type: application/json" in no_json.json()["error"]["hint"]
+
+
 async def test_a_reload_request_is_validated(http: httpx.AsyncClient) -> None:
     good = {"version": 1, "source": {"kind": "disk", "name": "v1"}}
     assert (await http.post("/reload_weights", json=good)).json()["checksum"] == "c"
@@ -202,14 +324,14 @@ async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engi
     assert (await http.get(f"/sessions/{failed}")).json()["error"]["code"] == "no_session"
 
 
-async def test_only_its_own_key_opens_a_session(engine: FakeEngine) -> None:
+async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) -> None:
     app = FastAPI()
 
     @app.api_route("/v1/models")
     async def models() -> str:
         return "reached"
 
-    door = assemble(app, engine, Config.model_validate({"server": {"token": "the token"}}))
+    door = kit.wrap(app, engine, token="the token")
     request = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as http:
 
@@ -232,13 +354,17 @@ async def test_only_its_own_key_opens_a_session(engine: FakeEngine) -> None:
         assert await ask("GET", f"{its}/v1/models", key) == 401
 
 
-async def test_docs_describe_the_bodies_that_routes_read_themselves(http: httpx.AsyncClient) -> None:
+async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
     for path, model in (
         ("/generate", "GenerateRequest"),
         ("/reload_weights", "ReloadRequest"),
         ("/init_weight_group", "GroupRequest"),
+        ("/sleep", "SleepRequest"),
+        ("/wake_up", "WakeRequest"),
+        ("/sessions", "SessionRequest"),
     ):
+        assert schema["paths"][path]["post"]["tags"] == ["hocket"]
         body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{model}"}
         assert model in schema["components"]["schemas"]
@@ -247,14 +373,14 @@ async def test_docs_describe_the_bodies_that_routes_read_themselves(http: httpx.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_the_work(engine: FakeEngine, stream: bool) -> None:
+async def test_a_client_that_leaves_ends_the_work(kit: Any, engine: FakeEngine, stream: bool) -> None:
     started, ended = asyncio.Event(), asyncio.Event()
 
-    async def endless(jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
+    async def endless(jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
         started.set()
         try:
             await asyncio.sleep(60)
-            yield jobs[0], {}
+            yield jobs[0], Completion(token_ids=(), logprobs=(), text="", finish_reason="stop", versions=())
         finally:
             ended.set()
 
@@ -281,7 +407,7 @@ async def test_a_client_that_leaves_ends_the_work(engine: FakeEngine, stream: bo
         "http_version": "1.1",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
     }
-    await asyncio.wait_for(assemble(FastAPI(), engine, Config())(scope, receive, send), 10)
+    await asyncio.wait_for(kit.wrap(FastAPI(), engine)(scope, receive, send), 10)
     await asyncio.wait_for(ended.wait(), 10)
 
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,68 +109,44 @@ def test_experts_travel_under_the_names_of_their_checkpoint(servers: Any, kit: A
     server.model = new
 
 
-def test_both_workers_of_a_tensor_parallel_engine_use_the_adapter(servers: Any, kit: Any) -> None:
-    adapters_come_and_are_used(servers.untouched("parallel float32 lora"), kit, "collective", number=1)
-
-
-def test_both_workers_of_a_tensor_parallel_engine_receive_after_failures_too(servers: Any, kit: Any) -> None:
+def test_both_workers_of_a_tensor_parallel_engine_receive_adapters_and_after_a_failure_weights(
+    servers: Any, kit: Any
+) -> None:
     server = servers.take("parallel float32 lora")
     try:
         assert server.health()["workers"] == 2
-        for seed in (305, 306):
-            lost = Source(kit.make_model(tied=True, seed=seed + 100))
-            with transport(lost) as made:
-                lost.before = lambda number, made=made: made.close() if number == 3 else None
-                assert isinstance(send(server, made, new_version(server)).answers[0], HocketError)
-            server.wait_for(lambda health: health["status"] == "failed")
-            old, new = server.model, kit.make_model(tied=True, seed=seed)
-            with transport(Source(new)) as made:
-                delivery = send(server, made, new_version(server))
-            assert isinstance(delivery.answers[0], ReloadResponse), delivery.answers
-            assert max(server.gaps(model=new)) < 1e-4
-            assert statistics.mean(server.gaps(model=old)) > 0.3
-            server.model = new
+        adapters_come_and_are_used(server, kit, "collective", number=1)
+        lost = Source(kit.make_model(tied=True, seed=405))
+        with transport(lost) as made:
+            lost.before = lambda number: made.close() if number == 3 else None
+            assert isinstance(send(server, made, new_version(server)).answers[0], HocketError)
+        server.wait_for(lambda health: health["status"] == "failed")
+        old, new = server.model, kit.make_model(tied=True, seed=305)
+        with transport(Source(new)) as made:
+            delivery = send(server, made, new_version(server))
+        assert isinstance(delivery.answers[0], ReloadResponse), delivery.answers
+        assert max(server.gaps(model=new)) < 1e-4
+        assert statistics.mean(server.gaps(model=old)) > 0.3
         # By disk, too: each worker reads its part.
         server.publish_and_load(kit.make_model(tied=True, seed=307))
         assert max(server.gaps()) < 1e-4
     finally:
-        server.stop()  # its workers never rest: whatever came after it would take twice as long
+        server.stop()  # its workers never rest: tests after it would take twice as long
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "drain", "abort"])
 def test_requests_in_flight_are_kept_drained_or_aborted(server: Any, kit: Any, in_flight: str) -> None:
-    answers: list[Any] = []
-    body = {"prompts": [[5, 6, 7, 8]], "n": 16 if in_flight == "drain" else 64, "sampling": {"max_tokens": 400}}
-    done = threading.Event()
-
-    def ask() -> None:  # again and again: whenever the weights come, some of it is running
-        while not done.is_set():
-            answers.append(server.client.post("/generate", json=body))
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    held = server.health()["version"]
-    old, new = server.model, kit.make_model(tied=True, seed=310)
+    held, old, new = server.health()["version"], server.model, kit.make_model(tied=True, seed=310)
     version = new_version(server)
-    for thread in threads:
-        thread.start()
-    server.wait_for(lambda health: health["in_flight"] > 0)
-    with transport(Source(new), f"sync.in_flight={in_flight}") as made:
+    n = 16 if in_flight == "drain" else 64
+    asking = kit.asking(server, prompts=[[5, 6, 7, 8]], n=n, sampling={"max_tokens": 400})
+    with asking as answers, transport(Source(new), f"sync.in_flight={in_flight}") as made:
         delivery = send(server, made, version)
-    done.set()
     assert isinstance(delivery.answers[0], ReloadResponse), delivery.answers
-    for thread in threads:
-        thread.join(60)
     server.model = new
-    refused = [answer.json()["error"]["code"] for answer in answers if answer.status_code != 200]
-    completions = [one for answer in answers if answer.status_code == 200 for one in answer.json()["completions"][0]]
-    both = [one for one in completions if [span[0] for span in one["versions"]] == [held, version]]
-    assert (set(refused), len(both) > 0) == ({"aborted"} if in_flight == "abort" else set(), in_flight == "keep")
-    assert all({span[0] for span in one["versions"]} <= {held, version} for one in completions)
-    for completion in [*both[:3], *completions[:1], *completions[-1:]]:
-        for number, start, end in completion["versions"]:
-            model = old if number == held else new
-            expected = kit.reference_logprobs(model, [5, 6, 7, 8], completion["token_ids"])[start:end]
-            assert completion["logprobs"][start:end] == pytest.approx(expected, abs=1e-4)
+    refused = {answer.json()["error"]["code"] for answer in answers if answer.status_code != 200}
+    assert refused == ({"aborted"} if in_flight == "abort" else set())
+    kit.assert_spans(answers, [5, 6, 7, 8], {held: old, version: new}, mixed=in_flight == "keep")
     assert max(server.gaps(model=new)) < 1e-4
 
 

@@ -61,7 +61,7 @@ def check(server: Any, kit: Any, calls: list[Any], texts: list[str]) -> None:
     assert [call.completion.text for call in calls] == texts
     for call in calls:
         done = call.completion
-        assert done.versions == [(server.health()["version"], 0, len(done.token_ids))]
+        assert done.versions == ((server.health()["version"], 0, len(done.token_ids)),)
         expected = kit.reference_logprobs(server.model, call.prompt_token_ids, done.token_ids, 0.9)
         assert done.logprobs == pytest.approx(expected, abs=1e-3)
 

@@ -117,125 +117,21 @@ def test_a_stream_has_every_completion_once_and_an_end(server: Any) -> None:
     assert StreamEnd.model_validate_json(last).error is None
 
 
-GOOD = {"prompts": [[5, 6]], "sampling": {"max_tokens": 4}}
-
-
-def sampling(**fields: Any) -> dict[str, Any]:
-    return {"prompts": [[5, 6]], "sampling": {"max_tokens": 4, **fields}}
-
-
-BAD_BODIES: dict[str, Any] = {
-    "no prompts": {},
-    "empty list of prompts": {"prompts": []},
-    "prompts of another type": {"prompts": "abc"},
-    "prompts null": {"prompts": None},
-    "empty text": {"prompts": [""]},
-    "empty token list": {"prompts": [[]]},
-    "one empty prompt of two": {"prompts": ["a", ""]},
-    "prompt is a number": {"prompts": [5]},
-    "prompt is an object": {"prompts": [{"role": "user", "content": "a"}]},
-    "token id outside the vocabulary": {"prompts": [[96]]},
-    "negative token id": {"prompts": [[-1]]},
-    "huge token id": {"prompts": [[10**30]]},
-    "token id is a float": {"prompts": [[1.5]]},
-    "token id is true": {"prompts": [[True]]},
-    "token id is text": {"prompts": [["5"]]},
-    "token ids and messages mixed": {"prompts": [[5, {"role": "user", "content": "a"}]]},
-    "nested token ids": {"prompts": [[[5]]]},
-    "too many prompts": {"prompts": [[5]] * 301},
-    "prompt longer than the context": {"prompts": [[5] * 600]},
-    "text longer than the context": {"prompts": ["a" * 5000]},
-    "prompt and max_tokens over the context": {"prompts": [[5] * 500], "sampling": {"max_tokens": 13}},
-    "max_tokens 0": sampling(max_tokens=0),
-    "max_tokens negative": sampling(max_tokens=-1),
-    "max_tokens over the context": sampling(max_tokens=511),
-    "max_tokens huge": sampling(max_tokens=10**40),
-    "max_tokens true": sampling(max_tokens=True),
-    "max_tokens text": sampling(max_tokens="4"),
-    "max_tokens float": sampling(max_tokens=4.0),
-    "n 0": {**GOOD, "n": 0},
-    "n negative": {**GOOD, "n": -3},
-    "n over the cap": {**GOOD, "n": 129},
-    "n huge": {**GOOD, "n": 10**20},
-    "n true": {**GOOD, "n": True},
-    "n text": {**GOOD, "n": "2"},
-    "temperature negative": sampling(temperature=-0.1),
-    "temperature too high": sampling(temperature=10.1),
-    "temperature below the engine's lowest": sampling(temperature=1e-5),
-    "temperature text": sampling(temperature="hot"),
-    "temperature true": sampling(temperature=True),
-    "temperature null": sampling(temperature=None),
-    "top_p 0": sampling(top_p=0),
-    "top_p above 1": sampling(top_p=1.1),
-    "top_k -2": sampling(top_k=-2),
-    "top_k above the vocabulary": sampling(top_k=97),
-    "top_k huge": sampling(top_k=10**25),
-    "too many stop strings": sampling(stop=["x"] * 17),
-    "empty stop string": sampling(stop=[""]),
-    "stop is one string": sampling(stop="x"),
-    "stop of numbers": sampling(stop=[1]),
-    "too many stop ids": sampling(stop_token_ids=[1] * 17),
-    "stop id outside the vocabulary": sampling(stop_token_ids=[96]),
-    "seed negative": sampling(seed=-1),
-    "seed above 63 bits": sampling(seed=2**63),
-    "unknown sampling field": sampling(presence_penalty=1.0),
-    "unknown field": {**GOOD, "logprobs": 5},
-    "stream is a number": {**GOOD, "stream": 1},
-    "chat without messages": {"prompts": [[{}]]},
-    "chat with an unknown role": {"prompts": [[{"role": "wizard", "content": "a"}]]},
-    "chat without content": {"prompts": [[{"role": "user"}]]},
-    "chat content of another type": {"prompts": [[{"role": "user", "content": 5}]]},
-    "chat the template refuses": {"prompts": [[{"role": "tool", "content": "a"}]]},
-    "a list": [GOOD],
-    "a string": "generate",
-    "null": None,
-}
-BAD_BYTES = {
-    "nothing": b"",
-    "no JSON": b"prompts=a",
-    "JSON cut off": b'{"prompts": [[5, 6',
-    "two objects": b'{"prompts": [[5]]} {}',
-    "trailing comma": b'{"prompts": [[5]],}',
-    "no UTF-8": b'{"prompts": ["\xff\xfe"]}',
-    "half a surrogate pair": b'{"prompts": ["\\ud800"]}',
-    "NaN temperature": b'{"prompts": [[5]], "sampling": {"temperature": NaN}}',
-    "infinite temperature": b'{"prompts": [[5]], "sampling": {"temperature": Infinity}}',
-    "temperature that overflows": b'{"prompts": [[5]], "sampling": {"temperature": 1e999}}',
-    "NaN top_p": b'{"prompts": [[5]], "sampling": {"top_p": NaN}}',
-    "deep nesting": b'{"prompts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "integer of 5000 digits": b'{"prompts": [[' + b"9" * 5000 + b"]]}",
-    "body over the limit": b'{"prompts": ["' + b"a" * (1 << 20) + b'"]}',
-}
-
-
-@pytest.mark.parametrize("kind", [*BAD_BODIES, *BAD_BYTES])
-def test_a_bad_request_is_answered_with_a_reason_and_a_good_one_still_works(server: Any, kind: str) -> None:
-    content = BAD_BYTES[kind] if kind in BAD_BYTES else json.dumps(BAD_BODIES[kind]).encode()
-    response = server.client.post("/generate", content=content, headers={"Content-Type": "application/json"})
-    assert response.status_code in (400, 413, 422), response.text
-    error = response.json()["error"]
-    assert all(isinstance(error[key], str) and error[key] for key in ("code", "message", "hint"))
-    assert len(response.content) < 5000
-    assert len(server.generate(**GOOD)["completions"][0][0]["token_ids"]) in range(1, 5)
-
-
-def test_wrong_methods_and_paths_are_refused(server: Any) -> None:
-    for method, path, status in (
-        ("GET", "/generate", 405),
-        ("DELETE", "/generate", 405),
-        ("POST", "/health", 405),
-        ("GET", "/reload_weights", 405),
-        ("POST", "/generate/more", 404),
-        ("POST", "/pause", 404),
-    ):
-        response = server.client.request(method, path)
-        assert response.status_code == status, path
-        assert set(response.json()["error"]) == {"code", "message", "hint"}
-
-
-def test_a_body_in_chunks_without_content_length_is_limited_too(server: Any) -> None:
-    response = server.client.post("/generate", content=(b"a" * 65536 for _ in range(17)))
-    assert response.status_code == 413
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b'{"prompts": [[96]]}', 422),
+        (b'{"prompts": [[5, 6', 400),
+        (b'{"prompts": [[5]], "sampling": {"temperature": 1e999}}', 422),
+        (b'{"prompts": ["' + b"a" * (1 << 20) + b'"]}', 413),
+    ],
+)
+def test_a_bad_request_is_answered_with_a_reason_and_a_good_one_still_works(
+    server: Any, content: bytes, status: int
+) -> None:
+    response = server.client.post("/generate", content=content)
+    assert (response.status_code, set(response.json()["error"])) == (status, {"code", "message", "hint"})
+    assert server.generate(prompts=[[5, 6]], sampling={"max_tokens": 4})["completions"][0][0]["token_ids"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

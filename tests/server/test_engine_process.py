@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 STUBS = {
+    "../torch/__init__.py": """
+class cpu:
+    _init_amx = staticmethod(lambda: True)
+""",
     "__init__.py": "",
     "engine/__init__.py": "",
     "v1/__init__.py": "",
@@ -71,7 +75,7 @@ import json
 import multiprocessing.forkserver
 import os
 
-from hocket.server import vllm_api, worker
+from hocket.server import engine_process, vllm_api
 
 if __name__ == "__main__":
     method = os.environ["METHOD"]
@@ -80,7 +84,7 @@ if __name__ == "__main__":
         os.environ["METHOD"] = "fork"  # vLLM's own choice, which must not count on a CPU
         multiprocessing.forkserver.ensure_running()
     os.environ["LATE"] = "set after the fork server began"
-    os.environ[worker.SERVER_PID] = str(os.getpid())
+    os.environ[engine_process.SERVER_PID] = str(os.getpid())
     print(json.dumps([vllm_api.start_engine(None), vllm_api.start_engine(None)]))
 """
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hocket.config import load
 from hocket.errors import ConfigError
-from hocket.server import main, worker
+from hocket.server import engine_process, main
 
 RUN = Path(__file__).resolve().parents[2] / "run.py"
 
@@ -23,18 +22,18 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
 def test_other_machines_are_let_in_only_with_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match=r"set server\.token"):
-        main._check(load(None, [f"server.host={host}"]))
-    main._check(load(None, [f"server.host={host}", "server.token=long-enough"]))
+        main._check(host, None, random_init=False)
+    main._check(host, "long-enough", random_init=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_loopback_needs_no_token(host: str) -> None:
-    main._check(load(None, [f"server.host={host}"]))
+    main._check(host, None, random_init=False)
 
 
 def test_random_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="would not be the trainer's"):
-        main._check(load(None, ["model.random_init=true"]))
+        main._check("127.0.0.1", None, random_init=True)
 
 
 def test_a_taken_port_is_named_with_its_holder() -> None:
@@ -78,28 +77,28 @@ def test_an_address_of_no_machine_is_refused() -> None:
 
 
 def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_LOGGING_CONFIG_PATH", "TORCHDYNAMO_DISABLE", worker.SERVER_PID):
+    for name in ("TORCHDYNAMO_DISABLE", engine_process.SERVER_PID):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     before = dict(os.environ)
-    main.prepare_environment(load(None, []))
+    main.prepare_environment(1)
     added = {key: value for key, value in os.environ.items() if before.get(key) != value}
     for key in added.keys() - before.keys():
         monkeypatch.setenv(key, added[key])  # so that it is removed afterwards
     assert os.environ["OMP_NUM_THREADS"] == "7"
-    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
-    assert os.environ[worker.SERVER_PID] == str(os.getpid())
+    assert os.environ[engine_process.SERVER_PID] == str(os.getpid())
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
 
 
 def test_workers_that_share_a_model_on_a_cpu_are_not_bound_to_a_numa_node_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
-    main.prepare_environment(load(None, ["server.tensor_parallel_size=2"]))
+    main.prepare_environment(2)
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
@@ -111,7 +110,7 @@ def test_run_py_and_the_server_set_different_variables(monkeypatch: pytest.Monke
     spec.loader.exec_module(door)
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
-    main.prepare_environment(load(None, []))
+    main.prepare_environment(1)
     by_server = set(os.environ)
     os.environ.clear()
     door._prepare()

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from hocket.protocol import ErrorBody, ErrorResponse
+from hocket.protocol import ErrorResponse
+from hocket.server.errors import ApiError
 from hocket.server.middleware import LimitBody, RefuseWhenFailed, RequireToken
 
 TOKEN = "correct-horse"
@@ -146,10 +147,15 @@ async def test_a_body_that_never_ends_is_given_up() -> None:
 
 
 async def test_after_a_failure_only_the_routes_that_help_answer(app: Starlette) -> None:
-    reason: ErrorBody | None = None
-    async with client(RefuseWhenFailed(app, lambda: reason)) as http:
+    reason: ApiError | None = None
+
+    def require_ready() -> None:
+        if reason is not None:
+            raise reason
+
+    async with client(RefuseWhenFailed(app, require_ready)) as http:
         assert (await http.post("/generate")).status_code == 200
-        reason = ErrorBody(code="reload_failed", message="half loaded", hint="reload")
+        reason = ApiError(503, "reload_failed", "half loaded", "reload")
         for path in ("/generate", "/v1/chat/completions", "/tokenize", "/sessions", "/sessions/x/v1/completions"):
             refused = await http.post(path)
             assert refused.status_code == 503

@@ -12,37 +12,34 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from hocket.config import ServerConfig
 from hocket.protocol import AgentRecord, SamplingParams, SessionRequest
 from hocket.server import sessions as module
-from hocket.server import vllm_api
 from hocket.server.errors import ApiError
-from hocket.server.requests import RequestReader
-from hocket.server.sessions import CURRENT, SessionDoor, Sessions
+from hocket.server.sessions import CURRENT, OpenSessions, RouteSessions
 
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
 
 
 def test_a_call_is_sampled_as_the_session_says_within_the_room_there_is() -> None:
-    session = Sessions().open(REQUEST)
+    session = OpenSessions().open(REQUEST)
     calls = [session.begin([1] * length, wanted) for length, wanted in ((4, 3), (15, 99), (5, None))]
     assert [call.sampling.max_tokens for call in calls] == [3, 5, 8]  # the agent's own, 20 - 15, the session's
     with pytest.raises(ApiError, match="made its 3 calls") as refused:
         session.begin([1], 1)
     assert refused.value.status == 400  # clients would send it again after any other
     with pytest.raises(ApiError, match="20 prompt tokens leave no room in 20"):
-        Sessions().open(REQUEST).begin([1] * 20, 1)
+        OpenSessions().open(REQUEST).begin([1] * 20, 1)
 
 
 def test_a_prompt_and_how_often_it_was_asked_decide_the_seed_so_that_calls_at_the_same_time_repeat() -> None:
-    session, other = (Sessions().open(REQUEST) for _ in range(2))
+    session, other = (OpenSessions().open(REQUEST) for _ in range(2))
     seeds = {(asked, session.begin(list(asked), 4).sampling.seed) for asked in ((1, 2), (1, 2), (12,))}
     assert len({seed for _, seed in seeds}) == 3
     assert {(asked, other.begin(list(asked), 4).sampling.seed) for asked in ((12,), (1, 2), (1, 2))} == seeds
 
 
 def test_a_call_that_the_server_ended_does_not_count_and_leaves_its_seed_to_the_one_that_is_sent_again() -> None:
-    session = Sessions().open(REQUEST)
+    session = OpenSessions().open(REQUEST)
     first, second, third = (session.begin([1], 4) for _ in range(3))
     for call, status in ((first, 500), (second, 503)):
         with pytest.raises(ApiError), session.serving(call):
@@ -52,11 +49,11 @@ def test_a_call_that_the_server_ended_does_not_count_and_leaves_its_seed_to_the_
     assert session.calls == [first, third, again]
     ids = {call.request_id for call in (first, second, third, again)}
     assert len(ids) == 4  # the engine may still be ending the one that does not count
-    assert ids.isdisjoint(Sessions().open(REQUEST).begin([1], 4).request_id for _ in range(3))
+    assert ids.isdisjoint(OpenSessions().open(REQUEST).begin([1], 4).request_id for _ in range(3))
 
 
 def test_no_call_begins_in_a_session_that_was_closed_meanwhile() -> None:
-    store = Sessions()
+    store = OpenSessions()
     session = store.open(REQUEST)
     late = session.begin([1], 4)
     assert store.close(session.id) is session
@@ -67,12 +64,12 @@ def test_no_call_begins_in_a_session_that_was_closed_meanwhile() -> None:
 
 @pytest.mark.parametrize("length", [19, 20])
 def test_a_session_says_whether_a_limit_has_cut_it_off(length: int) -> None:
-    session = Sessions().open(REQUEST)
+    session = OpenSessions().open(REQUEST)
     assert not session.record().cut_off
     with contextlib.suppress(ApiError):
         session.begin([1] * length, 1)
     assert session.record().cut_off is (length == 20)  # of 20 tokens in all
-    session = Sessions().open(REQUEST)
+    session = OpenSessions().open(REQUEST)
     for number in range(4):
         assert not session.cut_off
         with contextlib.suppress(ApiError):
@@ -81,13 +78,13 @@ def test_a_session_says_whether_a_limit_has_cut_it_off(length: int) -> None:
 
 
 def test_only_a_call_that_ended_well_has_a_completion() -> None:
-    session = Sessions().open(REQUEST)
+    session = OpenSessions().open(REQUEST)
     good, broken = session.begin([1], 4), session.begin([2], 4)
     with session.serving(good), session.serving(broken):
         assert set(session.running) == {good.request_id, broken.request_id}
         for call in (good, broken):
-            call.sampled([7], [-0.5], "x")
-            call.sampled([8, 9], [-0.25, -1.0], "yz")
+            call.add([7], [-0.5], "x")
+            call.add([8, 9], [-0.25, -1.0], "yz")
         good.finish_reason, good.versions = "stop", [(4, 0, 3)]
     assert session.running == []
     completion = good.recorded().completion
@@ -99,7 +96,7 @@ def test_only_a_call_that_ended_well_has_a_completion() -> None:
 
 def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SESSIONS", 2)
-    store = Sessions()
+    store = OpenSessions()
     brief = REQUEST.model_copy(update={"idle_timeout_s": 0.02})
     first, busy = store.open(brief), store.open(brief)
     with pytest.raises(ApiError, match="there are 2 sessions"):
@@ -118,7 +115,7 @@ def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch: pytest.Monkey
 @pytest.fixture
 async def door() -> Any:
     """An app in the place of vLLM's, which answers with what reached it."""
-    app, store = FastAPI(), Sessions()
+    app, store = FastAPI(), OpenSessions()
 
     @app.api_route("/v1/{route:path}", methods=["GET", "POST"])
     async def echo(route: str, request: Request) -> Any:
@@ -128,7 +125,7 @@ async def door() -> Any:
             return JSONResponse({"error": {"message": "as vLLM says it", "param": param}}, status_code=400)
         return {"route": route, "body": body, "session": None if session is None else session.id}
 
-    transport = httpx.ASGITransport(SessionDoor(app, store, "the model"))
+    transport = httpx.ASGITransport(RouteSessions(app, store, "the model"))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client, store
 
@@ -192,16 +189,6 @@ async def test_what_can_not_be_recorded_is_refused(
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "no_session")
 
 
-def test_sessions_are_checked_like_requests(kit: Any) -> None:
-    reader = RequestReader(
-        kit.make_tokenizer(), vocab_size=96, max_length=32, limits=ServerConfig(), find_calls=vllm_api.find_calls
-    )
-    reader.check_sampling(SamplingParams(temperature=0.0, top_k=96))
-    for wrong in (SamplingParams(temperature=0.001), SamplingParams(top_k=97), SamplingParams(stop=("x",) * 17)):
-        with pytest.raises(ApiError):
-            reader.check_sampling(wrong)
-
-
 @pytest.fixture
 def opened(server: Any) -> Iterator[tuple[str, openai.OpenAI]]:
     """A session of a real server, and a client of it."""
@@ -222,7 +209,7 @@ def record_of(server: Any, session_id: str, method: str = "GET") -> AgentRecord:
     return AgentRecord.model_validate_json(response.content)
 
 
-def calls_of(server: Any, session_id: str, method: str = "GET") -> list[Any]:
+def calls_of(server: Any, session_id: str, method: str = "GET") -> tuple[Any, ...]:
     return record_of(server, session_id, method).calls
 
 
@@ -247,11 +234,11 @@ def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logpr
         plain.choices[0].text,
     ]
     rendered = kit.make_tokenizer()("user:hello;assistant:")["input_ids"]
-    assert [call.prompt_token_ids for call in calls] == [rendered, rendered, [5, 6, 7]]
+    assert [list(call.prompt_token_ids) for call in calls] == [rendered, rendered, [5, 6, 7]]
     assert len({call.seed for call in calls}) == 3
     for call, most in zip(calls, (24, 12, 24), strict=True):
         done = call.completion
-        assert done.versions == [(server.health()["version"], 0, len(done.token_ids))]
+        assert done.versions == ((server.health()["version"], 0, len(done.token_ids)),)
         assert len(done.token_ids) == most or done.finish_reason == "stop"
         expected = kit.reference_logprobs(server.model, call.prompt_token_ids, done.token_ids, 0.8)
         assert max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)) < 1e-4
@@ -259,7 +246,7 @@ def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logpr
         if call is calls[2]:
             sampling["stop"] = ["~"]
         (same,) = server.generate(prompts=[call.prompt_token_ids], sampling=sampling)["completions"][0]
-        assert (same["token_ids"], same["text"]) == (done.token_ids, done.text)
+        assert (tuple(same["token_ids"]), same["text"]) == (done.token_ids, done.text)
         assert max(abs(a - b) for a, b in zip(done.logprobs, same["logprobs"], strict=True)) < 1e-5
     assert plain.choices[0].logprobs is not None  # an agent's own wish to see some is still granted
     shown = plain.choices[0].logprobs.token_logprobs
@@ -282,7 +269,7 @@ def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tupl
     for wish in refused:
         with pytest.raises(openai.BadRequestError, match=r"can't be trained|must be 1|could be trained"):
             client.chat.completions.create(model="x", messages=chat, **wish)
-    assert calls_of(server, session_id) == []
+    assert calls_of(server, session_id) == ()
     for _ in range(6):
         client.chat.completions.create(model="x", messages=chat, max_tokens=2)
     assert not record_of(server, session_id).cut_off

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ def test_ctrl_c_ends_all_requests_and_processes_within_ten_seconds(servers: Any,
     port = server.client.base_url.port
     settings = [f"server.port={port}", f"model.path={server.root.parent / 'model'}"]
     second = subprocess.run(
-        [sys.executable, str(kit.RUNNER), *settings],
+        [*kit.COMMAND, *settings],
         env=os.environ | {"PYTHONPATH": str(kit.SOURCE)},
         capture_output=True,
         text=True,
@@ -94,7 +93,7 @@ def test_ctrl_c_while_loading_ends_it_too(tmp_path: Path, kit: Any) -> None:
     kit.make_tokenizer().save_pretrained(tmp_path)
     settings = [f"server.port={kit.free_port()}", f"model.path={tmp_path}", "model.max_length=300"]
     process = subprocess.Popen(
-        [sys.executable, str(kit.RUNNER), *settings],
+        [*kit.COMMAND, *settings],
         env=os.environ | {"PYTHONPATH": str(kit.SOURCE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -116,7 +115,7 @@ def test_ctrl_c_while_loading_ends_it_too(tmp_path: Path, kit: Any) -> None:
 def test_a_model_that_is_not_there_is_a_clear_error(kit: Any, tmp_path: Path) -> None:
     settings = [f"server.port={kit.free_port()}", f"model.path={tmp_path / 'nothing'}"]
     done = subprocess.run(
-        [sys.executable, str(kit.RUNNER), *settings],
+        [*kit.COMMAND, *settings],
         env=os.environ | {"PYTHONPATH": str(kit.SOURCE)},
         capture_output=True,
         text=True,

@@ -10,10 +10,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from hocket.config import Config
-from hocket.protocol import UploadResponse
+from hocket.protocol import DiskSource
 from hocket.server import versions
-from hocket.server.app import assemble
 from hocket.server.errors import ApiError
 from hocket.server.uploads import FOLDER, Uploads
 
@@ -26,7 +24,7 @@ async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
-async def send(uploads: Uploads, name: str, file: str, *parts: bytes, max_bytes: int = 100) -> UploadResponse:
+async def send(uploads: Uploads, name: str, file: str, *parts: bytes, max_bytes: int = 100) -> DiskSource:
     return await uploads.receive(name, file, chunks(*parts), max_bytes)
 
 
@@ -146,17 +144,18 @@ class FakeEngine:
     def __init__(self, root: Path) -> None:
         self.uploads = Uploads(root)
 
-    def failure(self) -> Any:
-        return ApiError(503, "reload_failed", "half loaded", "reload").body
+    model = "m"
 
-    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> UploadResponse:
+    def require_ready(self) -> None:
+        raise ApiError(503, "reload_failed", "half loaded", "reload")
+
+    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
         return await self.uploads.receive(name, file, chunks, 3 << 20)
 
 
 @pytest.fixture
-async def http(tmp_path: Path) -> AsyncGenerator[httpx.AsyncClient, None]:
-    config = Config.model_validate({"server": {"token": TOKEN, "max_body_mib": 1}})
-    door = assemble(FastAPI(), FakeEngine(tmp_path), config)  # type: ignore[arg-type]
+async def http(kit: Any, tmp_path: Path) -> AsyncGenerator[httpx.AsyncClient, None]:
+    door = kit.wrap(FastAPI(), FakeEngine(tmp_path), token=TOKEN, max_body_mib=1)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
         yield client
 
@@ -169,7 +168,7 @@ async def test_the_route_takes_more_than_other_bodies_may_have_but_only_with_the
     assert not (tmp_path / FOLDER).exists()
     http.headers["Authorization"] = f"Bearer {TOKEN}"
     answer = await http.put(path, content=body)
-    assert (answer.status_code, answer.json()) == (200, {"name": f"{FOLDER}/{NAME}"})
+    assert (answer.status_code, answer.json()) == (200, {"kind": "disk", "name": f"{FOLDER}/{NAME}"})
     assert (await http.put(path, content=body * 2)).status_code == 413
     assert (await http.put("/generate", content=body)).status_code == 413
 

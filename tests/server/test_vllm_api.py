@@ -19,19 +19,25 @@ from hocket import tokenizer
 from hocket.config import load
 from hocket.protocol import AdapterConfig, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api
-from hocket.server.app import assemble
 from hocket.server.errors import ApiError
-from hocket.server.requests import Job
-from hocket.server.sessions import TOO_LONG, Call, Session
+from hocket.server.sessions import TOO_LONG, RecordedSession, SampledCall
 from hocket.server.worker import WorkerExtension
 from hocket.types import InFlight
 
 TOKEN = "correct-horse"
 NAMES = {
     "vllm.config": [
+        "CacheConfig.block_size",
+        "CacheConfig.num_gpu_blocks",
         "DeviceConfig",
+        "LoRAConfig.max_lora_rank",
+        "ModelConfig.dtype",
+        "ModelConfig.get_vocab_size",
+        "ModelConfig.max_model_len",
         "ParallelConfig.world_size",
+        "VllmConfig.cache_config",
         "VllmConfig.device_config",
+        "VllmConfig.lora_config",
         "VllmConfig.parallel_config",
         "set_current_vllm_config",
     ],
@@ -81,7 +87,7 @@ NAMES = {
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Any:
     before = dict(os.environ)
-    main.prepare_environment(load(None, []))
+    main.prepare_environment(1)
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -155,13 +161,13 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     wanted = VllmParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1, seed=1, stop="x", logprobs=3, max_tokens=99)
     wanted.output_kind = RequestOutputKind.DELTA
     session = SamplingParams(temperature=0.7, max_tokens=6, seed=11, stop=("y",), stop_token_ids=(4,))
-    params = vllm_api.call_params(wanted, Call(request_id="r", number=0, prompt_token_ids=[1], sampling=session))
+    params = vllm_api.call_params(wanted, SampledCall(request_id="r", number=0, prompt_token_ids=[1], sampling=session))
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.7, 1.0, -1, 0.0, 11)
     assert (params.max_tokens, params.logprobs, params.stop, params.stop_token_ids) == (6, 3, ["x", "y"], [4])
     assert params.output_kind is RequestOutputKind.DELTA
     vllm_api.refuse_constraints(wanted)  # none of these is one
     fields = set(VllmParams.__struct_fields__)
-    assert set(vllm_api.CONSTRAINTS) | set(vllm_api.KEPT) <= fields
+    assert set(vllm_api.CONSTRAINTS) | set(vllm_api.AGENT_PARAMS) <= fields
     assert {"token_ids", "logprobs", "text", "finish_reason", "weight_versions"} <= set(
         CompletionOutput.__dataclass_fields__
     )
@@ -186,7 +192,7 @@ async def test_pieces_of_a_stream_are_recorded_as_one_call(last: str | None, val
         yield piece([7, 8], [-0.5, -0.25], "ab", None)
         yield piece([9], [value], "c", last)
 
-    session = Session(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
+    session = RecordedSession(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
     call = session.begin([1], 4)
     told: list[Any] = []
     with pytest.raises(ApiError, match=completion) if isinstance(completion, str) else contextlib.nullcontext():
@@ -277,17 +283,6 @@ def test_the_arguments_say_what_the_config_says(args: Any, model: str) -> None:
     assert (with_lora.enable_lora, with_lora.max_lora_rank) == (True, 16)
 
 
-def test_the_engine_tells_its_kind_of_device_and_how_many_processes_hold_weights() -> None:
-    from vllm.config import DeviceConfig
-
-    llm: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            device_config=DeviceConfig(device="cpu"), parallel_config=SimpleNamespace(world_size=3)
-        )
-    )
-    assert (vllm_api.device(llm), vllm_api.num_workers(llm)) == ("cpu", 3)
-
-
 async def test_what_becomes_of_requests_in_flight_is_said_in_vllm_s_words() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -353,10 +348,8 @@ def test_an_adapter_lies_in_files_only_while_vllm_reads_them() -> None:
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:
-    sampling = SamplingParams(
-        temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop=("x",), stop_token_ids=(2,), seed=4
-    )
-    made = vllm_api.sampling_params(Job(prompt=0, index=0, token_ids=[1], sampling=sampling, seed=9))
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=3, stop=("x",), stop_token_ids=(2,))
+    made = vllm_api.sampling_params(sampling, seed=9)
     assert (made.temperature, made.top_p, made.top_k, made.max_tokens) == (0.7, 0.9, 5, 3)
     assert (made.stop, made.stop_token_ids, made.seed, made.n) == (["x"], [2], 9, 1)
     assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
@@ -365,18 +358,21 @@ def test_sampling_reaches_vllm_unchanged() -> None:
 class Absent:
     """An engine that must not be asked anything."""
 
-    def failure(self) -> None:
-        return None
+    model = "m"
+
+    def require_ready(self) -> None:
+        pass
 
 
-async def test_every_route_of_the_whole_app_needs_the_token(args: Any) -> None:
+async def test_every_route_of_the_whole_app_needs_the_token(kit: Any, args: Any) -> None:
     app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = assemble(app, Absent(), load(None, [f"server.token={TOKEN}"]))  # type: ignore[arg-type]
+    door = kit.wrap(app, Absent(), token=TOKEN)
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
     assert {("/v1/chat/completions", "POST"), ("/generate", "POST"), ("/reload_weights", "POST")} <= paths
     assert ("/init_weight_group", "POST") in paths
     assert ("/metrics", "GET") in paths
     assert len(paths) > 20
+    assert ("/pause", "POST") not in paths
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
         for path, method in sorted(paths - {("/health", "GET")}):
             for headers in ({}, {"Authorization": "Bearer wrong-token"}):
@@ -384,18 +380,18 @@ async def test_every_route_of_the_whole_app_needs_the_token(args: Any) -> None:
                 assert response.status_code == 401, (method, path)
 
 
-async def test_with_the_token_vllm_s_routes_answer(args: Any) -> None:
+async def test_with_the_token_vllm_s_routes_answer(kit: Any, args: Any) -> None:
     app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = assemble(app, Absent(), load(None, [f"server.token={TOKEN}"]))  # type: ignore[arg-type]
+    door = kit.wrap(app, Absent(), token=TOKEN)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
         for path in ("/version", "/openapi.json", "/docs", "/metrics"):
             response = await http.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
             assert response.status_code == 200, path
 
 
-def test_health_is_ours_alone(args: Any) -> None:
+def test_health_is_ours_alone(kit: Any, args: Any) -> None:
     app = vllm_api.app_without_engine(args, ("generate",), None)
-    assemble(app, Absent(), load(None, []))  # type: ignore[arg-type]
+    kit.wrap(app, Absent())
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
 
 
@@ -434,8 +430,8 @@ def test_vllms_parsers_find_the_calls_in_token_ids(
     find = vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=(CALCULATE,)))
     token_ids = tools_tokenizer.encode(text)
     for found in (find(token_ids, False), find([*token_ids, 1], True), find(token_ids, False)):  # it keeps no state
-        assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
-        assert all(call["id"] == "" for call in found)  # vLLM's own are random
+        assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+        assert all(call.id == "" for call in found)  # vLLM's own are random
 
 
 @pytest.mark.parametrize(

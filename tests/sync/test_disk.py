@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fakes
 from hocket import config as config_module
 from hocket import delta, manifest
 from hocket.errors import ServerError, SyncError
@@ -73,10 +74,12 @@ class FakeServer:
             folder = self.copy.whole(self.root / name, described, request.version, shapes)
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
-        self.holds = load_file(folder / "model.safetensors")
-        return ReloadResponse(
-            version=request.version, seconds=0.1, num_tensors=2, checksum=described.checksum, session="s"
-        )
+        holds = load_file(folder / "model.safetensors")
+        if manifest.build(request.version, holds.items()).checksum != described.checksum:
+            self.copy.discard()
+            raise ServerError("loading failed", code="reload_failed", status=500)
+        self.holds = holds
+        return fakes.reloaded(request.version, described.checksum)
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
         (self.root / "up" / name).mkdir(parents=True)
@@ -253,7 +256,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-async def test_a_delta_that_was_tampered_with_is_refused_and_the_full_version_lands(
+async def test_a_delta_that_was_tampered_with_fails_and_the_full_version_lands(
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, server = Disk(tmp_path, "sync.delta=true"), servers()
@@ -269,7 +272,8 @@ async def test_a_delta_that_was_tampered_with_is_refused_and_the_full_version_la
     await disk.deliver(2, server)
     monkeypatch.undo()
     assert server.names[1:] == ["deltas/v000002", "weights/v000002"]
-    assert "the bytes of tensor 'a' are not the ones that were published" in disk.said[0]
+    assert "goes to http" in disk.said[0]
+    assert "loading failed" in disk.said[0]
     assert_same(server, disk.trainer)
     disk.trainer.step(6)
     await disk.deliver(3, server)

@@ -1,6 +1,5 @@
 """Who is on the GPU when: publishing to disk and a real pool, as a run brings them together, with a fake server."""
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,19 +57,14 @@ class World:
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         self.did("load")
         self.version = request.version
-        manifest = json.loads((self.root / request.source.name / "manifest.json").read_text())  # type: ignore[union-attr]
-        return ReloadResponse(
-            version=request.version, seconds=0.1, num_tensors=1, checksum=manifest["checksum"], session="s"
-        )
+        return fakes.reloaded(request.version, manifest.read(self.root / request.source.name).checksum)  # type: ignore[union-attr]
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, **rest: object
     ) -> AsyncIterator[tuple[int, int, Completion]]:
         self.did("generate")
         for i in range(len(prompts)):
-            span = (self.version, 0, 2)
-            done = Completion(token_ids=(5, 2), logprobs=(-0.1, -0.2), finish_reason="stop", versions=(span,), text="x")
-            yield i, 0, done
+            yield i, 0, fakes.completion(5, 2, logprobs=(-0.1, -0.2), version=self.version)
 
     # the trainer
     def check_same_model(self, health: Health) -> None: ...

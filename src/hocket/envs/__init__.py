@@ -1,8 +1,8 @@
 """Environments: what answers the model between its turns and says when an episode is over, found by name."""
 
-from hocket.envs import agents, guess, single_turn, tools  # registers the environments that ship with hocket
+from hocket.envs import guess as guess  # registers the environment
 from hocket.envs.agents import Agent, Task, agent
-from hocket.envs.base import Action, Environment, Observation, Step, environment
+from hocket.envs.base import Action, Environment, Observation, SingleTurn, Step, environment
 from hocket.envs.tools import tool
 
 __all__ = [
@@ -10,13 +10,10 @@ __all__ = [
     "Agent",
     "Environment",
     "Observation",
+    "SingleTurn",
     "Step",
     "Task",
     "agent",
-    "agents",
     "environment",
-    "guess",
-    "single_turn",
     "tool",
-    "tools",
 ]

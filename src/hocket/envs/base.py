@@ -111,6 +111,8 @@ class Environment:
 
     toolbox: Toolbox | None = None
     """The tools that the chat template shows to the model, and how it calls them."""
+    gives_reward = True
+    """Whether the sum of its rewards is the reward "environment" of a rollout."""
     step_timeout_s: float = 0.0
     """So long each step may take by a deadline of its own; only what is beyond counts against env.timeout_s."""
 
@@ -136,6 +138,17 @@ class Environment:
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry("environment")
 environment = ENVIRONMENTS.register  # decorator: @environment("name") on a class
+
+
+@environment("single_turn")
+class SingleTurn(Environment):
+    """The default: the episode is over with the model's first turn; rewards are those of rewards.functions."""
+
+    gives_reward = False
+
+    async def step(self, action: Action) -> Step:
+        """End the episode."""
+        return Step(done=True)
 
 
 def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:

@@ -51,7 +51,7 @@ METRICS = (
     Metric("rollout/kl", "algorithm.kl_in=reward: mean KL penalty per token, before its coefficient"),
     Metric("rollout/kl_coef", "algorithm.kl_in=reward: coefficient of the KL penalty"),
     Metric("rollout/length_mean", "mean number of sampled tokens per rollout"),
-    Metric("rollout/length_stopped", "the same over rollouts that ended with a stop token"),
+    Metric("rollout/length_stopped", "the same over rollouts that ended by themselves"),
     Metric(
         "rollout/truncated",
         "share of rollouts cut off at rollout.max_tokens, env.max_turns or model.max_length",
@@ -79,7 +79,7 @@ METRICS = (
         advice="rewards slow the run down: make them faster, or lower rewards.timeout_s",
     ),
     Metric(
-        "pipeline/wait_for_policy", "share of the time since the last step began without a rollout: weights missing"
+        "pipeline/wait_for_policy", "share of the time since the last step began in which rollouts waited for weights"
     ),
     Metric("pipeline/queued_groups", "scored groups that were ready when the trainer asked for its batch"),
     Metric("rollout/oversampling", "algorithm.oversampling: prompts played for the step / rollout.prompts_per_step"),

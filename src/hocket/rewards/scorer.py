@@ -65,6 +65,8 @@ class RewardScorer:
         If a reward fails, the total is nan and `error` gives the reason for each that did. It never raises because of a
         reward.
         """
+        if rollout.error is not None:
+            return Score(total=math.nan, error=rollout.error)
         if len(self._rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
             results = [await self._call(self._rewards[0], rollout)]
         else:

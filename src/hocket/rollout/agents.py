@@ -1,8 +1,7 @@
-"""Episodes that the user's own code plays: it asks the model through an OpenAI-compatible URL, which records it.
+"""Play episodes of the user's own code: it asks the model through an OpenAI-compatible URL, which records its calls.
 
-Each episode has a session of its own on one of the servers. One that fails ends alone; one whose server was lost is
-played again, and the time without any server does not count. Knows nothing of rewards, of HTTP and of how agents are
-run.
+Each episode has a session of its own on one of the servers. An episode that fails ends alone; one whose server was lost
+is played again.
 """
 
 import asyncio
@@ -10,156 +9,106 @@ import copy
 import ctypes
 import dataclasses
 import itertools
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from hocket.envs import Agent, Task
+from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
-from hocket.pool import MAX_LOSSES
-from hocket.protocol import AgentRecord, SamplingParams
-from hocket.rollout.budget import Budget
-from hocket.rollout.coalescer import Generator
+from hocket.pool import MAX_LOSSES, RecordedSession, ServerPool
+from hocket.protocol import AgentCall
+from hocket.rollout.budget import TokenBudget, most_tokens
+from hocket.rollout.collect import Seat
 from hocket.rollout.episode import EpisodeError, Limits, Transcript
-from hocket.rollout.joining import join
-from hocket.rollout.played import Played, Wave
-from hocket.system import as_completed, seed_of
+from hocket.system import seed_of
 from hocket.types import Prompt, Rollout
 
 GRACE_S = 60.0
-"""How long a server remembers a session after its agent's deadline: it is forgotten by us long before."""
+"""How long a server keeps a session beyond its agent's deadline; normally it is closed before."""
 CANCEL_S = 5.0
 """How long an agent that is cancelled may take to end."""
 
 
-class Session(Protocol):
-    """A base URL whose calls are recorded: hocket.pool.Session is one."""
-
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def api_key(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def waited_s(self) -> float: ...
-    async def close(self) -> AgentRecord: ...
-
-
-@runtime_checkable
-class Sessions(Protocol):
-    """What agents need of a server: hocket.pool.ServerPool is one."""
-
-    def session(
-        self, sampling: SamplingParams, *, tokens: int, max_length: int, max_calls: int, idle_timeout_s: float
-    ) -> AbstractAsyncContextManager[Session]: ...
-
-
 class Agents:
-    """Plays the episodes of a run.
-
-    Args:
-        agent: the user's code.
-        limits: calls of an episode, tokens of each prompt with its completion, seconds until the agent must have ended.
-        decode: writes tokens, for people.
-        max_in_flight_tokens: as for `Episodes`; an agent counts with its prompt and one answer, as nobody here knows
-            what it asks for.
-    """
-
-    tools: Sequence[Mapping[str, Any]] = ()
+    """Plays the agent episodes of a run."""
 
     def __init__(
         self,
         agent: Agent,
+        pool: ServerPool,
         *,
-        limits: Limits,
-        decode: Callable[[Sequence[int]], str],
-        max_in_flight_tokens: int | None = None,
+        limits: Limits,  # max_turns counts calls, max_length bounds each prompt with its completion
+        decode: Callable[[Sequence[int]], str],  # writes tokens, for people
+        budget: TokenBudget,  # an agent counts with its prompt and one answer: what it asks for is not known before
     ) -> None:
         self._agent = agent
+        self._pool = pool
         self._limits = limits
         self._decode = decode
-        # Of all batches that are played at the same time:
-        self._gate = asyncio.Semaphore(agent.concurrency)
-        self._budget = Budget()
-        self._max_in_flight_tokens = max_in_flight_tokens
+        self._gate = asyncio.Semaphore(agent.concurrency)  # of all batches under way
+        self._budget = budget
 
-    def play(self, wave: Wave, server: Generator) -> AsyncGenerator[Played, None]:
-        """Yields every episode as it ends. One that is not over when its time is, has failed.
+    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
+        """Play one episode; one that fails, or is not over at its deadline, has an error.
 
         Raises:
             ServerError: there is no server, or it refuses sessions.
         """
-        assert isinstance(server, Sessions), "agents are played on servers with sessions"
-        end = _Deadline(time.monotonic() + wave.timeout_s)
-        self._budget.limit = lambda: self._max_in_flight_tokens or server.kv_tokens
+        async with self._gate, self._budget.holding(most_tokens(prompt, seat.sampling)):
+            if not seat.deadline.over:
+                return await self._episode(prompt, seat)
+        late = f"agent: it could not begin within {seat.deadline.seconds:g} s (rollout.timeout_s)"
+        return _rollout(prompt, seat, (), error=f"{late}: raise that, or env.concurrency")
 
-        async def one(i: int, j: int) -> Played:
-            prompt = wave.prompts[i]
-            # Those who have passed these are done by the end.
-            async with self._gate, self._budget.holding(len(prompt.token_ids) + wave.sampling.max_tokens):
-                if end.over:
-                    late = f"it could not begin within {wave.timeout_s:g} s (rollout.timeout_s)"
-                    rollout = _rollout(prompt, (), None, f"agent: {late}: raise that, or env.concurrency")
-                else:
-                    rollout = await self._episode(prompt, server, wave.sampling, wave.number(i, j), end)
-            return Played(prompt=i, sample=j, rollout=dataclasses.replace(rollout, id=wave.name(i, j)))
-
-        return as_completed([one(i, j) for i, j in wave.pairs])
-
-    async def _episode(
-        self, prompt: Prompt, server: Sessions, sampling: SamplingParams, number: int, end: "_Deadline"
-    ) -> Rollout:
-        """Returns what was sampled, also where the agent failed."""
+    async def _episode(self, prompt: Prompt, seat: Seat) -> Rollout:
+        """Play one episode; it keeps what was sampled also where the agent fails."""
         before = ""
         for losses in itertools.count(1):
             returned: float | str | None = None
             error = None
-            at = end.at
-            async with server.session(
-                sampling.model_copy(update={"seed": seed_of(sampling.seed, number)}),
-                tokens=len(prompt.token_ids) + sampling.max_tokens,
+            async with self._pool.session(
+                seat.sampling.model_copy(update={"seed": seed_of(seat.sampling.seed, seat.number)}),
+                tokens=most_tokens(prompt, seat.sampling),
+                deadline=seat.deadline,
                 max_length=self._limits.max_length,
                 max_calls=self._limits.max_turns,
                 idle_timeout_s=self._limits.timeout_s + GRACE_S,
             ) as session:
-                end.moves(at, session.waited_s)
                 try:
-                    returned = await self._run(prompt, session, seed_of(sampling.seed, number, 0), end)
+                    returned = await self._run(prompt, seat, session)
                 except EpisodeError as failed:
                     error = f"agent: {failed}"
                 try:
                     record = await session.close()
                     break
                 except ServerError as lost:
-                    if losses == MAX_LOSSES or end.over:
+                    if losses == MAX_LOSSES or seat.deadline.over:
                         error = f"{error}; " if error else "agent: "
-                        return _rollout(prompt, (), returned, f"{error}what the model said is lost: {lost}")
+                        error += f"what the model said is lost: {lost}"
+                        return _rollout(prompt, seat, (), returned, error)
                     before = f"; it was played again, as what the model had said was lost: {lost}"
-        sequences = join(prompt, record.calls, self._decode)
+        transcripts = join(prompt, record.calls, self._decode)
         if error is None or not record.cut_off:
-            return _rollout(prompt, sequences, returned, error and error + before)
-        # Were it no part of its group, all that is short enough to end would look better than it is.
-        return _rollout(prompt, sequences, 0.0, cut_off=True)
+            return _rollout(prompt, seat, transcripts, returned, error and error + before)
+        # Keep truncated episodes (reward 0): dropping them would bias the group towards short answers.
+        return _rollout(prompt, seat, transcripts, 0.0, cut_off=True)
 
-    async def _run(self, prompt: Prompt, session: Session, seed: int, end: "_Deadline") -> float | str | None:
+    async def _run(self, prompt: Prompt, seat: Seat, session: RecordedSession) -> float | str | None:
         task = Task(
             messages=copy.deepcopy(prompt.messages or ()),  # others play the same prompt
             text=prompt.text,
             answer=prompt.answer,
             meta=copy.deepcopy(prompt.meta),
-            seed=seed,
+            seed=seed_of(seat.sampling.seed, seat.number, 0),
             base_url=session.base_url,
             api_key=session.api_key,
             model=session.model,
         )
-        left_s = max(0.0, end.at - time.monotonic())
+        left_s = seat.deadline.left_s
         running = asyncio.create_task(_contained(self._agent, task))
         try:
             in_time, _ = await asyncio.wait([running], timeout=min(self._limits.timeout_s, left_s))
         finally:  # also where the episode itself is cancelled
-            ended = await _end(running)
+            ended = await _cancel(running)
         if not in_time:
             over = left_s < self._limits.timeout_s
             which = "rollout.timeout_s" if over else f"env.timeout_s={self._limits.timeout_s:g}"
@@ -170,34 +119,16 @@ class Agents:
         return running.result()
 
 
-@dataclasses.dataclass(slots=True)
-class _Deadline:
-    """When all episodes of a batch must be over, by time.monotonic; it moves by the time without any server."""
-
-    at: float
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() >= self.at
-
-    def moves(self, at: float, waited_s: float) -> None:
-        """Says that an episode has waited so long for a server since the deadline was `at`.
-
-        Those that many have waited for at the same time move it once.
-        """
-        self.at = max(self.at, at + waited_s)
-
-
 async def _contained(agent: Agent, task: Task) -> float | str | None:
     try:
         return await agent.run(task)
-    # An agent is anybody's code: whatever it raises ends this episode alone. A SystemExit would end the event loop.
+    # An agent is the user's code: whatever it raises ends this episode alone. A SystemExit would end the event loop.
     except (Exception, SystemExit) as error:
         raise EpisodeError(f"it raised {type(error).__name__}: {error}") from error
 
 
-async def _end(running: "asyncio.Task[Any]") -> bool:
-    """Cancels a task and returns whether it has ended; one that does not is nobody's any more."""
+async def _cancel(running: "asyncio.Task[Any]") -> bool:
+    """Cancel a task and return whether it has ended; a task that ignores cancellation is abandoned."""
     if not running.done():
         running.cancel()
         await asyncio.wait([running], timeout=CANCEL_S)
@@ -209,19 +140,47 @@ async def _end(running: "asyncio.Task[Any]") -> bool:
     return running.done()
 
 
+def join(
+    prompt: Prompt, calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str] = lambda token_ids: ""
+) -> list[Transcript]:
+    """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
+
+    A call whose prompt goes on from a sequence extends it: what came in between was told, and its completion follows. A
+    call that does not, because the agent has shortened or rewritten the conversation, begins a sequence of its own.
+    Tokens are compared, never text; every sampled token is in one sequence, once. Calls that were broken off are left
+    out.
+    """
+    transcripts: list[Transcript] = []
+    for call in calls:
+        if call.completion is None:
+            continue
+        asked = list(call.prompt_token_ids)
+        begun = [transcript for transcript in transcripts if asked[: len(transcript.token_ids)] == transcript.token_ids]
+        if begun:
+            transcript = max(begun, key=lambda transcript: len(transcript.token_ids))
+            transcripts.remove(transcript)
+            told = asked[len(transcript.token_ids) :]
+            transcript.add_observation(told, Observation(text=decode(told)))
+        else:
+            transcript = Transcript(prompt, asked)
+        transcript.add_completion(call.completion)
+        transcripts.append(transcript)
+    return transcripts
+
+
 def _rollout(
     prompt: Prompt,
-    transcripts: Sequence[Transcript],
-    returned: float | str | None,
+    seat: Seat,
+    transcripts: Sequence[Transcript],  # none: the prompt alone
+    returned: float | str | None = None,  # by the agent: a reward, or the text to score
     error: str | None = None,
     *,
     cut_off: bool = False,
 ) -> Rollout:
-    """Returns the episode, its id still empty; without any call it is the prompt alone."""
     *others, last = [transcript.sequence() for transcript in transcripts or [Transcript(prompt)]]
     if isinstance(returned, str):
         last = dataclasses.replace(last, text=returned)
     if cut_off:
         last = dataclasses.replace(last, finish_reason="length")
     reward = returned if isinstance(returned, float) else None
-    return Rollout(id="", prompt=prompt, sequences=(*others, last), reward=reward, error=error)
+    return Rollout(id=seat.id, prompt=prompt, sequences=(*others, last), reward=reward, error=error)

@@ -1,56 +1,66 @@
-"""How many episodes may be under way, by their tokens. Knows nothing of what they do."""
+"""Bound the tokens that concurrent episodes hold together."""
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from hocket.protocol import SamplingParams
+from hocket.types import Prompt
 
-class Budget:
-    """Tokens that unfinished episodes hold; who comes first starts first.
 
-    Attributes:
-        limit: gives the number at the moment; an episode does not start where it would be passed, but for one that is
-            alone; 0: there is none.
-    """
+class TokenBudget:
+    """FIFO token budget for concurrent episodes: one starts when its tokens fit, or when no other is under way."""
 
     def __init__(self, limit: Callable[[], int] = lambda: 0) -> None:
-        self.limit = limit
+        self._limit = limit  # gives the number at the moment; 0: no limit
         self.held = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def start(self, tokens: int) -> None:
-        """Returns once there is room for so many tokens, and holds them."""
+        """Wait until there is room for the tokens, and hold them."""
         if self._fits(tokens) and not self._queue:
             self.held += tokens
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append((tokens, turn))
+        ready = asyncio.get_running_loop().create_future()
+        self._queue.append((tokens, ready))
         try:
-            await turn
+            await ready
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was let in and ended at the same moment
+            if ready.done() and not ready.cancelled():  # it was let in and cancelled at the same moment
                 self.change(-tokens)
             raise
 
     @asynccontextmanager
-    async def holding(self, tokens: int) -> AsyncIterator[None]:
-        """Holds so many tokens for the time of its body, which begins once there is room for them."""
+    async def holding(self, tokens: int) -> AsyncIterator[Callable[[int], None]]:
+        """Hold tokens during the body, once there is room; gives a function that sets another number."""
+        held = tokens
         await self.start(tokens)
+
+        def hold(tokens: int) -> None:
+            nonlocal held
+            self.change(tokens - held)
+            held = tokens
+
         try:
-            yield
+            yield hold
         finally:
-            self.change(-tokens)
+            hold(0)
 
     def change(self, tokens: int) -> None:
-        """Holds so many tokens more, or less: an episode that has begun never waits for others."""
+        """Hold that many tokens more, or less: an episode that has begun never waits for others."""
         self.held += tokens
         while self._queue and (self._queue[0][1].done() or self._fits(self._queue[0][0])):
-            wanted, turn = self._queue.popleft()
-            if not turn.done():
+            wanted, ready = self._queue.popleft()
+            if not ready.done():
                 self.held += wanted
-                turn.set_result(None)
+                ready.set_result(None)
 
     def _fits(self, tokens: int) -> bool:
-        limit = self.limit()
+        limit = self._limit()
         return self.held == 0 or limit == 0 or self.held + tokens <= limit
+
+
+def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
+    """Return the most tokens that a prompt and one turn take."""
+    return len(prompt.token_ids) + sampling.max_tokens

@@ -1,126 +1,104 @@
-"""Prompts in, scored groups out: plays the episodes of a step against the server.
+"""Gather one batch: play the episodes of its prompts, score each as it ends, return complete groups.
 
-Each rollout is scored as soon as its episode is over, while the others are still being played; each group leaves as
-soon as its last score is there. Knows nothing of losses, trainers or files.
+Rollouts are waited for, never thrown away because they are slow: that would favour short answers. So the prompts of a
+batch are the next ones of the stream, whichever episodes are fast.
 """
 
 import asyncio
-import contextlib
-import functools
-import math
+import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
 
-from hocket.config import RolloutConfig
-from hocket.errors import ServerError
-from hocket.protocol import Completion, SamplingParams
-from hocket.rollout.coalescer import Generator
-from hocket.rollout.episode import Transcript
-from hocket.rollout.played import Played, Player, Wave
-from hocket.system import seed_of
+from hocket.pool import Deadline
+from hocket.protocol import SamplingParams
+from hocket.system import gather_or_cancel
 from hocket.types import Group, Prompt, Rollout, Score
 
 
-class Scorer(Protocol):
-    """What a rollout needs of the rewards: hocket.rewards.RewardScorer is one."""
+@dataclasses.dataclass(slots=True)
+class Batch:
+    """What one step trains on."""
 
-    async def score(self, rollout: Rollout) -> Score:
-        """Returns the score; a failure is a Score with an error, never an exception."""
-
-
-def sampling_params(config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None) -> SamplingParams:
-    """Returns the sampling parameters of one step; (seed, step) alone decide the engine's random numbers."""
-    return SamplingParams(
-        temperature=config.temperature if temperature is None else temperature,
-        max_tokens=config.max_tokens,
-        stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
-        seed=seed_of(seed, step),
-    )
+    groups: list[Group] = dataclasses.field(default_factory=list)  # complete ones; in the end, in the prompts' order
+    num_drawn: int = 0
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    generated: float = 0.0  # when its last token was sampled, by time.perf_counter
 
 
-def to_rollout(prompt: Prompt, completion: Completion, name: str) -> Rollout:
-    """Returns the episode of one turn: the prompt's tokens, then the sampled ones, exactly as the engine gave them."""
-    transcript = Transcript(prompt)
-    transcript.sampled(completion)
-    return transcript.rollout(name)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to play for one batch."""
+
+    label: str  # makes ids unique within a run: "step 3" gives groups "step 3/0", "step 3/1", ...
+    sampling: SamplingParams  # of every turn; its seed and the episode's number decide the random numbers
+    group_size: int  # episodes per prompt
+    wanted: int  # informative groups
+    at_most: int  # groups of any kind
+    deadline: Deadline
+    batch: Batch = dataclasses.field(default_factory=Batch)  # as far as it is gathered
 
 
-async def play(
-    wave: Wave,
-    *,
-    server: Generator,
-    scorer: Scorer,
-    on_generated: Callable[[], None] = lambda: None,
-    episodes: Player | None = None,
-) -> AsyncIterator[Group]:
-    """Yields one Group per prompt, each as soon as it is complete.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The place of one episode in its batch."""
 
-    Args:
-        on_generated: called when the last completion is there, and only scores are missing.
-        episodes: how they are played; None: in a single turn.
+    id: str  # "step 3/7/1"
+    group: str  # "step 3/7"
+    number: int  # counts the batch's episodes: prompt index x group_size + sample index
+    sampling: SamplingParams
+    deadline: Deadline
 
-    Raises:
-        ServerError: generation failed before its time was over; neither environments nor scoring raise.
-    """
-    scored: list[list[tuple[int, Rollout, asyncio.Task[Score]]]] = [[] for _ in wave.prompts]
-    pending: set[asyncio.Task[Group]] = set()
-    scoring: set[asyncio.Task[Score]] = set()
+
+Take = Callable[[int], Mapping[int, Prompt]]
+"""Draws that many prompts, by the number of their draw; fewer where there are no more."""
+Play = Callable[[Prompt, Seat], Awaitable[Rollout]]
+"""Plays one episode. Raises only ServerError; any other failure is `Rollout.error`."""
+ScoreOne = Callable[[Rollout], Awaitable[Score]]
+"""Scores one rollout. Never raises: a failure is `Score.error`."""
+
+
+async def collect(
+    plan: Plan, take: Take, play: Play, score: ScoreOne, *, informative: Callable[[Group], bool] = lambda group: True
+) -> Batch:
+    """Return the first groups of the stream of which `wanted` are informative, or `at_most` groups."""
+    batch, missing = plan.batch, plan.wanted
+    running: set[asyncio.Task[Group]] = set()
     try:
-        source = (_single_turns if episodes is None else episodes.play)(wave, server)
-        async with contextlib.aclosing(source) as ended:
-            async for played in ended:
-                i, rollout = played.prompt, played.rollout
-                task = asyncio.create_task(_score(scorer, rollout))
-                scoring.add(task)
-                scored[i].append((played.sample, rollout, task))
-                if len(scored[i]) == wave.group_size:
-                    pending.add(asyncio.create_task(_group(wave.group_id(i), scored[i])))
-                for done in [group for group in pending if group.done()]:
-                    pending.remove(done)
-                    yield done.result()
-        on_generated()
-        for group in asyncio.as_completed(pending):
-            yield await group
+        while True:
+            for draw, prompt in take(min(missing, plan.at_most - batch.num_drawn)).items():
+                running.add(asyncio.create_task(_group(plan, draw, batch.num_drawn, prompt, play, score)))
+                batch.num_drawn, missing = batch.num_drawn + 1, missing - 1
+            if not running:
+                break
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                batch.groups.append(task.result())
+                missing += not informative(task.result())  # the next prompt takes its place
+            running -= done
     finally:
-        for unfinished in (*pending, *scoring):
-            unfinished.cancel()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    batch.groups.sort(key=lambda group: group.draw or 0)
+    return batch
 
 
-async def _single_turns(wave: Wave, server: Generator) -> AsyncGenerator[Played, None]:
-    """Yields what `Episodes.play` would of episodes of one turn, which are asked for together."""
-    end = time.monotonic() + wave.timeout_s
-    left = dict.fromkeys(wave.pairs)
-    prompts = [prompt.token_ids for prompt in wave.prompts]
-    seed = functools.partial(seed_of, wave.sampling.seed)  # (number, turn), as in episodes of several turns
-    seeds = [[seed(wave.number(i, j), 1) for j in range(wave.group_size)] for i in range(len(prompts))]
-    try:
-        async for i, j, completion in server.generate(
-            prompts, wave.sampling, n=wave.group_size, timeout_s=wave.timeout_s, seeds=seeds
-        ):
-            del left[i, j]
-            yield Played(prompt=i, sample=j, rollout=to_rollout(wave.prompts[i], completion, wave.name(i, j)))
-    except ServerError as late:
-        if time.monotonic() < end:
-            raise
-        error = f"it was not sampled within {wave.timeout_s:g} s (rollout.timeout_s): {late}"
-        for i, j in left:
-            yield Played(prompt=i, sample=j, rollout=Transcript(wave.prompts[i]).rollout(wave.name(i, j), error))
+async def _group(plan: Plan, draw: int, index: int, prompt: Prompt, play: Play, score: ScoreOne) -> Group:
+    """Play and score the episodes of one prompt."""
+    group = f"{plan.label}/{index}"
 
+    async def one(sample: int) -> tuple[Rollout, Score]:
+        seat = Seat(
+            id=f"{group}/{sample}",
+            group=group,
+            number=index * plan.group_size + sample,
+            sampling=plan.sampling,
+            deadline=plan.deadline,
+        )
+        rollout = await play(prompt, seat)
+        plan.batch.generated = time.perf_counter()
+        return rollout, await score(rollout)  # at once, while others are played
 
-async def _score(scorer: Scorer, rollout: Rollout) -> Score:
-    if rollout.error is not None:
-        return Score(total=math.nan, error=rollout.error)
-    return await scorer.score(rollout)
-
-
-def in_order(groups: Sequence[Group]) -> list[Group]:
-    """Returns the groups of one `play` in the order of their prompts: a run must not depend on who was first."""
-    return sorted(groups, key=lambda group: int(group.id.rpartition("/")[2]))
-
-
-async def _group(group_id: str, scored: list[tuple[int, Rollout, "asyncio.Task[Score]"]]) -> Group:
-    scored = sorted(scored, key=lambda item: item[0])
-    scores = [await task for _, _, task in scored]
-    return Group(id=group_id, rollouts=tuple(rollout for _, rollout, _ in scored), scores=tuple(scores))
+    rollouts, scores = zip(*await gather_or_cancel(one(sample) for sample in range(plan.group_size)), strict=True)
+    return Group(id=group, rollouts=rollouts, scores=scores, draw=draw)

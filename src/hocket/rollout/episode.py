@@ -1,7 +1,7 @@
-"""One episode: model and environment take turns, and every token of theirs ends up in one flat sequence.
+"""Play one episode: model and environment take turns, and all their tokens end up in one flat sequence.
 
 The model's tokens go in exactly as they were sampled; the environment's messages are rendered to tokens of their own,
-which follow. Nothing is ever encoded again. Knows nothing of other episodes, groups and rewards.
+which follow. Nothing is ever encoded again.
 """
 
 import asyncio
@@ -10,56 +10,51 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from hocket.data import Renderer
 from hocket.data.prompts import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
-from hocket.protocol import Completion, SamplingParams
+from hocket.protocol import Completion
+from hocket.rollout.collect import Seat
 from hocket.system import seed_of
 from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
 
-
-class Ask(Protocol):
-    """Has the model take a turn: Coalescer.ask."""
-
-    def __call__(self, token_ids: list[int], sampling: SamplingParams, *, seed: int) -> Awaitable[Completion]: ...
-
-
-class EpisodeError(Exception):
-    """The environment failed; the message says how."""
-
-
+Ask = Callable[..., Awaitable[Completion]]
+"""Has the model take a turn: Batcher.ask."""
 _RENDERING = ThreadPoolExecutor(1, "render")
 """One thread of its own: two must not use a tokenizer at once, and those of `hocket.system` are the trainer's, too."""
 
 
+class EpisodeError(Exception):
+    """Environment or agent failed; the message says how."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where an episode ends that is not done: turns, tokens of the whole sequence, seconds in the environment."""
+    """Where an episode ends that is not done."""
 
     max_turns: int
-    max_length: int
-    timeout_s: float
+    max_length: int  # tokens of the whole sequence
+    timeout_s: float  # seconds in the environment, or until an agent must have ended
 
 
 class Transcript:
-    """The sequence so far, which begins with the prompt. `text` and `finish_reason` are those of the last turn."""
+    """The sequence so far, which begins with the prompt; tokens are only ever appended."""
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: Prompt, token_ids: Sequence[int] | None = None) -> None:
         self.prompt = prompt
         self.token_ids, self.mask, self.logprobs = list[int](), list[bool](), list[float]()
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
         self.turns = 0
-        self.reward: float | None = None
-        self.text = ""
+        self.text = ""  # of the last turn
         self.finish_reason: FinishReason = "stop"
-        self.told(prompt.token_ids)
+        self.add_observation(prompt.token_ids if token_ids is None else token_ids)
 
-    def told(self, token_ids: Sequence[int], observation: Observation | None = None) -> None:
-        """Appends tokens that the policy did not sample: what the environment said, or the prompt."""
+    def add_observation(self, token_ids: Sequence[int], observation: Observation | None = None) -> None:
+        """Append tokens that the policy did not sample: what the environment said, or the prompt."""
         self.token_ids += token_ids
         self.mask += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
@@ -67,14 +62,8 @@ class Transcript:
             self.dialogue += observation.messages
             self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
 
-    def begins_with(self, token_ids: Sequence[int]) -> None:
-        """Puts other tokens in the place of the prompt's."""
-        for kept in (self.token_ids, self.mask, self.logprobs):
-            kept.clear()
-        self.told(token_ids)
-
-    def sampled(self, completion: Completion) -> None:
-        """Appends a turn of the policy. Raises ServerError where it is none."""
+    def add_completion(self, completion: Completion) -> None:
+        """Append a turn of the policy. Raise ServerError if it is empty."""
         if not completion.token_ids or not completion.versions:
             message = f"the server returned a completion without tokens or versions for prompt {self.prompt.id}"
             raise ServerError(message, code="protocol")
@@ -100,47 +89,40 @@ class Transcript:
             dialogue=tuple(self.dialogue) if self.turns > 1 else (),
         )
 
-    def rollout(self, name: str, error: str | None = None) -> Rollout:
-        """Return an episode of this sequence alone."""
-        return Rollout(id=name, prompt=self.prompt, sequences=(self.sequence(),), reward=self.reward, error=error)
-
 
 class Episode:
-    """Plays one episode into its `transcript`, which is whole after every turn, also where the next one fails.
-
-    Args:
-        make: gives an environment of its own.
-        ask: has the model take a turn.
-        renderer: of the data that the prompt is from.
-        sampling: of every turn that the environment does not want otherwise; its seed and `number` decide all random
-            numbers.
-    """
+    """Plays one episode; what there is of it is a whole sequence after every turn, also where the next one fails."""
 
     def __init__(
         self,
         prompt: Prompt,
-        make: Callable[[], Environment],
+        seat: Seat,
+        make: Callable[[], Environment],  # gives an environment of its own
         *,
         ask: Ask,
-        renderer: Renderer,
-        sampling: SamplingParams,
-        number: int,
+        renderer: Renderer,  # of the data that the prompt is from
         limits: Limits,
     ) -> None:
         self.transcript = Transcript(prompt)
+        self.reward: float | None = None
+        self._prompt = prompt
+        self._seat = seat
         self._make = make
         self._ask = ask
         self._renderer = renderer
-        self._sampling = sampling
-        self._number = number
         self._limits = limits
         self._left_s = limits.timeout_s
 
+    def rollout(self, error: str | None = None) -> Rollout:
+        """Return what there is as a rollout."""
+        sequences = (self.transcript.sequence(),)
+        return Rollout(id=self._seat.id, prompt=self._prompt, sequences=sequences, reward=self.reward, error=error)
+
     async def play(self, grown: Callable[[int], None] = lambda length: None) -> None:
-        """Plays until the environment is done or a limit is reached.
+        """Play until the environment is done or a limit is reached.
 
         Args:
-            grown: told the tokens that the sequence will have after each next turn, at most.
+            grown: called before each turn with the most tokens that the sequence may have after it.
 
         Raises:
             EpisodeError: the environment raised, hung, or said what can't be rendered.
@@ -159,59 +141,72 @@ class Episode:
         await self._close(environment)
 
     async def _take_turns(self, environment: Environment, grown: Callable[[int], None]) -> None:
-        transcript = self.transcript
-        transcript.reward = 0.0
-        start = await self._call(environment.reset, transcript.prompt, self._seed(0), returns=(Observation, type(None)))
+        if environment.gives_reward:
+            self.reward = 0.0
+        start = await self._call(environment.reset, self._prompt, self._seed(0), returns=(Observation, type(None)))
         observation: Observation = start or Observation()
-        told = await self._before(observation)
-        while told is not None and (room := self._room(told)) > 0:
-            transcript.told(told, observation)
-            sampling = self._next(observation, room)
-            grown(len(transcript.token_ids) + sampling.max_tokens)
-            completion = await self._ask(transcript.token_ids, sampling, seed=self._seed(transcript.turns + 1))
-            transcript.sampled(completion)
+        token_ids = await self._before(observation)
+        while token_ids is not None and (room := self._room(token_ids)) > 0:
+            transcript = self.transcript
+            transcript.add_observation(token_ids, observation)
+            completion = await self._turn(observation, room, grown)
+            transcript.add_completion(completion)
             step: Step = await self._call(
                 environment.step, _action(completion), returns=(Step,), own_s=environment.step_timeout_s
             )
-            transcript.reward += step.reward
+            self._add_reward(step.reward)
             if step.done:
                 return
-            observation, told = step, await self._between(step, completion)
-        transcript.finish_reason = "length"
-        transcript.reward += await self._call(environment.truncated, returns=(float, int))
+            observation, token_ids = step, await self._between(step, completion)
+        self.transcript.finish_reason = "length"
+        self._add_reward(await self._call(environment.truncated, returns=(float, int)))
+
+    async def _turn(self, observation: Observation, room: int, grown: Callable[[int], None]) -> Completion:
+        transcript, sampling = self.transcript, self._seat.sampling
+        max_tokens = sampling.max_tokens if observation.max_tokens is None else observation.max_tokens
+        stop = sampling.stop if observation.stop is None else observation.stop
+        max_tokens = min(max_tokens, room)
+        grown(len(transcript.token_ids) + max_tokens)
+        return await self._ask(
+            transcript.token_ids,
+            sampling.model_copy(update={"max_tokens": max_tokens, "stop": tuple(stop), "seed": None}),
+            seed=self._seed(transcript.turns + 1),
+            deadline=self._seat.deadline,
+            group=self._seat.group,
+            place=f"{self._seat.id} (prompt {self._prompt.id})",
+        )
+
+    def _add_reward(self, reward: float) -> None:
+        if self.reward is not None:
+            self.reward += reward
 
     async def _close(self, environment: Environment) -> None:
         self._left_s = self._limits.timeout_s
         await self._call(environment.close, returns=(object,))
 
-    def _room(self, told: Sequence[int]) -> int:
-        """Returns how many tokens the next turn may have once the model has been told so much; below 1: none."""
+    def _room(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens the next turn may have after these; below 1: there is no next turn."""
         if self.transcript.turns == self._limits.max_turns:
             return 0
-        return self._limits.max_length - len(self.transcript.token_ids) - len(told)
-
-    def _next(self, observation: Observation, room: int) -> SamplingParams:
-        wanted = self._sampling.max_tokens if observation.max_tokens is None else observation.max_tokens
-        stop = self._sampling.stop if observation.stop is None else observation.stop
-        return self._sampling.model_copy(update={"max_tokens": min(wanted, room), "stop": tuple(stop)})
+        return self._limits.max_length - len(self.transcript.token_ids) - len(token_ids)
 
     def _seed(self, turn: int) -> int:
-        return seed_of(self._sampling.seed, self._number, turn)
+        return seed_of(self._seat.sampling.seed, self._seat.number, turn)
 
     async def _before(self, observation: Observation) -> list[int] | None:
-        """Returns what the environment says before the first turn; messages make the prompt another one."""
+        """Return the tokens that reset adds to the prompt; messages are rendered together with it, as a new prompt."""
         if not observation.messages:
             return await self._text(observation)
-        messages = [*(self.transcript.prompt.messages or ()), *observation.messages]
-        prompt = await self._rendered(lambda: self._encode(self._renderer.render(messages)))
-        if prompt is None or len(prompt) >= self._limits.max_length:
-            length = "too many" if prompt is None else len(prompt)
+        messages = [*(self._prompt.messages or ()), *observation.messages]
+        token_ids = await self._rendered(lambda: self._encode(self._renderer.render(messages)))
+        if token_ids is None or len(token_ids) >= self._limits.max_length:
+            length = "too many" if token_ids is None else len(token_ids)
             raise EpisodeError(f"reset: a prompt of {length} tokens leaves no room for a turn in model.max_length")
-        self.transcript.begins_with(prompt)
+        self.transcript = Transcript(self._prompt, token_ids)
         return []
 
     async def _between(self, step: Step, completion: Completion) -> list[int] | None:
-        """Returns what the environment says after a turn; where it says nothing, the model goes on where it stopped."""
+        """Return the tokens of a step; where the environment says nothing, the model goes on where it stopped."""
         if not step.messages:
             return await self._text(step)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
@@ -225,7 +220,7 @@ class Episode:
         return self._renderer.encode([text], at_most=self._limits.max_length)[0]
 
     async def _rendered(self, render: Callable[[], list[int]]) -> list[int] | None:
-        """Returns the tokens of what the environment says, made in a thread; None: no sequence can hold so many."""
+        """Return the tokens of a message, rendered in a thread; None if they are more than a sequence can hold."""
         try:
             return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
         except TooLongError:
@@ -241,7 +236,7 @@ class Episode:
         returns: tuple[type, ...],
         own_s: float = 0.0,
     ) -> Any:
-        """Returns what a method of the environment returns, within what is left of its time; `own_s` do not count."""
+        """Call a method of the environment within the time that is left; `own_s` of it do not count."""
         name, start = method.__name__, time.monotonic()
         try:
             async with asyncio.timeout(self._left_s + own_s) as deadline:
@@ -251,7 +246,7 @@ class Episode:
             if task is not None and task.cancelling():
                 raise
             raise EpisodeError(f"{name} was cancelled") from error
-        # An environment is anybody's code: whatever it raises ends this episode alone.
+        # An environment is the user's code: whatever it raises ends this episode alone.
         except (Exception, SystemExit) as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 message = f"{name} was not done when env.timeout_s={self._limits.timeout_s:g} had passed"

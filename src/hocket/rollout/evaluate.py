@@ -1,15 +1,15 @@
 """Held-out accuracy and pass@k, with the same random numbers every time."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from hocket.config import Config, RewardsConfig, RewardSpec
+from hocket.config import RewardsConfig, RewardSpec
+from hocket.pool import Deadline
+from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import refuse_failing
-from hocket.rollout.coalescer import Generator
-from hocket.rollout.collect import Scorer, in_order, play, sampling_params
-from hocket.rollout.pipeline import deadline_s
-from hocket.rollout.played import Player, Wave
+from hocket.rollout.collect import Plan, Play, ScoreOne, collect
 from hocket.types import Group, Prompt
 
 MAIN = ""
@@ -20,57 +20,58 @@ EVAL_STEP = -1
 """Takes the place of the step in the sampling seed: no training step has it."""
 
 
-def rewards_of_eval(config: Config) -> RewardsConfig:
-    """Returns a rewards section with `eval.reward` alone, its options as in rewards.functions where it is there too."""
-    functions = config.rewards.functions
-    name = config.eval.reward or next(iter(functions))
-    return config.rewards.model_copy(update={"functions": {name: functions.get(name, RewardSpec(weight=1.0))}})
+def eval_rewards(rewards: RewardsConfig, name: str | None) -> RewardsConfig:
+    """Return a rewards section with eval.reward alone (default: the first), with its options in rewards.functions."""
+    name = name or next(iter(rewards.functions))
+    return rewards.model_copy(update={"functions": {name: rewards.functions.get(name, RewardSpec(weight=1.0))}})
 
 
-async def evaluate(
-    datasets: Mapping[str, Sequence[Prompt]],
-    *,
-    server: Generator,
-    scorer: Scorer,
-    config: Config,
-    label: str,
-    episodes: Player | None = None,
-) -> tuple[dict[str, float], list[Group]]:
-    """Returns the eval/* metrics and the groups, in the prompts' order.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Measures the policy on held-out prompts."""
 
-    Args:
-        datasets: held-out prompts by the name that their metrics get, eval/NAME/accuracy; MAIN: eval/accuracy.
-        scorer: scores by `rewards_of_eval`.
-        episodes: as for training.
+    datasets: Mapping[str, Sequence[Prompt]]  # by the name that metrics get, eval/NAME/accuracy; MAIN: eval/accuracy
+    play: Play
+    score: ScoreOne  # by `reward` alone
+    reward: str
+    samples: int  # rollouts per prompt
+    sampling: SamplingParams
+    timeout_s: float
+    max_error_rate: float
 
-    Raises:
-        RewardError: more than rewards.max_error_rate of the completions of a dataset, or all, could not be scored.
-    """
-    sampling = sampling_params(
-        config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=config.eval.temperature
-    )
-    (reward,) = rewards_of_eval(config).functions
-    metrics: dict[str, float] = {}
-    every: list[Group] = []
-    for name, prompts in datasets.items():
-        wave = Wave(
-            prompts=prompts,
-            sampling=sampling,
-            group_size=config.eval.samples,
-            label=f"{label} {name}".strip(),
-            timeout_s=deadline_s(config),
+    async def run(self, label: str) -> tuple[dict[str, float], list[Group]]:
+        """Return the eval/* metrics and the groups, in the prompts' order; nothing without datasets.
+
+        Raises:
+            RewardError: more than max_error_rate of the rollouts of a dataset, or all, could not be scored.
+        """
+        metrics: dict[str, float] = {}
+        every: list[Group] = []
+        for name, prompts in self.datasets.items():
+            groups = await self._groups(f"{label} {name}".strip(), prompts)
+            num_scores = sum(len(group.scores) for group in groups)
+            refuse_failing(groups, min(self.max_error_rate, 1 - 1 / num_scores))  # one score at least
+            prefix = f"eval/{name}/" if name else "eval/"
+            metrics |= {f"{prefix}{key}": value for key, value in _measured(groups, self.reward).items()}
+            every += groups
+        return metrics, every
+
+    async def _groups(self, label: str, prompts: Sequence[Prompt]) -> list[Group]:
+        plan = Plan(
+            label=label,
+            sampling=self.sampling,
+            group_size=self.samples,
+            wanted=len(prompts),
+            at_most=len(prompts),
+            deadline=Deadline(self.timeout_s),
         )
-        groups = in_order([group async for group in play(wave, server=server, scorer=scorer, episodes=episodes)])
-        num_scores = sum(len(group.scores) for group in groups)
-        refuse_failing(groups, min(config.rewards.max_error_rate, 1 - 1 / num_scores))  # one score at least
-        prefix = f"eval/{name}/" if name else "eval/"
-        metrics |= {f"{prefix}{key}": value for key, value in _measured(groups, reward).items()}
-        every += groups
-    return metrics, every
+        left = dict(enumerate(prompts))
+        batch = await collect(plan, lambda count: {i: left.pop(i) for i in list(left)[:count]}, self.play, self.score)
+        return batch.groups
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Returns the chance that at least one of k samples passes, from more of them (arXiv 2107.03374, eq. 1).
+    """Return the chance that at least one of k samples passes, from more of them (arXiv 2107.03374, eq. 1).
 
     1 - C(n - c, k) / C(n, k), which is unbiased where k ≤ n.
     """

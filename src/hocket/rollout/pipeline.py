@@ -1,80 +1,69 @@
-"""One batch of scored groups after another, each begun as early as the bound on staleness allows.
+"""Keep batches of scored groups under way, each begun as early as the bound on staleness allows.
 
 Step s trains on batch s with weights that have taken s - 1 steps, so batch s may begin once s - 1 - max_staleness of
-them are taken. That alone bounds how old rollouts get: what is slow is waited for, never thrown away, which would
-favour short answers. A batch is the next prompts of the stream, whoever is fast. Knows nothing of losses and weights.
+them are taken. That alone bounds how old rollouts get; slow ones are waited for.
 """
 
 import asyncio
-import dataclasses
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Self
 
-from hocket.config import Config
-from hocket.data import PromptStream
-from hocket.rollout.coalescer import Generator
-from hocket.rollout.collect import Scorer, in_order, play, sampling_params
-from hocket.rollout.played import Player, Wave
-from hocket.types import Group, Prompt
+from hocket.config import RolloutConfig
+from hocket.errors import DataError
+from hocket.observe.run_folder import groups_of
+from hocket.pool import Deadline
+from hocket.protocol import SamplingParams
+from hocket.rollout.collect import Batch, Plan
+from hocket.system import seed_of
 
-MAX_WAVES = 8
-"""Requests for prompts of one batch at the same time: replacements that come one by one go together."""
+PROGRESS_S = 0.2
 
 
-@dataclasses.dataclass(slots=True)
-class Batch:
-    """What one step trains on.
+def sampling_params(config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None) -> SamplingParams:
+    """Return the sampling parameters of one step; (seed, step) alone decide the engine's random numbers."""
+    return SamplingParams(
+        temperature=config.temperature if temperature is None else temperature,
+        max_tokens=config.max_tokens,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
+        seed=seed_of(seed, step),
+    )
 
-    Attributes:
-        metrics: how long the step has waited for it, and what else was going on.
-        end: when it must have been generated, by time.monotonic.
-        started, generated: when it began and when its last token was sampled, by time.perf_counter.
-    """
 
-    draws: dict[int, Prompt] = dataclasses.field(default_factory=dict)
-    groups: list[Group] = dataclasses.field(default_factory=list)
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    end: float = math.inf
-    started: float = dataclasses.field(default_factory=time.perf_counter)
-    generated: float = 0.0
+def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: float, max_staleness: int) -> Plan:
+    """Return the plan of a training step's batch, whose time begins now."""
+    return Plan(
+        label=f"step {step}",
+        sampling=sampling_params(config, seed=seed, step=step),
+        group_size=config.group_size,
+        wanted=config.prompts_per_step,
+        at_most=int(config.prompts_per_step * oversampling),
+        deadline=Deadline(config.timeout_s * (1 + max_staleness)),  # this many batches share the servers
+    )
 
 
 class Pipeline:
-    """Plays the batches of a run. Use it inside one event loop, and as `async with`: leaving it ends what is played.
-
-    Args:
-        config: its rollout, pipeline and trainer sections, and algorithm.oversampling, are used.
-        stream: where prompts come from.
-        server: generates.
-        scorer: scores each rollout as soon as its episode is over.
-        informative: whether a group teaches anything; the place of one that does not is taken by the next prompt.
-        episodes: how they are played; None: in a single turn.
-        progress: told (step, what) while `batch` waits.
-    """
+    """Gathers the batches of a run. Use it inside one event loop, and as `async with`: leaving it cancels episodes."""
 
     def __init__(
         self,
-        config: Config,
-        stream: PromptStream,
+        new_batch: Callable[[Plan], Awaitable[Batch]],
+        plan: Callable[[int], Plan],  # of a step
         *,
-        server: Generator,
-        scorer: Scorer,
-        informative: Callable[[Group], bool],
-        episodes: Player | None = None,
-        progress: Callable[[int, str], None] = lambda step, what: None,
+        steps: int,
+        max_staleness: int,
+        progress: Callable[[int, str], None] = lambda step, what: None,  # told what a step waits for
     ) -> None:
-        self._config = config
-        self._stream = stream
-        self._server = server
-        self._scorer = scorer
-        self._informative = informative
-        self._episodes = episodes
+        self._new_batch = new_batch
+        self._plan = plan
+        self._steps = steps
+        self._max_staleness = max_staleness
         self._progress = progress
-        self._batches: dict[int, Batch] = {}
+        self._plans: dict[int, Plan] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._came: float | None = None
+        self._asked: float | None = None
         self._finished = 0.0
 
     async def __aenter__(self) -> Self:
@@ -86,99 +75,75 @@ class Pipeline:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def batch(self, step: int) -> Batch:
-        """Returns the batch of a step once it is complete. Call it when the weights of the step before are published.
+        """Return the complete batch of a step. Call it when the weights of the step before are published.
 
-        It is smaller, or empty, where the stream has no more prompts.
+        It is smaller, or empty, once the stream has no more prompts.
 
         Raises:
             ServerError: generation failed; neither environments nor scoring raise.
         """
         start = time.perf_counter()
-        metrics = {"pipeline/queued_groups": float(sum(len(batch.groups) for batch in self._batches.values()))}
-        if self._came is not None:
+        metrics = {"pipeline/queued_groups": float(sum(len(plan.batch.groups) for plan in self._plans.values()))}
+        if self._asked is not None:
             busy = any(not task.done() for task in self._tasks.values())
-            idle_s = 0.0 if busy else start - max(self._finished, self._came)
-            metrics["pipeline/wait_for_policy"] = idle_s / (start - self._came)
-        self._came = start
-        for due in range(step, min(step + self._config.pipeline.max_staleness, self._config.trainer.steps) + 1):
-            if due not in self._batches:
-                self._batches[due] = Batch(end=time.monotonic() + deadline_s(self._config))
-                self._tasks[due] = asyncio.create_task(self._collect(due))
-        self._progress(step, "generating")
-        await self._tasks[step]
-        batch = self._batches.pop(step)
-        del self._tasks[step]
+            idle_s = 0.0 if busy else start - max(self._finished, self._asked)
+            metrics["pipeline/wait_for_policy"] = idle_s / (start - self._asked)
+        self._asked = start
+        for due in range(step, min(step + self._max_staleness, self._steps) + 1):
+            if due not in self._plans:
+                self._plans[due] = self._plan(due)
+                self._tasks[due] = asyncio.create_task(self._gather(self._plans[due]))
+        plan, task = self._plans[step], self._tasks[step]
+        while not task.done():
+            num_groups = len(plan.batch.groups)
+            self._progress(step, f"{num_groups}/{plan.batch.num_drawn} groups scored" if num_groups else "generating")
+            await asyncio.wait({task}, timeout=PROGRESS_S)
+        task.result()
+        del self._plans[step], self._tasks[step]
+        batch = plan.batch
         generate_s = max(0.0, batch.generated - start)
         metrics |= {"time/generate": generate_s, "time/reward": time.perf_counter() - start - generate_s}
         if batch.groups:
             metrics["time/batch"] = batch.generated - batch.started
-        if self._config.algorithm.oversampling > 1:
-            metrics["rollout/oversampling"] = len(batch.draws) / self._config.rollout.prompts_per_step
+        if plan.at_most > plan.wanted:
+            metrics["rollout/oversampling"] = batch.num_drawn / plan.wanted
         batch.metrics = metrics
         return batch
 
-    async def _collect(self, step: int) -> None:
-        """Plays the prompts of one batch, and others in the place of those whose groups teach nothing, within a bound.
-
-        Which prompts these are depends, while no other batch draws, on what each of them gave alone: they are the first
-        of the stream that are enough.
-        """
-        wanted = self._config.rollout.prompts_per_step
-        most = int(wanted * self._config.algorithm.oversampling)
-        batch = self._batches[step]
-        waves: dict[asyncio.Task[Group | None], AsyncIterator[Group]] = {}
-        lacking = wanted
-        try:
-            while True:
-                number = min(lacking, most - len(batch.draws))
-                if number and len(waves) < MAX_WAVES:
-                    lacking -= number
-                    if draws := self._stream.take(number):
-                        wave = self._play(step, batch, draws)
-                        waves[asyncio.create_task(_next(wave))] = wave
-                if not waves:
-                    break
-                done, _ = await asyncio.wait(waves, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    wave = waves.pop(task)
-                    if (group := task.result()) is None:
-                        continue
-                    waves[asyncio.create_task(_next(wave))] = wave
-                    batch.groups.append(group)
-                    lacking += not self._informative(group)
-                    if step == min(self._batches):
-                        self._progress(step, f"{len(batch.groups)}/{len(batch.draws)} groups scored")
-        finally:
-            for task in waves:
-                task.cancel()
-            await asyncio.gather(*waves, return_exceptions=True)
-        groups = zip(in_order(batch.groups), batch.draws, strict=True)
-        batch.groups = [dataclasses.replace(group, draw=draw) for group, draw in groups]
+    async def _gather(self, plan: Plan) -> None:
+        await self._new_batch(plan)
         self._finished = time.perf_counter()
 
-    def _play(self, step: int, batch: Batch, draws: Mapping[int, Prompt]) -> AsyncIterator[Group]:
-        """Begins to play more prompts for a batch."""
-        rollout, first = self._config.rollout, len(batch.draws)
-        batch.draws |= draws
 
-        def generated() -> None:
-            batch.generated = time.perf_counter()
+class Replay:
+    """Gives the batches that an earlier run has recorded, in the place of a Pipeline: training without a server.
 
-        wave = Wave(
-            prompts=list(draws.values()),
-            sampling=sampling_params(rollout, seed=self._config.trainer.seed, step=step),
-            group_size=rollout.group_size,
-            label=f"step {step}",
-            timeout_s=max(0.0, batch.end - time.monotonic()),
-            first=first,
-        )
-        return play(wave, server=self._server, scorer=self._scorer, on_generated=generated, episodes=self._episodes)
+    Tokens, log-probs and scores are those of the files, step by step; `run_dir` is that run's folder.
+    """
 
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "rollouts"
 
-def deadline_s(config: Config) -> float:
-    """Returns the seconds within which a batch, or an evaluation, must be generated: so many share the servers."""
-    return config.rollout.timeout_s * (1 + config.pipeline.max_staleness)
+    async def __aenter__(self) -> Self:
+        return self
 
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Do nothing: nothing is being played."""
 
-async def _next(wave: AsyncIterator[Group]) -> Group | None:
-    return await anext(wave, None)
+    async def batch(self, step: int) -> Batch:
+        """Return the recorded batch of a step. Raise DataError if there is none, or it can't be read."""
+        start = time.perf_counter()
+        path = self._folder / f"step_{step:06d}.jsonl"
+        try:
+            with path.open(encoding="utf-8") as lines:
+                groups = groups_of(lines)
+            if not groups:
+                raise ValueError("it is empty")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            steps = sorted(int(file.stem.rpartition("_")[2]) for file in self._folder.glob("step_*.jsonl"))
+            there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
+            raise DataError(
+                f"pipeline.replay: no rollouts of step {step} in {path} ({error!r}); {there}: set trainer.steps "
+                "to what is there, or name another run folder"
+            ) from error
+        return Batch(groups=groups, metrics={"time/generate": time.perf_counter() - start, "time/reward": 0.0})

@@ -1,22 +1,23 @@
-"""The routes: ours beside vLLM's OpenAI-compatible ones, on one port, behind the same door."""
+"""Define hocket's routes, beside vLLM's OpenAI-compatible ones and behind the same middleware."""
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
-import pydantic
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
-from pydantic.json_schema import models_json_schema
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from hocket.config import Config
 from hocket.protocol import (
     AgentRecord,
+    Completion,
+    DiskSource,
     ErrorBody,
     ErrorResponse,
     GenerateRequest,
@@ -31,44 +32,27 @@ from hocket.protocol import (
     SleepRequest,
     SleepResponse,
     StreamEnd,
-    UploadResponse,
+    StreamLine,
     WakeRequest,
 )
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, from_validation
+from hocket.server.generate import Job
 from hocket.server.middleware import LimitBody, RefuseWebPages, RefuseWhenFailed, RequireToken
-from hocket.server.requests import Job
-from hocket.server.sessions import SessionDoor, Sessions
-
-M = TypeVar("M", bound=pydantic.BaseModel)
+from hocket.server.sessions import OpenSessions, RouteSessions
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status that nobody receives: the client has gone."""
+"""Status of an answer that no client receives: it has disconnected."""
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)
+}
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class Generator(Protocol):
-    """What the routes need of an engine; `hocket.server.engine.Engine` is one."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def model(self) -> str: ...
-    def failure(self) -> ErrorBody | None: ...
-    def health(self) -> Health: ...
-    async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]: ...
-    def check(self, request: SessionRequest) -> None: ...
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
-    def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]: ...
-    async def join_group(self, request: GroupRequest) -> GroupResponse: ...
-    async def reload(self, request: ReloadRequest) -> ReloadResponse: ...
-    async def sleep(self, request: SleepRequest) -> SleepResponse: ...
-    async def wake_up(self, request: WakeRequest) -> SleepResponse: ...
-    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> UploadResponse: ...
-
-
-def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
-    """Adds our routes to an app, in front of its own, and puts the middleware before all of them."""
+def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_mib: int) -> ASGIApp:
+    """Add hocket's routes to an app, in front of its own, and wrap the middleware around all of them."""
     known = len(app.router.routes)
-    sessions = Sessions()
+    sessions = OpenSessions()
     app.include_router(_router(engine))
     app.include_router(_session_router(engine, sessions))
     ours = app.router.routes[known:]
@@ -76,63 +60,79 @@ def assemble(app: FastAPI, engine: Generator, config: Config) -> ASGIApp:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
-    _document_bodies(app)
-    door: ASGIApp = SessionDoor(app, sessions, config.model.path)
-    door = RefuseWhenFailed(door, engine.failure)
-    door = LimitBody(door, config.server.max_body_mib << 20)
-    if config.token is None:
-        return RefuseWebPages(door, config.server.host)
-    return RequireToken(door, config.token, sessions.admits)
+    inner = RefuseWhenFailed(RouteSessions(app, sessions, engine.model), engine.require_ready)
+    limited = LimitBody(inner, max_body_mib << 20)
+    return RefuseWebPages(limited, host) if token is None else RequireToken(limited, token, sessions.admits)
 
 
-def _router(engine: Generator) -> APIRouter:
-    router = APIRouter(tags=["hocket"])
-    refusals = _refusals()
+class _Route(APIRoute):
+    """Refuse wrong bodies in hocket's form of errors; those of vLLM's routes keep vLLM's."""
 
-    @router.get("/health", responses=refusals)
+    def get_route_handler(self) -> Handler:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                raise from_validation(error.errors()) from None
+
+        return handled
+
+
+class _UnparsedRoute(APIRoute):
+    """Leave the body to the endpoint, whose parameter `body` only describes it for /docs."""
+
+    def get_route_handler(self) -> Handler:
+        return functools.partial(self.endpoint, body=None)
+
+
+def _router(engine: Engine) -> APIRouter:
+    router = APIRouter(tags=["hocket"], responses=REFUSALS, route_class=_Route)
+
+    @router.get("/health")
     async def health() -> Health:
-        """Tells what the server holds and does; the one route that needs no token."""
+        """Report what the server holds and does; the one route that needs no token."""
         return engine.health()
 
-    @router.post(
-        "/generate", response_model=GenerateResponse, responses=refusals, openapi_extra=_body("GenerateRequest")
-    )
-    async def generate(request: Request) -> Response:
-        """Samples n completions of each prompt, with the log-prob and the weight version of every token."""
+    async def generate(request: Request, body: GenerateRequest) -> Response:
+        """Sample completions of each prompt, with the log-prob and the weight version of every token."""
         message, jobs = await engine.read(await request.body())
         if message.stream:
             return StreamingResponse(_stream(engine, jobs), media_type="application/x-ndjson")
-        return await _unless_client_leaves(request, lambda: _all(engine, message, jobs))
+        return await _unless_client_leaves(request, _all(engine, message, jobs))
 
-    @router.post(
-        "/reload_weights", response_model=ReloadResponse, responses=refusals, openapi_extra=_body("ReloadRequest")
+    router.add_api_route(
+        "/generate",
+        generate,
+        methods=["POST"],
+        response_model=GenerateResponse,
+        route_class_override=_UnparsedRoute,
     )
-    async def reload_weights(request: Request) -> ReloadResponse:
-        """Takes over a new weight version without a restart."""
-        message = _parse(ReloadRequest, await request.body())
-        # Loading goes on when the client leaves: a repeated call then finds the version and is answered at once.
-        return await engine.reload(message)
 
-    @router.post(
-        "/init_weight_group", response_model=GroupResponse, responses=refusals, openapi_extra=_body("GroupRequest")
-    )
-    async def init_weight_group(request: Request) -> GroupResponse:
-        """Connects the engine's workers with a trainer that will send weights straight from its memory."""
-        return await engine.join_group(_parse(GroupRequest, await request.body()))
+    @router.post("/reload_weights")
+    async def reload_weights(request: ReloadRequest) -> ReloadResponse:
+        """Load a new weight version without a restart."""
+        return await engine.reload(request)
 
-    @router.post("/sleep", response_model=SleepResponse, responses=refusals, openapi_extra=_body("SleepRequest"))
-    async def sleep(request: Request) -> SleepResponse:
-        """Takes weights and KV cache off the GPU, for a trainer to use it."""
-        return await engine.sleep(_parse(SleepRequest, await request.body()))
+    @router.post("/init_weight_group")
+    async def init_weight_group(request: GroupRequest) -> GroupResponse:
+        """Connect the engine's workers with a trainer that sends weights straight from its memory."""
+        return await engine.join_group(request)
 
-    @router.post("/wake_up", response_model=SleepResponse, responses=refusals, openapi_extra=_body("WakeRequest"))
-    async def wake_up(request: Request) -> SleepResponse:
-        """Brings weights, KV cache or both back to the GPU."""
-        return await engine.wake_up(_parse(WakeRequest, await request.body()))
+    @router.post("/sleep")
+    async def sleep(request: SleepRequest) -> SleepResponse:
+        """Take weights and KV cache off the GPU, for a trainer to use it."""
+        return await engine.sleep(request)
 
-    @router.put("/upload/{name}/{file}", responses=refusals)
-    async def upload(name: str, file: str, request: Request) -> UploadResponse:
-        """Takes one file of a weight version, for servers that do not see the trainer's disk; COMPLETE comes last."""
+    @router.post("/wake_up")
+    async def wake_up(request: WakeRequest) -> SleepResponse:
+        """Bring weights, KV cache or both back to the GPU."""
+        return await engine.wake_up(request)
+
+    @router.put("/upload/{name}/{file}")
+    async def upload(name: str, file: str, request: Request) -> DiskSource:
+        """Receive one file of a weight version, for servers that do not see the trainer's disk; COMPLETE comes last."""
         try:
             return await engine.upload(name, file, request.stream())
         except ClientDisconnect as error:
@@ -141,72 +141,60 @@ def _router(engine: Generator) -> APIRouter:
     return router
 
 
-def _session_router(engine: Generator, sessions: Sessions) -> APIRouter:
-    router = APIRouter(tags=["hocket"])
-    refusals = _refusals()
+def _session_router(engine: Engine, sessions: OpenSessions) -> APIRouter:
+    router = APIRouter(tags=["hocket"], responses=REFUSALS, route_class=_Route)
 
-    @router.post("/sessions", response_model=SessionResponse, responses=refusals, openapi_extra=_body("SessionRequest"))
-    async def open_session(request: Request) -> SessionResponse:
-        """Opens a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are recorded."""
-        message = _parse(SessionRequest, await request.body())
-        engine.check(message)
-        session = sessions.open(message)
+    @router.post("/sessions")
+    async def open_session(request: SessionRequest) -> SessionResponse:
+        """Open a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are recorded."""
+        engine.check(request)
+        session = sessions.open(request)
         return SessionResponse(id=session.id, key=session.key, model=engine.model)
 
-    @router.get("/sessions/{session_id}", responses=refusals)
+    @router.get("/sessions/{session_id}")
     async def read_session(session_id: str) -> AgentRecord:
-        """Tells what has been sampled in a session."""
+        """Return what has been sampled in a session."""
         return sessions.get(session_id).record()
 
-    @router.delete("/sessions/{session_id}", responses=refusals)
+    @router.delete("/sessions/{session_id}")
     async def close_session(session_id: str) -> AgentRecord:
-        """Forgets a session, ends what still runs in it, and tells what had been sampled by then."""
+        """Close a session, abort its running calls, and return what had been sampled by then."""
         session = sessions.close(session_id)
         record = session.record()
         await engine.abort(session.running)
-        if (failed := engine.health().error) is not None:  # what its agent has made of that is nothing to learn from
-            raise ApiError.of(503, failed)
+        engine.require_ready(admits={"asleep"})  # its agent may have taken the failure for an answer
         return record
 
     return router
 
 
-def _refusals() -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)}
-
-
-def _parse(model: type[M], body: bytes) -> M:
-    try:
-        return model.model_validate_json(body)
-    except pydantic.ValidationError as error:
-        raise from_validation(error) from None
-
-
-async def _all(engine: Generator, message: GenerateRequest, jobs: Sequence[Job]) -> Response:
-    done: dict[tuple[int, int], Any] = {}
-    async with contextlib.aclosing(engine.completions(jobs)) as finished:
+async def _all(engine: Engine, message: GenerateRequest, jobs: Sequence[Job]) -> Response:
+    done: dict[tuple[int, int], Completion] = {}
+    async with contextlib.aclosing(engine.sampler.completions(jobs)) as finished:
         async for job, completion in finished:
             done[job.prompt, job.index] = completion
-    completions: list[list[Any]] = [[] for _ in message.prompts]
+    completions: list[list[Completion]] = [[] for _ in message.prompts]
     for prompt, index in sorted(done):
         completions[prompt].append(done[prompt, index])
-    return _json({"version": engine.version, "model": engine.model, "completions": completions})
+    answer = GenerateResponse(version=engine.version, model=engine.model, completions=completions)
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
-async def _stream(engine: Generator, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+async def _stream(engine: Engine, jobs: Sequence[Job]) -> AsyncIterator[str]:
     error: ErrorBody | None = None
     try:
-        async with contextlib.aclosing(engine.completions(jobs)) as finished:
+        async with contextlib.aclosing(engine.sampler.completions(jobs)) as finished:
             async for job, completion in finished:
-                yield _line({"prompt": job.prompt, "index": job.index, "completion": completion})
+                line = StreamLine(prompt=job.prompt, index=job.index, completion=completion)
+                yield line.model_dump_json() + "\n"
     except ApiError as failed:
         error = failed.body
-    yield _line(StreamEnd(version=engine.version, model=engine.model, error=error).model_dump())
+    yield StreamEnd(version=engine.version, model=engine.model, error=error).model_dump_json() + "\n"
 
 
-async def _unless_client_leaves(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
-    """Returns the answer, or cancels the work on it as soon as the client has gone."""
-    working = asyncio.ensure_future(answer())
+async def _unless_client_leaves(request: Request, answer: Awaitable[Response]) -> Response:
+    """Return the answer, or cancel the work on it as soon as the client has disconnected."""
+    working = asyncio.ensure_future(answer)
     leaving = asyncio.create_task(_left(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -222,14 +210,6 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _json(value: Any) -> Response:
-    return Response(json.dumps(value, allow_nan=False, separators=(",", ":")), media_type="application/json")
-
-
-def _line(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
@@ -237,32 +217,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    code = codes.get(error.status_code, "http_error")
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     response = ApiError(error.status_code, code, str(error.detail), "the routes are listed at /docs").response()
     response.headers.update(error.headers or {})
     return response
-
-
-def _body(model: str) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{model}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _document_bodies(app: FastAPI) -> None:
-    """Adds the messages that routes read themselves to the app's OpenAPI description."""
-    _, described = models_json_schema(
-        [
-            (message, "validation")
-            for message in (GenerateRequest, SessionRequest, ReloadRequest, GroupRequest, SleepRequest, WakeRequest)
-        ],
-        ref_template="#/components/schemas/{model}",
-    )
-    build = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = build()
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,14 +1,17 @@
-"""The generation engine: completions with versions, and weights that change under them without a restart."""
+"""Run the generation engine: numbered weights that change without a restart, and sleep beside a trainer."""
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from hocket.config import Config
+from hocket import tokenizer as tokenizers
+from hocket.config import ServerConfig
 from hocket.protocol import (
     AdapterConfig,
     CollectiveSource,
@@ -26,19 +29,15 @@ from hocket.protocol import (
     SleepRequest,
     SleepResponse,
     Status,
-    UploadResponse,
     WakeRequest,
 )
 from hocket.server import versions, vllm_api
-from hocket.server.errors import ApiError
-from hocket.server.requests import Job
-from hocket.server.sampler import RESTART, Sampler
+from hocket.server.errors import ApiError, cause_of
+from hocket.server.generate import RESTART, Job, Sampler
 from hocket.server.uploads import Uploads
-from hocket.system import as_completed
 from hocket.types import InFlight
 
 T = TypeVar("T")
-
 logger = logging.getLogger("hocket")
 
 ABORT_TIMEOUT_S = 2.0
@@ -49,28 +48,38 @@ ASLEEP = ErrorBody(
     message="the engine is asleep: a trainer is using the GPU",
     hint="send the request again when it is awake; if the trainer is gone, start it again, or restart the server",
 )
+CURABLE = frozenset({"asleep", "reload_failed", "not_resumed"})
+"""Codes of failures that a reload or a wake-up ends; with any other one the engine is lost."""
 
 
 class Engine:
     """vLLM's engine with numbered weights.
 
     Args:
-        llm: a running AsyncLLM.
-        config: model, server and sync sections are used.
+        llm: a running AsyncLLM that has loaded `model`.
+        root: folder under which versions are found.
+        timeout_s: deadline of each step of a reload.
+        share_gpu: whether it was started so that it can sleep.
     """
 
-    def __init__(self, llm: Any, config: Config) -> None:
+    def __init__(
+        self, llm: Any, *, model: str, root: Path, timeout_s: float, limits: ServerConfig, share_gpu: bool = False
+    ) -> None:
+        admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before the engine fell
+        tokenizer = tokenizers.load(model)
         self.llm = llm
-        llm.refuse = self._refuse_failed
-        self._config = config
-        self._model = config.model.path
-        self._timeout_s = config.sync.timeout_s
-        self._root = config.sync_root.resolve()
+        llm.require_ready = admitted
+        self.model = model
+        self.version = 0  # the weight version that new tokens are sampled with
+        self.sampler = Sampler(llm, tokenizer, limits, admitted)
+        self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
+        self._root = root.resolve()
+        self._timeout_s = timeout_s
+        self._share_gpu = share_gpu
         self._session = secrets.token_hex(8)
-        self._sampler = Sampler(llm, config, self._broken)
+        self._workers = int(llm.vllm_config.parallel_config.world_size)
         self._status: Status = "loading"
         self._failure: ErrorBody | None = None
-        self._version = 0
         self._held: tuple[str, ReloadResponse] | None = None
         self._asleep: tuple[Memory, ...] = ()
         self._has_weights = True
@@ -80,117 +89,96 @@ class Engine:
         self._uploads = Uploads(self._root)
         self._base_replaced = self._stopping = False
         self._reload_lock = asyncio.Lock()
-        self._engine_errors = vllm_api.engine_errors()
 
     async def start(self) -> None:
-        """Labels the first weights and generates once, so that no request pays for the first time."""
+        """Label the first weights and generate once, so that no request pays for the first time."""
         await self._call("hocket_drop_adapter")
-        await self.llm.update_weight_version(str(self._version))
-        sampling = SamplingParams(max_tokens=2)
-        await self._sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=sampling, seed=None))
+        await self.llm.update_weight_version(str(self.version))
+        await self.sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=SamplingParams(max_tokens=2)))
         self._status = "ready"
 
-    @property
-    def version(self) -> int:
-        """The weight version that new tokens are sampled with."""
-        return self._version
+    def require_ready(self, *, admits: Collection[str] = ()) -> None:
+        """Raise ApiError with the reason where the engine can't generate, unless its code is one of `admits`."""
+        reason = self._reason()
+        if reason is not None and reason.code not in admits:
+            raise ApiError.of(503, reason)
 
-    @property
-    def model(self) -> str:
-        """What was loaded at the start, as the config names it."""
-        return self._model
-
-    def failure(self) -> ErrorBody | None:
-        """Returns why the engine can't generate, None where it can."""
-        return self._broken() or (ASLEEP if self._asleep else None)
-
-    def _broken(self) -> ErrorBody | None:
+    def _reason(self) -> ErrorBody | None:
         if self.llm.errored and not self._stopping and (self._failure is None or self._failure.code != "engine_dead"):
             self._fail("engine_dead", "the engine's process ended", RESTART)
-        return self._failure
+        return self._failure or (ASLEEP if self._asleep else None)
 
     def health(self) -> Health:
-        """Returns the answer to /health."""
-        failure = self.failure()
+        """Return the answer to /health."""
+        reason = self._reason()
+        model, vllm = self.llm.model_config, self.llm.vllm_config
         return Health(
-            status="asleep" if failure is ASLEEP and self._status == "ready" else self._status,
-            version=self._version,
-            model=self._model,
-            dtype=vllm_api.dtype(self.llm),
-            vocab_size=vllm_api.vocab_size(self.llm),
-            max_length=vllm_api.max_length(self.llm),
-            tokenizer_sha256=self._sampler.tokenizer_sha256,
+            status="asleep" if reason is ASLEEP and self._status == "ready" else self._status,
+            version=self.version,
+            model=self.model,
+            dtype=str(model.dtype).removeprefix("torch."),
+            vocab_size=int(model.get_vocab_size()),  # embeddings: often more than the tokenizer has tokens
+            max_length=int(model.max_model_len),
+            tokenizer_sha256=self._tokenizer_sha256,
             session=self._session,
-            in_flight=self._sampler.in_flight,
+            in_flight=self.sampler.in_flight,
             root=str(self._root),
-            device=vllm_api.device(self.llm),
-            workers=vllm_api.num_workers(self.llm),
-            kv_tokens=vllm_api.kv_tokens(self.llm),
-            error=None if failure is ASLEEP else failure,
+            device=str(vllm.device_config.device_type),
+            workers=self._workers,
+            kv_tokens=int(vllm.cache_config.num_gpu_blocks or 0) * int(vllm.cache_config.block_size),
+            error=None if reason is ASLEEP else reason,
         )
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
-        """Validates and tokenizes the body of /generate. Raises ApiError with a status of 4xx."""
-        request, jobs = await self._sampler.read(body)
+        """Validate and tokenize the body of /generate. Raises ApiError with a status of 4xx."""
+        request, jobs = await self.sampler.read(body)
         self._check_session(request.session)
         return request, jobs
 
     def check(self, request: SessionRequest) -> None:
-        """Raises ApiError where the engine could not sample in this way, or the caller counts on another one."""
+        """Raise ApiError where the engine can't sample in this way, or has restarted since the caller's session."""
         self._check_session(request.session)
-        self._sampler.check(request.sampling)
+        self.sampler.check_sampling(request.sampling)
 
     def _check_session(self, session: str | None) -> None:
         if session not in (None, self._session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests of vLLM's own routes."""
-        with contextlib.suppress(*self._engine_errors):  # they have ended with it
+        """Abort requests of vLLM's own routes."""
+        with contextlib.suppress(*vllm_api.engine_errors()):  # they have ended with the engine
             if request_ids:
                 await self.llm.abort(request_ids)
 
-    def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, dict[str, Any]], None]:
-        """Yields each job with its Completion as a plain dict, in the order in which they finish.
-
-        Leaving the iteration early aborts what is still running. Raises ApiError where generation breaks off.
-        """
-        return as_completed([self._sampler.complete(job) for job in jobs])
-
     async def join_group(self, request: GroupRequest) -> GroupResponse:
-        """Connects the engine's workers with the trainer; repeating it does no harm.
-
-        Raises:
-            ApiError: 503, they can't reach each other, or the engine is dead.
-        """
+        """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
         async with self._reload_lock:
-            self._refuse_dead()
-            workers = vllm_api.num_workers(self.llm)
+            self.require_ready(admits=CURABLE)
             if request.session != self._group:
                 self._group = None
                 # Nothing is sampled while the workers wait for each other: no longer than our own deadline.
                 request = request.model_copy(update={"timeout_s": min(request.timeout_s, self._timeout_s)})
                 try:
                     async with asyncio.timeout(request.timeout_s):
-                        await self._call("hocket_join_group", request.model_dump_json(), workers + 1)
+                        await self._call("hocket_join_group", request.model_dump_json(), self._workers + 1)
                 except Exception as error:
-                    message = f"the workers can't join the trainer at {request.host}:{request.port}: {_cause(error)}"
+                    message = f"the workers can't join the trainer at {request.host}:{request.port}: {cause_of(error)}"
                     hint = "can this machine reach that address? sync.backend=disk needs no such connection"
                     raise ApiError(503, "no_group", message, hint) from error
                 self._group = request.session
-            return GroupResponse(session=request.session, workers=workers)
+            return GroupResponse(session=request.session, workers=self._workers)
 
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
-        """Takes over a weight version; what becomes of requests in flight, the request says.
+        """Load a weight version; `request.in_flight` decides about running requests.
 
-        Nothing changes where the version is refused. Where loading itself fails, the engine stays paused, all requests
-        end with the reason, and the next reload that succeeds brings everything back.
+        A refused version changes nothing. Where loading itself fails, which also finds wrong bytes, the engine stays
+        paused, all requests end with the reason, and the next reload that succeeds brings everything back.
 
         Raises:
             ApiError: 4xx, refused before the model was touched; 500 or 503, the engine failed.
         """
         async with self._reload_lock:
-            self._refuse_dead()
+            self.require_ready(admits=CURABLE)
             if "weights" in self._asleep:
                 hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
                 raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
@@ -214,126 +202,112 @@ class Engine:
                 if held := self._holds(key, request.version):
                     return held
                 adapter = source.adapter
-                self._check_transfer(source, self._expected(adapter, shapes))
+                if key != self._group:
+                    raise ApiError(409, "no_group", f"there is no weight group {key}", "POST /init_weight_group")
                 # Each bucket is verified on its arrival, by the checksums that came with it.
+                versions.check_transfer(source, self._expected(adapter, shapes))
                 call, checksum, arguments = "hocket_load_group", None, (source.model_dump_json(),)
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
                 await self._pause(request.in_flight)
             self._status = "updating"
             self._base_replaced |= adapter is None
             loaded = await self._load(request, call, arguments, checksum)
-            self._has_weights, self._version = True, request.version
-            if self._stopping:
-                raise ApiError(503, "shutting_down", "the server is shutting down", "publish it again when it is back")
+            self._has_weights, self.version = True, request.version
+            self.require_ready(admits=CURABLE)  # it may be shutting down
             self._status, self._failure = "ready", None
-            response = ReloadResponse(
-                version=request.version,
-                seconds=time.perf_counter() - start,
-                num_tensors=loaded["num_tensors"],
-                checksum=loaded["checksum"],
-                session=self._session,
-            )
+            seconds = time.perf_counter() - start
+            response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
             self._held = (key, response)
             await asyncio.to_thread(self._uploads.remove, uploaded, key)
             return response
 
     async def sleep(self, request: SleepRequest) -> SleepResponse:
-        """Takes weights and KV cache off the GPU, once requests in flight are where the request wants them.
+        """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests.
 
-        Raises:
-            ApiError: 409, the server was not started for it; 503, requests in flight did not end in time, and go on;
-                500 or 503, the engine failed.
+        Raises ApiError: 409, not possible in this state; 503, running requests did not end in time and go on; 500.
         """
         async with self._reload_lock:
-            self._refuse_dead()
-            if not self._config.launch.share_gpu:
+            self.require_ready(admits=CURABLE)
+            if not self._share_gpu:
                 hint = "start server and trainer with launch.share_gpu=true"
                 raise ApiError(409, "no_sleep_mode", "this server was not started to share its GPU", hint)
             if "weights" not in self._asleep:
                 if not self._asleep:
                     await self._pause(request.in_flight)
                 self._asleep = PARTS
-                await self._move(vllm_api.sleep(self.llm, request.level))
+                # Nothing runs any more; any other mode than keep would end paused requests.
+                await self._move(self.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
                     self._has_weights, self._held, self._base_replaced = False, None, True
-            return self._sleep_response()
+            return SleepResponse(asleep=list(self._asleep), session=self._session)
 
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
-        """Brings parts back to the GPU; with the last of them, generation goes on.
-
-        Raises:
-            ApiError: 409, the KV cache would wake up before there are weights; 500 or 503, the engine failed.
-        """
+        """Bring parts back to the GPU; generation goes on with the last of them. Raises ApiError as `sleep` does."""
         async with self._reload_lock:
-            self._refuse_dead()
+            self.require_ready(admits=CURABLE)
             waking = [part for part in PARTS if part in request.tags and part in self._asleep]
             left = tuple(part for part in self._asleep if part not in waking)
             if waking and not left and not self._has_weights:
                 hint = 'POST /wake_up {"tags": ["weights"]}, then /reload_weights, then wake up the rest'
                 raise ApiError(409, "no_weights", "the engine dropped its weights when it fell asleep", hint)
             if waking:
-                await self._move(vllm_api.wake_up(self.llm, waking))
+                await self._move(self.llm.wake_up(tags=waking))
                 self._asleep = left
-            return self._sleep_response()
-
-    def _sleep_response(self) -> SleepResponse:
-        return SleepResponse(asleep=list(self._asleep), session=self._session)
+            return SleepResponse(asleep=list(self._asleep), session=self._session)
 
     async def _pause(self, in_flight: InFlight) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await vllm_api.pause(self.llm, in_flight)
         except TimeoutError as error:
-            message = f"{self._sampler.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
+            message = f"{self.sampler.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             if self._failure is None:  # a half-loaded model must not run
-                await self._go_on(message)
+                await self._resume(message)
             hint = "they go on; set a higher sync.timeout_s, or sync.in_flight=keep"
             raise ApiError(503, "busy", message, hint) from error
-        except self._engine_errors:
-            self._refuse_dead()
+        except vllm_api.engine_errors():
+            self.require_ready(admits=CURABLE)
             raise
 
-    async def _go_on(self, message: str) -> None:
-        """Resumes the engine. Raises ApiError where it does not: its requests end, and it is as after a failed load."""
+    async def _resume(self, message: str) -> None:
+        """Resume after a pause that failed; where that fails too, end all requests with the reason, `message`."""
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await self.llm.resume_generation()
         except Exception as error:
-            self._refuse_dead()
-            reason = self._fail("not_resumed", f"{message}, and the engine does not go on: {_cause(error)}", RELOAD)
-            await self._abort_all()
-            raise ApiError.of(503, reason) from error
+            self.require_ready(admits=CURABLE)
+            message = f"{message}, and the engine does not go on: {cause_of(error)}"
+            raise await self._fail_all(503, "not_resumed", message, RELOAD) from error
 
     async def _move(self, moving: Awaitable[None]) -> None:
-        """Waits for the engine to fall asleep or wake up. One that failed to holds nobody knows what."""
+        """Wait for the engine to fall asleep or wake up. After a failure its memory is in an unknown state."""
+        try:
+            await self._in_time(moving)
+        except Exception as error:
+            code = "engine_dead" if self.llm.errored else "sleep_failed"
+            message = f"the engine could not leave the GPU, or come back to it: {cause_of(error)}"
+            hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
+            raise await self._fail_all(500, code, message, hint) from error
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        """Return the result of the work. Raises TimeoutError that names the setting."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await moving
-        except Exception as error:
-            if isinstance(error, TimeoutError):
-                error = TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}")
-            code = "engine_dead" if self.llm.errored else "sleep_failed"
-            message = f"the engine could not leave the GPU, or come back to it: {_cause(error)}"
-            hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
-            reason = self._fail(code, message, hint)
-            await self._abort_all()
-            raise ApiError.of(500, reason) from error
+                return await work
+        except TimeoutError as error:
+            raise TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}") from error
 
-    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> UploadResponse:
-        """Takes one file of a version that the trainer sends.
-
-        Raises:
-            ApiError: 4xx, it is not what a version consists of; 507, the disk is full.
-        """
+    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
+        """Receive one file of a version. Raises ApiError: 4xx, no version has such a file; 507, the disk is full."""
         return await self._uploads.receive(name, file, chunks, versions.max_bytes(await self._model_shapes()))
 
     async def _model_shapes(self) -> versions.ModelShapes:
         if self._shapes is None:
-            self._shapes = await self._reading_files(versions.model_shapes, self._model)
+            self._shapes = await self._reading_files(versions.model_shapes, self.model)
         return self._shapes
 
     async def _reading_files(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Returns what a function that reads files returns. Raises ApiError past the deadline: a disk may hang."""
+        """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.to_thread(function, *arguments)
@@ -341,91 +315,76 @@ class Engine:
             message = f"files were not read within sync.timeout_s={self._timeout_s:g}; is the disk they are on alive?"
             raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
-    def _refuse_failed(self) -> None:
-        """Ends a request that was let in before the engine failed: in the paused engine nothing ever would."""
-        if self._failure is not None:
-            raise ApiError.of(503, self._failure)
-
-    def _refuse_dead(self) -> None:
-        failure = self.failure()
-        if failure is not None and failure.code in ("engine_dead", "shutting_down", "sleep_failed"):
-            raise ApiError.of(503, failure)
-
     def _holds(self, key: str, version: int) -> ReloadResponse | None:
-        """Returns the answer to give where the model holds this version, from this source, already."""
-        if self._held is None or self._failure is not None:
+        """Return the earlier answer where the model already holds this version from this source."""
+        if self._held is None or self._failure is not None or (self._held[0], self._held[1].version) != (key, version):
             return None
-        held, response = self._held
-        return response if (held, response.version) == (key, version) else None
+        return self._held[1]
 
     def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
-        """Returns what the tensors must be. Raises ApiError where this is an adapter that can't be used here."""
+        """Return the shapes that the tensors must have. Raises ApiError for an adapter that can't be used here."""
         if adapter is None:
             return model
         if self._base_replaced:
             message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
             raise ApiError(409, "base_replaced", message, "restart the server")
-        highest = vllm_api.max_lora_rank(self.llm)
+        lora = self.llm.vllm_config.lora_config
+        highest = 0 if lora is None else int(lora.max_lora_rank)
         if adapter.r > highest:
-            message = f"the adapter has rank {adapter.r}, the engine takes adapters up to rank {highest}"
             hint = f"start the server with the trainer's model.lora, or server.max_lora_rank={adapter.r}"
+            message = f"the engine takes adapters up to rank {highest}"
             raise ApiError(409, "rank_too_high", message, hint)
         return versions.adapter_shapes(adapter, model)
 
-    def _check_transfer(self, source: CollectiveSource, shapes: versions.ModelShapes) -> None:
-        if source.session != self._group:
-            raise ApiError(409, "no_group", f"there is no weight group {source.session}", "POST /init_weight_group")
-        layout = [item for bucket in source.buckets for item in bucket]
-        versions.check_layout(layout, shapes)
-        versions.refuse_copies(layout, shapes)
-
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls all workers and returns what each of them answered. Raises RuntimeError where one failed."""
+        """Call a method of all workers and return their answers. Raises RuntimeError where one failed."""
         answers = await self.llm.collective_rpc(method, args=arguments)
-        for answer in answers:
-            if "error" in answer:
-                raise RuntimeError(answer["error"])
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            raise RuntimeError(errors[0])
         return [answer["value"] for answer in answers]
 
     async def _load(
         self, request: ReloadRequest, call: str, arguments: Sequence[str], checksum: str | None
     ) -> dict[str, Any]:
-        """Has the workers of a paused engine load, and resumes if all of them then hold the same, and what was sent."""
+        """Load on all workers of a paused engine and resume; return `checksum` and `num_tensors` of what went in."""
+
+        async def load() -> dict[str, Any]:
+            answers: list[dict[str, Any]] = await self._call(call, *arguments)
+            if len({checksum or answers[0]["checksum"], *(answer["checksum"] for answer in answers)}) > 1:
+                raise RuntimeError("the tensors that reached the model are not those that were published")
+            await self.llm.update_weight_version(str(request.version))
+            if not self._asleep and not self._stopping:
+                await self.llm.resume_generation()
+            return answers[0]
+
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answers = await self._call(call, *arguments)
-                if len({checksum or answers[0]["checksum"], *(answer["checksum"] for answer in answers)}) > 1:
-                    raise RuntimeError("the tensors that reached the model are not those that were published")
-                await self.llm.update_weight_version(str(request.version))
-                if not self._asleep and not self._stopping:
-                    await self.llm.resume_generation()
+            return await self._in_time(load())
         # Whatever went wrong, the model may be half loaded: the engine must not run before a reload succeeds.
         except Exception as error:
-            self._group = None if isinstance(request.source, CollectiveSource) else self._group
-            reason = await self._loading_failed(request.version, error)
-            raise ApiError.of(500, reason) from error
-        loaded: dict[str, Any] = answers[0]
-        return loaded
-
-    async def _loading_failed(self, version: int, error: Exception) -> ErrorBody:
-        self._held, self._has_weights = None, False
-        if self.llm.errored:
-            return self._fail("engine_dead", f"the engine's process ended while it loaded version {version}", RESTART)
-        if isinstance(error, TimeoutError):
-            error = TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}")
-        reason = self._fail("reload_failed", f"loading version {version} failed: {_cause(error)}", RELOAD)
-        # Nobody can say when a good version comes: the requests end now, with the reason, not at their deadline.
-        await self._abort_all()
-        return reason
+            self._held, self._has_weights = None, False
+            if isinstance(request.source, CollectiveSource):
+                self._group = None
+            await asyncio.to_thread(self._copy.discard)  # it may be what was wrong
+            if self.llm.errored:
+                message = f"the engine's process ended while it loaded version {request.version}"
+                raise ApiError.of(500, self._fail("engine_dead", message, RESTART)) from error
+            message = f"loading version {request.version} failed: {cause_of(error)}"
+            raise await self._fail_all(500, "reload_failed", message, RELOAD) from error
 
     async def _abort_all(self) -> None:
-        """Ends every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
+        """Abort every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await self.llm.pause_generation(mode="abort", clear_cache=True)
         # vLLM reports whatever fails in the engine as a plain Exception. This is on the way out of another failure.
         except Exception as error:  # noqa: BLE001
-            logger.warning("requests in flight could not be aborted: %s", _cause(error))
+            logger.warning("requests in flight could not be aborted: %s", cause_of(error))
+
+    async def _fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
+        """End all requests with a failure now, as no good version may come before their deadlines; return its error."""
+        reason = self._fail(code, message, hint)
+        await self._abort_all()
+        return ApiError.of(status, reason)
 
     def _fail(self, code: str, message: str, hint: str) -> ErrorBody:
         self._status = "failed"
@@ -433,14 +392,9 @@ class Engine:
         return self._failure
 
     async def stop(self) -> None:
-        """Ends every request with an error that says that the server is shutting down."""
+        """End every request with the error that the server is shutting down."""
         self._stopping = True
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await self._abort_all()
-        self._sampler.close()
+        self.sampler.close()
         self._copy.discard()
-
-
-def _cause(error: Exception) -> str:
-    """Returns the first line of an error: vLLM appends the traceback of its worker."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,7 +1,9 @@
-"""Starts the generation server, and ends it without leaving anything behind."""
+"""Start the generation server, and stop it with all of its processes."""
 
 import asyncio
 import contextlib
+import errno
+import functools
 import ipaddress
 import os
 import signal
@@ -10,40 +12,62 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from hocket.config import Config
 from hocket.errors import ConfigError
-from hocket.server import vllm_api, worker
+from hocket.server import engine_process, vllm_api
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp
+
+    from hocket.server.engine import Engine
 
 GRACE_S = 3.0
-"""How long requests in flight, and then the engine's processes, get to end by themselves."""
+"""Seconds for requests in flight, and then for the engine's processes, to end by themselves."""
 KEEP_ALIVE_S = 600
 
 
 def serve(config: Config) -> None:
-    """Loads the model and serves it until Ctrl-C or SIGTERM; then returns, with every child process ended.
+    """Load the model and serve it until Ctrl-C or SIGTERM; return with every child process ended.
 
-    Where it is called in a script, that must be below `if __name__ == "__main__":`, as the engine's processes import
-    the script again.
+    In a script, call it below `if __name__ == "__main__":`, as the engine's processes import the script again.
 
     Raises:
         ConfigError: the address is not allowed or taken, or vLLM can't run this model with these settings.
     """
-    start = time.perf_counter()
-    _check(config)
-    with contextlib.closing(_bind(config.server.host, config.server.port)) as sock, _ending_children():
-        prepare_environment(config)
+    import uvloop
+
+    server = config.server
+    _check(server.host, config.token, random_init=config.model.random_init)
+    with contextlib.closing(_bind(server.host, server.port)) as sock, _ending_children():
+        prepare_environment(server.tensor_parallel_size)
         vllm_api.preload_engine()
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, _interrupt)
             _say(f"loading model {config.model.path}")
-            llm, args, seconds = _start_engine(config)
+            llm, args, seconds = _start_engine(functools.partial(vllm_api.engine_arguments, config))
             try:
-                _run(_serve(llm, args, config, sock, seconds, start))
+                from hocket.server.app import assemble
+                from hocket.server.engine import Engine
+
+                engine = Engine(
+                    llm,
+                    model=config.model.path,
+                    root=config.sync_root,
+                    timeout_s=config.sync.timeout_s,
+                    limits=server,
+                    share_gpu=config.launch.share_gpu,
+                )
+                wrap = functools.partial(
+                    assemble, engine=engine, host=server.host, token=config.token, max_body_mib=server.max_body_mib
+                )
+                uvloop.run(_serve(engine, args, wrap, sock, config.own_url, seconds))
             finally:
                 _ignore_signals()  # an impatient second Ctrl-C must not leave anything behind
                 llm.shutdown(timeout=GRACE_S)
@@ -52,16 +76,15 @@ def serve(config: Config) -> None:
         _say("stopped")
 
 
-def prepare_environment(config: Config) -> None:
-    """Sets what vLLM reads from the environment, in this process and its children; what the user set is kept."""
+def prepare_environment(tensor_parallel_size: int) -> None:
+    """Set the environment variables of vLLM for this process and its children, except those that the user has set."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",  # /health must be able to say what happened
+        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",  # /health must be able to report the cause
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about what hocket does on purpose
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TORCH_LOGS": "-torch._library.triton",
     }
-    if "VLLM_LOGGING_LEVEL" not in os.environ:  # whoever asks for more gets vLLM's own logging
-        defaults["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("logging.json"))
     if vllm_api.is_cpu_build():
         defaults |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process: one start less
@@ -70,22 +93,21 @@ def prepare_environment(config: Config) -> None:
             "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs wait half a minute for a compiler
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        if config.server.tensor_parallel_size > 1:  # else vLLM wants a NUMA node for each worker
+        if tensor_parallel_size > 1:  # else vLLM wants a NUMA node for each worker
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
-    os.environ[worker.SERVER_PID] = str(os.getpid())
+    os.environ[engine_process.SERVER_PID] = str(os.getpid())
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def _check(config: Config) -> None:
-    host = config.server.host
-    if config.token is None and not _is_loopback(host):
+def _check(host: str, token: str | None, *, random_init: bool) -> None:
+    if token is None and not _is_loopback(host):
         raise ConfigError(
             f"server.host={host} lets other machines in: set server.token (or HOCKET_TOKEN) to at least 8 characters, "
             f"or keep server.host=127.0.0.1"
         )
-    if config.model.random_init:
+    if random_init:
         raise ConfigError(
             "model.random_init has no meaning for the server: its random weights would not be the trainer's. "
             "Save a model first, e.g. with `python run.py sft`, and set model.path to it"
@@ -93,43 +115,38 @@ def _check(config: Config) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Takes the port at once; whoever connects before the server listens is refused, not kept waiting."""
+    """Take the port at once; connections before the server listens are refused, not kept waiting."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"server.host={host} is no address of this machine: {error}") from error
-    failure: OSError | None = None
     # Reuse is only for connections of an ended server that the kernel still remembers: two servers that are both
     # still loading could otherwise take the same port.
     for reuse in (False, True):
         sock = socket.socket(family, socket.SOCK_STREAM)
-        if reuse:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         try:
             sock.bind(address)
         except OSError as error:
             sock.close()
-            failure = error
+            if reuse and error.errno == errno.EADDRINUSE:
+                raise ConfigError(f"port {port} is in use by {_holder(port)}; set server.port=") from error
+            if reuse:
+                message = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
+                raise ConfigError(message) from error
         else:
-            return sock
-    assert failure is not None
-    if failure.errno == 98:  # EADDRINUSE
-        raise ConfigError(f"port {port} is in use by {_holder(port)}; set server.port=") from failure
-    raise ConfigError(f"can't listen on server.host={host} server.port={port}: {failure.strerror}") from failure
+            break
+    return sock
 
 
 def _holder(port: int) -> str:
-    import psutil
-
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.status == "LISTEN" and connection.pid:
@@ -137,16 +154,16 @@ def _holder(port: int) -> str:
     return "another process"
 
 
-def _start_engine(config: Config) -> tuple[Any, Namespace, dict[str, float]]:
+def _start_engine(make_arguments: Callable[[], Namespace]) -> tuple[Any, Namespace, dict[str, float]]:
     start = time.perf_counter()
     vllm_api.import_all()
     imported = time.perf_counter()
     try:
-        args = vllm_api.engine_arguments(config)
+        args = make_arguments()
         llm = vllm_api.start_engine(args)
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
-            f"vLLM can't run model.path={config.model.path} with these settings: {error}\n"
+            f"vLLM can't run this model with these settings: {error}\n"
             f"What the engine itself printed above names the cause. If memory is short: lower model.max_length or "
             f"server.max_concurrent; for the KV cache set server.kv_cache_mib or server.gpu_memory_utilization"
         ) from error
@@ -154,22 +171,24 @@ def _start_engine(config: Config) -> tuple[Any, Namespace, dict[str, float]]:
 
 
 async def _serve(
-    llm: Any, args: Namespace, config: Config, sock: socket.socket, seconds: dict[str, float], start: float
+    engine: "Engine",
+    args: Namespace,
+    wrap: "Callable[[FastAPI], ASGIApp]",
+    sock: socket.socket,
+    url: str,
+    seconds: dict[str, float],
 ) -> None:
+    """Serve until a signal comes; `wrap` adds hocket's routes to vLLM's app, `seconds` has the parts of the start."""
     import uvicorn
 
-    from hocket.server.app import assemble
-    from hocket.server.engine import Engine
-
-    loading = time.perf_counter()
-    engine = Engine(llm, config)
-    app = await vllm_api.openai_app(llm, args)
-    door = assemble(app, engine, config)
+    start = time.perf_counter()
+    app = await vllm_api.openai_app(engine.llm, args)
+    served = wrap(app)
     await engine.start()
-    seconds["routes and first tokens"] = time.perf_counter() - loading
+    seconds["routes and first tokens"] = time.perf_counter() - start
     server = uvicorn.Server(
         uvicorn.Config(
-            door,
+            served,
             log_level="warning",
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,  # longer than any client keeps an idle connection
@@ -181,14 +200,14 @@ async def _serve(
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    # Connections take this over from the listening socket, and the port is free again as soon as the server has ended.
+    # Connections inherit this from the listening socket: the port is free again as soon as the server has ended.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if server.started:
         parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-        _say(f"ready on {config.own_url} in {time.perf_counter() - start:.1f} s ({parts})")
+        _say(f"ready on {url} in {sum(seconds.values()):.1f} s ({parts})")
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
@@ -198,24 +217,15 @@ async def _serve(
     await serving
 
 
-def _run(main: Any) -> None:
-    import uvloop
-
-    uvloop.run(main)
-
-
 @contextlib.contextmanager
 def _ending_children() -> Iterator[None]:
-    """Ends, on the way out, every process that was started on the way in: first asked, then killed."""
-    import psutil
-
-    me = psutil.Process()
-    before = set(me.children(recursive=True))
+    """End every process that was started in the body: terminate it first, then kill it."""
+    before = set(_children())
     try:
         yield
     finally:
         _ignore_signals()
-        left = [child for child in me.children(recursive=True) if child not in before and not _ends_by_itself(child)]
+        left = [child for child in _children() if child not in before]
         for child in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.terminate()
@@ -226,9 +236,14 @@ def _ending_children() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _ends_by_itself(process: Any) -> bool:
-    """Python's resource tracker ends after its parent: first it removes what that has left behind."""
-    return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+def _children() -> list[psutil.Process]:
+    """Return all descendants but Python's resource tracker, which cleans up after its parent and then ends."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def _ignore_signals() -> None:
@@ -241,12 +256,9 @@ class _Interrupted(BaseException):
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    import psutil
-
-    for child in psutil.Process().children(recursive=True):  # there is nothing yet that they could finish
+    for child in _children():  # they have no work to finish yet
         with contextlib.suppress(psutil.NoSuchProcess):
-            if not _ends_by_itself(child):
-                child.kill()
+            child.kill()
     raise _Interrupted
 
 

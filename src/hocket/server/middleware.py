@@ -1,4 +1,4 @@
-"""What stands in front of every route, vLLM's own included: the token, the size of the body, a failed engine."""
+"""Guard every route, vLLM's own included: token, size of the body, state of the engine."""
 
 import asyncio
 import hashlib
@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hocket.protocol import ErrorBody
 from hocket.server.errors import ApiError
 
 OPEN_ROUTE = ("GET", "/health")
@@ -17,19 +16,18 @@ OPEN_ROUTE = ("GET", "/health")
 ALWAYS_ANSWERED = frozenset(
     {"/health", "/init_weight_group", "/reload_weights", "/sleep", "/wake_up", "/metrics", "/docs", "/openapi.json"}
 )
-"""Paths that an engine that failed or sleeps leaves open: to look at it, to wake it, and to load weights that work."""
+"""Paths that stay open while the engine can't generate: to look at it, to wake it, and to load working weights."""
 UPLOAD = "/upload/"
-"""Beginning of the paths whose bodies are files: the route reads them piece by piece, and bounds them itself."""
-_SESSION = re.compile(r"/sessions/[^/]+")
-"""Paths of sessions themselves, which are told and ended also without an engine."""
+"""Prefix of paths whose bodies are files: the route reads them piece by piece and limits them itself."""
 BODY_TIMEOUT_S = 60.0
+_SESSION = re.compile(r"/sessions/[^/]+")  # reading and closing a session needs no engine
 
 
 class RequireToken:
-    """Default-deny: without the bearer token only GET /health passes, whatever the route, method or protocol.
+    """Deny by default: without the bearer token only GET /health passes, whatever the route, method or protocol.
 
     Args:
-        admits: tells whether a key that is not the token opens a path.
+        admits: returns whether a key that is not the token opens a path.
     """
 
     def __init__(self, app: ASGIApp, token: str, admits: Callable[[str, bytes], bool]) -> None:
@@ -43,12 +41,8 @@ class RequireToken:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            error = ApiError(
-                401,
-                "unauthorized",
-                "this route needs the server's token",
-                "send the header 'Authorization: Bearer TOKEN' with the server's server.token",
-            )
+            hint = "send the header 'Authorization: Bearer TOKEN' with the server's server.token"
+            error = ApiError(401, "unauthorized", "this route needs the server's token", hint)
             await error.response()(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
@@ -64,7 +58,7 @@ class RequireToken:
 
 
 class RefuseWebPages:
-    """Without a token, answers 403 to browsers whose page is another's, even if it calls this machine by its own name.
+    """Without a token, answer 403 to browsers on another site's page, even if it uses this machine's own name.
 
     Args:
         host: the address that the server listens on.
@@ -75,22 +69,19 @@ class RefuseWebPages:
         self._hosts = {"localhost", "127.0.0.1", "::1", host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
         headers = {name: value.decode("latin-1") for name, value in scope.get("headers", ())}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        if urlsplit(f"//{host}").hostname in self._hosts and origin in (None, f"http://{host}"):
+        own = urlsplit(f"//{host}").hostname in self._hosts and origin in (None, f"http://{host}")
+        if scope["type"] == "lifespan" or own:
             await self.app(scope, receive, send)
-            return
-        error = ApiError(
-            403, "foreign_page", f"a page of {origin or host!r} may not use this server", "set server.token to let it"
-        )
-        await error.response()(scope, receive, send)
+        else:
+            message = f"a page of {origin or host!r} may not use this server"
+            error = ApiError(403, "foreign_page", message, "set server.token to let it")
+            await error.response()(scope, receive, send)
 
 
 class LimitBody:
-    """Reads each body, but for uploads, up to a limit before the route sees it; Content-Length is not believed."""
+    """Read each body, but for uploads, up to a limit before the route sees it; Content-Length is not believed."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
         self.app = app
@@ -105,70 +96,59 @@ class LimitBody:
             async with asyncio.timeout(self._timeout_s):
                 body = await self._read(receive)
         except TimeoutError:
-            error = ApiError(
-                408,
-                "body_timeout",
-                f"the body did not arrive within {self._timeout_s:g} s",
-                "send it again, or in parts over a faster connection",
-            )
+            message = f"the body did not arrive within {self._timeout_s:g} s"
+            error = ApiError(408, "body_timeout", message, "send it again, or in parts over a faster connection")
             await error.response()(scope, receive, send)
         except ApiError as error:
             await error.response()(scope, receive, send)
         else:
             if body is not None:
-                await self.app(scope, _replay(body, receive), send)
+                await self.app(scope, replay({"type": "http.request", "body": body, "more_body": False}, receive), send)
 
     async def _read(self, receive: Receive) -> bytes | None:
+        """Return the whole body, None where the client has disconnected."""
         parts: list[bytes] = []
         size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            part = message.get("body", b"")
-            size += len(part)
+        while (message := await receive())["type"] != "http.disconnect":
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
             if size > self._max_bytes:
-                raise ApiError(
-                    413,
-                    "body_too_large",
-                    f"the body is larger than {self._max_bytes >> 20} MiB",
-                    "send fewer prompts in one request, or raise server.max_body_mib",
-                )
-            parts.append(part)
+                hint = "send fewer prompts in one request, or raise server.max_body_mib"
+                raise ApiError(413, "body_too_large", f"the body is larger than {self._max_bytes >> 20} MiB", hint)
             if not message.get("more_body", False):
                 return b"".join(parts)
+        return None
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Returns a receive that gives the whole body once, then what the connection says."""
-    given = False
+def replay(message: Message, receive: Receive) -> Receive:
+    """Return a receive that gives one message first, then those of the connection."""
+    waiting = [message]
 
     async def replayed() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return waiting.pop() if waiting else await receive()
 
     return replayed
 
 
 class RefuseWhenFailed:
-    """Answers 503 with the reason on every route that would need an engine, while it can't generate.
+    """Answer 503 with the reason on every route that needs an engine, while it can't generate.
 
     Args:
-        failure: returns the reason, None while all is well.
+        require_ready: raises ApiError with the reason.
     """
 
-    def __init__(self, app: ASGIApp, failure: Callable[[], ErrorBody | None]) -> None:
+    def __init__(self, app: ASGIApp, require_ready: Callable[[], None]) -> None:
         self.app = app
-        self._failure = failure
+        self._require_ready = require_ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else None
-        passes = path is None or path in ALWAYS_ANSWERED or path.startswith(UPLOAD) or _SESSION.fullmatch(path)
-        reason = None if passes else self._failure()
-        if reason is None:
-            await self.app(scope, receive, send)
-        else:
-            await ApiError.of(503, reason).response()(scope, receive, send)
+        try:
+            if path is not None and not (
+                path in ALWAYS_ANSWERED or path.startswith(UPLOAD) or _SESSION.fullmatch(path)
+            ):
+                self._require_ready()
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)

@@ -1,8 +1,7 @@
-"""Sessions: what an agent asks of vLLM's own OpenAI-compatible routes, recorded token by token.
+"""Record the calls that agents make on vLLM's own OpenAI-compatible routes, token by token.
 
-A request to /sessions/ID/v1/... goes on to vLLM's /v1/... with its session in `CURRENT`, where the engine finds it:
-what is recorded is what was really sampled, whichever route, template or stream it goes through. Knows nothing of vLLM
-and of episodes.
+A request to /sessions/ID/v1/... goes on to vLLM's /v1/... with its session in `CURRENT`, where the engine finds it: the
+record holds what was really sampled, whichever route, template or stream it goes through.
 """
 
 import contextlib
@@ -20,44 +19,42 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest
 from hocket.server.errors import ApiError
+from hocket.server.middleware import replay
 from hocket.system import seed_of
 from hocket.types import FinishReason, VersionSpan
 
-CURRENT: ContextVar["Session | None"] = ContextVar("session", default=None)
-"""The session that the request being served belongs to."""
+CURRENT: ContextVar["RecordedSession | None"] = ContextVar("session", default=None)
+"""The session of the request that is being served."""
 MAX_SESSIONS = 4096
 ROUTES = frozenset({("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models")})
-"""What an agent may ask of vLLM."""
+"""The routes of vLLM that an agent may use."""
 TOO_LONG = frozenset({"input_tokens", "input_text"})
-"""What vLLM's own routes name as at fault where a prompt leaves no room for an answer."""
+"""Parameters that vLLM's routes blame for a prompt that leaves no room for an answer."""
 _PATH = re.compile(r"/sessions/(?P<id>[^/]+)(?P<route>/v1/.*)")
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
-class Call:
-    """One request to the engine, as it was sampled; `versions` is None where it has not ended well.
-
-    It is number `number` of those with the same prompt.
-    """
+class SampledCall:
+    """One request to the engine, as it was sampled."""
 
     request_id: str
-    number: int
+    number: int  # among the calls with the same prompt
     prompt_token_ids: list[int]
     sampling: SamplingParams
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason = "abort"
-    versions: Sequence[VersionSpan] | None = None
+    versions: Sequence[VersionSpan] | None = None  # None until it has ended well
 
-    def sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], text: str) -> None:
-        """Adds what has been sampled since the last time."""
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], text: str) -> None:
+        """Append newly sampled tokens."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.text += text
 
     def recorded(self) -> AgentCall:
-        """Returns what an agent's client may be told."""
+        """Return the call for the trainer."""
         completion = None
         if self.versions is not None:
             completion = Completion(
@@ -71,23 +68,17 @@ class Call:
         return AgentCall(prompt_token_ids=prompt, seed=self.sampling.seed, completion=completion)
 
 
-class Session:
-    """The calls of one episode.
-
-    Attributes:
-        key: what its agent proves itself with, here and nowhere else.
-        calls: in the order in which they began.
-        cut_off: whether a call was refused as it was one too many, or its prompt too long.
-        closed: whether its trainer has no use for further calls.
-    """
+class RecordedSession:
+    """The calls of one episode."""
 
     def __init__(self, request: SessionRequest) -> None:
         self.id = secrets.token_hex(16)
-        self.key = secrets.token_hex(16)
-        self.calls: list[Call] = []
-        self.cut_off = self.closed = False
+        self.key = secrets.token_hex(16)  # opens this session to its agent, and nothing else
+        self.calls: list[SampledCall] = []  # in the order in which they began
+        self.cut_off = False  # true once a call was refused as one too many, or its prompt as too long
+        self.closed = False
         self._request = request
-        self._running: set[Call] = set()
+        self._running: set[SampledCall] = set()
         self._begun = itertools.count()
         self._used = time.monotonic()
 
@@ -98,42 +89,40 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing has been heard of its agent for too long."""
+        """Whether its agent has made no call for idle_timeout_s."""
         return not self._running and time.monotonic() - self._used > self._request.idle_timeout_s
 
     def touch(self) -> None:
-        """Says that something has been heard of its agent."""
+        """Reset the idle timer."""
         self._used = time.monotonic()
 
-    def begin(self, prompt_token_ids: list[int], max_tokens: int | None) -> Call:
-        """Returns a new call: the session's own way of sampling, within the tokens that there is room for.
+    def begin(self, prompt_token_ids: list[int], max_tokens: int | None) -> SampledCall:
+        """Return a new call with the session's sampling parameters, cut to the room for tokens.
 
-        The prompt decides its random numbers, and how often it was asked before: calls at the same time repeat, too,
-        and so does one that the server ended.
+        Its seed follows from the prompt and from the calls with the same prompt before it: simultaneous calls repeat
+        exactly, and so does one that the server ended.
 
         Args:
-            max_tokens: what the agent asks for.
+            max_tokens: of the agent's request.
 
         Raises:
-            ApiError: 400, it would be one call, or one prompt, too many.
+            ApiError: 400, too many calls, or too long a prompt.
         """
         sampling = self._request.sampling
         if len(self.calls) >= self._request.max_calls:
             self.cut_off = True
             message = f"this session has made its {self._request.max_calls} calls (env.max_turns)"
             raise ApiError(400, "too_many_calls", message, "have the agent come to an end, or raise env.max_turns")
-        room = self._request.max_length - len(prompt_token_ids)
-        if room < 1:
+        length, limit = len(prompt_token_ids), self._request.max_length
+        if length >= limit:
             self.cut_off = True
-            message = (
-                f"{len(prompt_token_ids)} prompt tokens leave no room in {self._request.max_length} (model.max_length)"
-            )
+            message = f"{length} prompt tokens leave no room in {limit} (model.max_length)"
             raise ApiError(400, "context_too_long", message, "have the agent say less, or raise model.max_length")
-        most = min(sampling.max_tokens, room, max_tokens or room)
+        most = min(sampling.max_tokens, limit - length, max_tokens or limit)
         taken = {call.number for call in self.calls if call.prompt_token_ids == prompt_token_ids}
         number = next(number for number in itertools.count() if number not in taken)
         seed = None if sampling.seed is None else seed_of(sampling.seed, number, *prompt_token_ids)
-        call = Call(
+        call = SampledCall(
             request_id=f"{self.id}-{next(self._begun)}",  # the client's own could be that of another session's call
             number=number,
             prompt_token_ids=prompt_token_ids,
@@ -142,26 +131,25 @@ class Session:
         self.calls.append(call)
         return call
 
-    def refuse_closed(self) -> None:
-        """Raises ApiError where the session was closed."""
+    def require_open(self) -> None:
+        """Raise ApiError where the session was closed."""
         if self.closed:
-            raise ApiError(
-                404, "no_session", "the session was closed, which ends its calls", "POST /sessions opens one"
-            )
+            message = "the session was closed, which ends its calls"
+            raise ApiError(404, "no_session", message, "POST /sessions opens one")
 
     def record(self) -> AgentRecord:
-        """Returns what the trainer is told."""
+        """Return the calls for the trainer."""
         return AgentRecord(calls=tuple(call.recorded() for call in self.calls), cut_off=self.cut_off)
 
     @contextlib.contextmanager
-    def serving(self, call: Call) -> Iterator[None]:
-        """Counts a call as running for the time of its body, and not at all where the server ended it."""
-        self.refuse_closed()
+    def serving(self, call: SampledCall) -> Iterator[None]:
+        """Count a call as running during the body; forget it where the server ended it."""
+        self.require_open()
         self._running.add(call)
         try:
             yield
         except ApiError as error:
-            if error.status == 503:  # no fault of its agent's, who will send it again
+            if error.status == 503:  # no fault of the agent, which will send it again
                 self.calls.remove(call)
             raise
         finally:
@@ -169,25 +157,24 @@ class Session:
             self.touch()
 
 
-class Sessions:
-    """All sessions of a server, within a bound; those that nobody uses any more are forgotten."""
+class OpenSessions:
+    """All sessions of a server, at most MAX_SESSIONS; idle ones are forgotten."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, RecordedSession] = {}
 
-    def open(self, request: SessionRequest) -> Session:
-        """Returns a new session. Raises ApiError where there are too many."""
-        for session in [session for session in self._sessions.values() if session.idle]:
-            del self._sessions[session.id]
+    def open(self, request: SessionRequest) -> RecordedSession:
+        """Return a new session. Raises ApiError where there are too many."""
+        self._sessions = {session.id: session for session in self._sessions.values() if not session.idle}
         if len(self._sessions) >= MAX_SESSIONS:
-            message = f"there are {MAX_SESSIONS} sessions, which is the bound"
+            message = f"there are {MAX_SESSIONS} sessions, which is the limit"
             raise ApiError(503, "too_many_sessions", message, "DELETE those that have ended, or lower env.concurrency")
-        session = Session(request)
+        session = RecordedSession(request)
         self._sessions[session.id] = session
         return session
 
-    def get(self, session_id: str) -> Session:
-        """Returns a session. Raises ApiError where there is none, or it was idle for too long."""
+    def get(self, session_id: str) -> RecordedSession:
+        """Return a session. Raises ApiError where there is none, or it was idle for too long."""
         session = self._sessions.get(session_id)
         if session is None or session.idle:
             self._sessions.pop(session_id, None)
@@ -197,27 +184,27 @@ class Sessions:
         return session
 
     def admits(self, path: str, key: bytes) -> bool:
-        """Tells whether this key opens what is below a session's own base URL."""
+        """Return whether this key opens a path: one below its session's base URL."""
         match = _PATH.fullmatch(path)
         session = self._sessions.get(match["id"]) if match is not None else None
         return session is not None and hmac.compare_digest(session.key.encode(), key)
 
-    def close(self, session_id: str) -> Session:
-        """Forgets a session and returns it. Raises ApiError where there is none."""
+    def close(self, session_id: str) -> RecordedSession:
+        """Forget a session and return it. Raises ApiError where there is none."""
         session = self.get(session_id)
         session.closed = True
         del self._sessions[session_id]
         return session
 
 
-class SessionDoor:
-    """Sends what comes to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session.
+class RouteSessions:
+    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session.
 
     Args:
-        model: what vLLM calls its model; the agent may call it whatever it likes.
+        model: vLLM's name of its model, which replaces the agent's.
     """
 
-    def __init__(self, app: ASGIApp, sessions: Sessions, model: str) -> None:
+    def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str) -> None:
         self.app = app
         self._sessions = sessions
         self._model = model
@@ -225,7 +212,7 @@ class SessionDoor:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
         if match is None:
-            # A request that a client sends before it has the answer to the last one is born in that one's context.
+            # A pipelined request would inherit the context of the one before it on its connection.
             with _current(None):
                 await self.app(scope, receive, send)
             return
@@ -245,14 +232,14 @@ class SessionDoor:
             await self.app(scope, receive, _watched(send, session))
 
     def _checked(self, message: Message, receive: Receive) -> Receive:
-        """Returns a receive that gives this message, which has the whole body. Raises ApiError where it is refused."""
+        """Return a receive that gives this message, which has the whole body. Raises ApiError where it is refused."""
         body = None
-        with contextlib.suppress(ValueError):  # vLLM says what is wrong with it
+        with contextlib.suppress(ValueError):  # vLLM reports what is wrong with it
             body = json.loads(message.get("body", b""))
         if isinstance(body, dict):
-            for field, hint in (("n", "send several requests"), ("best_of", "send several requests")):
+            for field in ("n", "best_of"):
                 if body.get(field) not in (None, 1):
-                    raise ApiError(400, "not_recorded", f"{field} must be 1 in a session", hint)
+                    raise ApiError(400, "not_recorded", f"{field} must be 1 in a session", "send several requests")
             if body.get("use_beam_search"):
                 raise ApiError(400, "not_recorded", "beam search does not sample: nothing could be trained", "sample")
             if body.get("echo") or 0 in (body.get("max_tokens"), body.get("max_completion_tokens")):
@@ -260,16 +247,11 @@ class SessionDoor:
                 raise ApiError(400, "not_recorded", why, "leave them out")
             body["model"] = self._model
             message = {**message, "body": json.dumps(body).encode()}
-        waiting = [message]
-
-        async def replayed() -> Message:
-            return waiting.pop() if waiting else await receive()
-
-        return replayed
+        return replay(message, receive)
 
 
 @contextlib.contextmanager
-def _current(session: Session | None) -> Iterator[None]:
+def _current(session: RecordedSession | None) -> Iterator[None]:
     token = CURRENT.set(session)
     try:
         yield
@@ -277,8 +259,8 @@ def _current(session: Session | None) -> Iterator[None]:
         CURRENT.reset(token)
 
 
-def _watched(send: Send, session: Session) -> Send:
-    """Returns a send that tells the session where vLLM itself refuses a prompt as too long."""
+def _watched(send: Send, session: RecordedSession) -> Send:
+    """Return a send that marks the session as cut off where vLLM itself refuses a prompt as too long."""
     refused = False
 
     async def watched(message: Message) -> None:
@@ -286,7 +268,7 @@ def _watched(send: Send, session: Session) -> Send:
         if message["type"] == "http.response.start":
             refused = message["status"] == 400
         elif refused:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # it says something else
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # an error of another kind
                 session.cut_off |= json.loads(message["body"])["error"]["param"] in TOO_LONG
         await send(message)
 

@@ -1,4 +1,4 @@
-"""Everything hocket takes from vLLM 0.32, its private names too; no other file imports vllm.
+"""Hold everything that hocket takes from vLLM 0.32, its private names too; no other file imports vllm.
 
 tests/server/test_vllm_api.py names each of them, so that a release that moves one fails there first.
 """
@@ -20,23 +20,24 @@ from typing import Any, get_args
 from hocket import manifest
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
-from hocket.protocol import AdapterConfig, Toolbox
+from hocket.protocol import AdapterConfig, SamplingParams, Toolbox, ToolCall
 from hocket.server import versions
+from hocket.server.engine_process import allow_amx, die_with_server
 from hocket.server.errors import ApiError
-from hocket.server.requests import FindCalls, Job
-from hocket.server.sessions import CURRENT, Call, Session
-from hocket.server.worker import allow_amx, die_with_server
-from hocket.types import InFlight
+from hocket.server.sessions import CURRENT, RecordedSession, SampledCall
+from hocket.types import InFlight, VersionSpan
 
 logger = logging.getLogger("hocket")
 
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
+FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
+"""(token ids, whether the last one ended the text) -> the tool calls in them."""
 ENGINE_MODULES = ("vllm.model_executor.model_loader", "vllm.v1.executor.uniproc_executor")
 
 
 def is_cpu_build() -> bool:
-    """Returns whether the installed vLLM runs on the CPU; asks the package's metadata, imports nothing."""
+    """Return whether the installed vLLM runs on the CPU, by the package's metadata alone."""
     try:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -44,10 +45,10 @@ def is_cpu_build() -> bool:
 
 
 def preload_engine() -> None:
-    """Starts a process that imports, while this one does the same, what the engine's process will need.
+    """Start a process that imports the engine's modules in parallel to this one's imports.
 
-    The engine's process is then a fork of that one, and saves its own import: a third of the start on a CPU. With CUDA
-    vLLM chooses how its processes start.
+    The engine's process is then a fork of it and saves its own import: a third of the start on a CPU. With CUDA vLLM
+    chooses how its processes start.
     """
     if is_cpu_build():
         context = multiprocessing.get_context("forkserver")
@@ -56,14 +57,14 @@ def preload_engine() -> None:
 
 
 def import_all() -> None:
-    """Imports what the server needs of vLLM: seconds that are worth telling apart from the engine's own."""
+    """Import what the server needs of vLLM, so that this time can be told from the engine's own."""
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.app
     import vllm.v1.engine.async_llm  # noqa: F401
 
 
 def engine_arguments(config: Config) -> Namespace:
-    """Returns vLLM's own server arguments for a config.
+    """Return vLLM's own server arguments for a config.
 
     Raises:
         ValueError: vLLM refuses one of them.
@@ -123,11 +124,11 @@ def engine_arguments(config: Config) -> Namespace:
 
 
 def start_engine(args: Namespace) -> Any:
-    """Starts the engine's processes, waits until they have loaded the model and returns the AsyncLLM.
+    """Start the engine's processes, wait until they have loaded the model, and return the AsyncLLM.
 
-    Every request, those of vLLM's own routes too, first calls its `refuse`, which may raise; where the engine can hold
-    an adapter, it uses that: `drop_adapter` must follow; and what is sampled in a session is recorded there.
-    To be called outside an event loop, where a signal can interrupt it.
+    Every request, those of vLLM's own routes too, first calls its `require_ready`, which may raise. Where the engine
+    can hold an adapter, each request uses it, so `drop_adapter` must follow. Calls in a session are recorded there.
+    Call it outside an event loop, where a signal can interrupt it.
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -135,11 +136,11 @@ def start_engine(args: Namespace) -> Any:
     from vllm.v1.engine.core import EngineCoreProc
 
     class AdaptedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
-        refuse: Callable[[], None] = staticmethod(lambda: None)
+        require_ready: Callable[[], None] = staticmethod(lambda: None)
 
         def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
-            self.refuse()
-            if max_lora_rank(self) > 0:
+            self.require_ready()
+            if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = _adapter_request("in memory")
             if (session := CURRENT.get()) is None:
                 return super().generate(prompt, sampling_params, request_id, **kwargs)
@@ -148,8 +149,8 @@ def start_engine(args: Namespace) -> Any:
             ask = functools.partial(super().generate, prompt, request_id=call.request_id, **kwargs)
 
             def sample() -> Any:
-                self.refuse()
-                session.refuse_closed()
+                self.require_ready()
+                session.require_open()
                 return ask(sampling_params=call_params(sampling_params, call))
 
             outputs = uninterrupted(sample)
@@ -168,18 +169,18 @@ def start_engine(args: Namespace) -> Any:
 
 
 def run_engine(environment: dict[str, str], *args: Any, **kwargs: Any) -> None:
-    """What the engine's process runs: vLLM's own function, tied to the server and with the server's environment."""
+    """Run vLLM's own function in the engine's process, tied to the server and with the server's environment."""
     from vllm.v1.engine.core import EngineCoreProc
 
     os.environ.update(environment)
     die_with_server()
     allow_amx()
-    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process when the requests have been told
+    os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests
     getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:
-    """Returns vLLM's OpenAI-compatible FastAPI app on the engine, without its own /health."""
+    """Return vLLM's OpenAI-compatible FastAPI app on the engine, without its own /health."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
     tasks = await llm.get_supported_tasks()
@@ -189,7 +190,7 @@ async def openai_app(llm: Any, args: Namespace) -> Any:
 
 
 def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
-    """Returns the app with all of its routes, which can't answer yet."""
+    """Return the app with all of its routes, which can't answer yet."""
     from vllm.entrypoints.launchers.app import build_app
 
     app = build_app(args, tasks, model_config)
@@ -197,65 +198,18 @@ def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: An
     return app
 
 
-def vocab_size(llm: Any) -> int:
-    """Returns how many token ids have an embedding: often more than the tokenizer has, for alignment."""
-    return int(llm.model_config.get_vocab_size())
-
-
-def max_length(llm: Any) -> int:
-    """Returns the longest prompt + completion, in tokens."""
-    return int(llm.model_config.max_model_len)
-
-
-def kv_tokens(llm: Any) -> int:
-    """Returns how many tokens the KV cache holds."""
-    cache = llm.vllm_config.cache_config
-    return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
-
-
-def dtype(llm: Any) -> str:
-    """Returns the precision of the model in the engine, "float32"."""
-    return str(llm.model_config.dtype).removeprefix("torch.")
-
-
-def device(llm: Any) -> str:
-    """Returns the kind of device that holds the weights, "cpu" or "cuda"."""
-    return str(llm.vllm_config.device_config.device_type)
-
-
-def num_workers(llm: Any) -> int:
-    """Returns how many processes hold weights."""
-    return int(llm.vllm_config.parallel_config.world_size)
-
-
-def max_lora_rank(llm: Any) -> int:
-    """Returns the highest rank of an adapter that the engine can hold, 0 where it can hold none."""
-    lora = llm.vllm_config.lora_config
-    return 0 if lora is None else int(lora.max_lora_rank)
-
-
 async def pause(llm: Any, in_flight: InFlight) -> None:
-    """Stops generation; new requests wait, and no cached prefix outlives it."""
+    """Stop generation; new requests wait, and the prefix cache is cleared."""
     modes = {"keep": "keep", "drain": "wait", "abort": "abort"}
     await llm.pause_generation(mode=modes[in_flight], clear_cache=True)
 
 
-async def sleep(llm: Any, level: int) -> None:
-    """Takes weights and KV cache of a paused engine off the GPU; level 2 forgets the weights."""
-    await llm.sleep(level=level, mode="keep")  # nothing runs any more; any other mode would end what was kept
+def sampling_params(sampling: SamplingParams, seed: int | None) -> Any:
+    """Return vLLM's parameters for one completion: one log-prob per sampled token, one output at the end."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmParams
 
-
-async def wake_up(llm: Any, tags: Sequence[str]) -> None:
-    """Brings "weights" or "kv_cache" back to the GPU; generation goes on with the last of them."""
-    await llm.wake_up(tags=list(tags))
-
-
-def sampling_params(job: Job) -> Any:
-    """Returns vLLM's parameters for one completion: one log-prob per sampled token, one output at the end."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    sampling = job.sampling
-    return SamplingParams(
+    return VllmParams(
         n=1,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -263,7 +217,7 @@ def sampling_params(job: Job) -> Any:
         max_tokens=sampling.max_tokens,
         stop=list(sampling.stop) or None,
         stop_token_ids=list(sampling.stop_token_ids) or None,
-        seed=job.seed,
+        seed=seed,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),  # otherwise the text is decoded once, at the end
@@ -281,8 +235,8 @@ CONSTRAINTS = (
     "structured_outputs",
     "thinking_token_budget",
 )
-"""What makes the engine sample from something else than the policy, or end it at will."""
-KEPT = (
+"""Parameters that make the engine sample from another distribution than the policy's, or stop it early."""
+AGENT_PARAMS = (
     "ignore_eos",
     "include_stop_str_in_output",
     "output_kind",
@@ -291,11 +245,11 @@ KEPT = (
     "spaces_between_special_tokens",
     "stream_interval",
 )
-"""What an agent's own wishes are granted in."""
+"""Sampling parameters that an agent may set itself."""
 
 
 def refuse_constraints(params: Any) -> None:
-    """Raises ApiError where an agent asks for what no trainer could reproduce."""
+    """Raise ApiError where an agent's parameters give tokens that can't be trained."""
     wanted = [name for name in CONSTRAINTS if getattr(params, name)]
     if wanted:
         message = f"{', '.join(wanted)}: what is sampled under constraints is not the policy, and can't be trained"
@@ -303,17 +257,17 @@ def refuse_constraints(params: Any) -> None:
         raise ApiError(400, "not_recorded", message, hint)
 
 
-def call_params(params: Any, call: Call) -> Any:
-    """Returns how a call is sampled: as its session wants, with a log-prob per token, and answered as its agent does.
+def call_params(params: Any, call: SampledCall) -> Any:
+    """Return vLLM's parameters for a call: sampled as its session says, with log-probs, answered as its agent asked.
 
     Args:
-        params: vLLM's parameters, as they came from its own route.
+        params: vLLM's parameters from its own route.
     """
-    from vllm.sampling_params import SamplingParams
+    from vllm.sampling_params import SamplingParams as VllmParams
 
     sampling = call.sampling
-    return SamplingParams(
-        **{name: getattr(params, name) for name in KEPT},
+    return VllmParams(
+        **{name: getattr(params, name) for name in AGENT_PARAMS},
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -326,26 +280,26 @@ def call_params(params: Any, call: Call) -> Any:
 
 
 async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
-    """Yields the engine's outputs of a call; where new weights end it before there is one, it is sampled again.
+    """Yield the engine's outputs of a call; sample it again where new weights abort it before the first one.
 
     Args:
-        sample: begins the call; raises ApiError where it must not be begun.
+        sample: begins the call; raises ApiError where it must not begin.
 
     Raises:
-        ApiError: that; or the call was ended when some of it was out.
+        ApiError: from `sample`, or because the call was aborted after its first output.
     """
-    told = False
+    streamed = False
     while True:
         async with contextlib.aclosing(sample()) as outputs:
             async for output in outputs:
                 if output.outputs[0].finish_reason == "abort":
                     break
-                told = True
+                streamed = True
                 yield output
             else:
                 return
-        if told:
-            sample()  # says what else has ended it
+        if streamed:
+            sample()  # raises another reason, if there is one
             message = (
                 "generation was aborted as new weights came (sync.in_flight=abort), and what was streamed "
                 "can't be taken back: set sync.in_flight=keep"
@@ -353,8 +307,10 @@ async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> Asyn
             raise ApiError(503, "aborted", message, "or have the agent ask again")
 
 
-async def recorded(outputs: AsyncGenerator[Any, None], session: Session, call: Call) -> AsyncIterator[Any]:
-    """Yields a call's outputs, and records them; what is left early is not recorded as having ended.
+async def recorded(
+    outputs: AsyncGenerator[Any, None], session: RecordedSession, call: SampledCall
+) -> AsyncIterator[Any]:
+    """Yield and record a call's outputs; a call that is left early is not recorded as completed.
 
     Raises:
         ApiError: log-probs are not finite.
@@ -366,27 +322,32 @@ async def recorded(outputs: AsyncGenerator[Any, None], session: Session, call: C
                 logprobs = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
                 if not math.isfinite(sum(logprobs)):
                     raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
-                call.sampled(done.token_ids, logprobs, done.text)
+                call.add(done.token_ids, logprobs, done.text)
                 if done.finish_reason in ("stop", "length"):
                     call.finish_reason = done.finish_reason
-                    call.versions = [(int(span.version), span.start, span.end) for span in done.weight_versions or ()]
+                    call.versions = version_spans(done)
                 yield output
 
 
-async def complete(llm: Any, job: Job, request_id: str) -> Any:
-    """Samples one completion and returns vLLM's CompletionOutput. A cancelled call aborts the request.
+def version_spans(output: Any) -> tuple[VersionSpan, ...]:
+    """Return (weight version, start, end) over the tokens of vLLM's CompletionOutput."""
+    return tuple((int(span.version), span.start, span.end) for span in output.weight_versions or ())
+
+
+async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, seed: int | None, request_id: str) -> Any:
+    """Sample one completion and return vLLM's CompletionOutput. A cancelled call aborts the request.
 
     Raises:
         one of `client_errors()` or `engine_errors()`.
     """
     from vllm.inputs.engine import tokens_input
 
-    outputs = [out async for out in llm.generate(tokens_input(job.token_ids), sampling_params(job), request_id)]
-    return outputs[-1].outputs[0]
+    asked = llm.generate(tokens_input(token_ids), sampling_params(sampling, seed), request_id)
+    return [output async for output in asked][-1].outputs[0]
 
 
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
-    """Returns what finds calls of these tools in a completion, by vLLM's own parser; one thread at a time may use it.
+    """Return a function that finds calls of these tools in a completion, by vLLM's own parser, in one thread at a time.
 
     Raises:
         ValueError: there is no such parser, it can't be used here, or a tool is described in another way.
@@ -403,7 +364,7 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
         raise ValueError(f"vLLM's tool parser {tools.parser!r} can't be used here: {error}") from error
     request = parser.adjust_request(request)
 
-    def find(token_ids: Sequence[int], ended: bool) -> list[dict[str, str]]:
+    def find(token_ids: Sequence[int], ended: bool) -> list[ToolCall]:
         text = tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=request.skip_special_tokens)
         try:
             calls = parser.extract_tool_calls(text, request=request).tool_calls
@@ -412,36 +373,41 @@ def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
             logger.exception("vLLM's tool parser %s failed on %.200r", tools.parser, text)
             return []
         return [
-            {
-                "name": call.function.name,
-                "arguments": call.function.arguments,
+            ToolCall(
+                name=_encodable(call.function.name),
+                arguments=_encodable(call.function.arguments),
                 # An id that vLLM made up is random, and would end up among the tokens that the model sees.
-                "id": "" if call.id.startswith("chatcmpl-tool-") else call.id,
-            }
+                id="" if call.id.startswith("chatcmpl-tool-") else _encodable(call.id),
+            )
             for call in calls
         ]
 
     return find
 
 
+def _encodable(text: str) -> str:
+    """Replace half surrogate pairs, which JSON allows in a string and UTF-8 can't encode, by a question mark."""
+    return text.encode(errors="replace").decode()
+
+
 def client_errors() -> tuple[type[Exception], ...]:
-    """Returns what vLLM raises where the request is at fault."""
+    """Return the exceptions of vLLM for a wrong request."""
     from vllm.exceptions import VLLMClientError
 
     return (VLLMClientError,)
 
 
 def engine_errors() -> tuple[type[Exception], ...]:
-    """Returns what vLLM raises where the engine is at fault."""
+    """Return the exceptions of vLLM for a failed engine."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     return (EngineDeadError, EngineGenerateError)
 
 
 def load_adapter(worker: Any, weights: Iterator[tuple[str, Any]], adapter: AdapterConfig) -> None:
-    """Has a worker hold this adapter in place of the one before.
+    """Replace a worker's adapter.
 
-    vLLM takes adapters from files only: these are private, and gone when it has read them.
+    vLLM takes adapters from files only: these are private and temporary.
     """
     from safetensors.torch import save_file
 
@@ -452,7 +418,7 @@ def load_adapter(worker: Any, weights: Iterator[tuple[str, Any]], adapter: Adapt
 
 
 def drop_adapter(worker: Any) -> None:
-    """Has a worker hold an adapter that changes nothing, if it can hold one: requests in flight may not lose theirs."""
+    """Replace a worker's adapter by one that changes nothing: requests in flight must keep having one."""
     if worker.vllm_config.lora_config is not None:
         nothing = _adapter_request("in memory")
         worker.remove_lora(nothing.lora_int_id)
@@ -468,9 +434,9 @@ def _adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
 
 
 def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
-    """Loads weights in checkpoint format into a worker's model, in place; an adapter is dropped.
+    """Load weights in checkpoint format into a worker's model, in place, and drop its adapter.
 
-    Where it raises, the layers are partly the old and partly the new ones, and ready for a complete load.
+    Where it raises, some layers are old and some new, and all are ready for a complete load.
     """
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -494,9 +460,9 @@ def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
 
 
 def _end_reload(worker: Any) -> None:
-    """Has every layer that still waits for tensors forget those it has got, and puts its old ones back.
+    """Drop the tensors of every layer that still waits for some, and restore its old ones.
 
-    vLLM would take them for part of the next load, and drop as many of that one's.
+    vLLM would count them as part of the next load and drop as many of its tensors.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info

@@ -1,22 +1,20 @@
-"""The receiving half of weight hand-over, inside the engine's processes, and their tie to the server's life.
+"""Receive weights inside the engine's processes.
 
 vLLM mixes `WorkerExtension` into its worker class; its methods are called through `collective_rpc`. Importing this
 module in a process that the server has started ties it to the server.
 """
 
-import atexit
 import functools
-import gc
-import os
 import queue
-import select
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from hocket.server import vllm_api
+from hocket.server.engine_process import allow_amx, die_with_server
 
 if TYPE_CHECKING:
     import torch
@@ -25,15 +23,13 @@ if TYPE_CHECKING:
     from hocket.weight_group import WeightGroup
 
 Part: TypeAlias = "tuple[Sequence[tuple[str, torch.Tensor]], dict[str, TensorSpec]]"
-"""Tensors of a version with what their bytes are."""
-SERVER_PID = "HOCKET_SERVER_PID"
-"""Environment variable with the process whose end must end this one."""
+"""Tensors of a version with their specs."""
 
 
 def _answer(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Has a method answer {"error": …} where it raises, and {"value": …} where it does not.
+    """Make a method return {"value": ...}, or {"error": ...} where it raises.
 
-    One that raises would make vLLM take the other workers' answers, from then on, for those to later calls.
+    After an exception vLLM would take the other workers' answers for those to later calls.
     """
 
     @functools.wraps(method)
@@ -55,16 +51,16 @@ class WorkerExtension:
 
     @_answer
     def hocket_load_disk(self, folder: str, adapter: str) -> dict[str, Any]:
-        """Loads every tensor of the folder into the model, in place; those of an adapter beside it.
+        """Load every tensor of the folder into the model, in place; those of an adapter beside it.
 
-        The caller has paused the engine and verified the folder. When this raises, the model is unusable until a later
+        The caller has paused the engine and checked the headers. When this raises, the model is unusable until a later
         call succeeds.
 
         Args:
             adapter: its AdapterConfig, "" for whole weights.
 
         Returns:
-            `checksum` of the tensors as they went into the model and `num_tensors`.
+            `checksum` of the tensors as they went into the model, and `num_tensors`.
         """
         from hocket.protocol import AdapterConfig
 
@@ -73,7 +69,7 @@ class WorkerExtension:
 
     @_answer
     def hocket_join_group(self, message: str, size: int) -> None:
-        """Joins the trainer's weight group, and leaves the one before.
+        """Join the trainer's weight group and leave the previous one.
 
         Raises:
             RuntimeError: it can't be reached in time, or is on the same GPU.
@@ -107,10 +103,7 @@ class WorkerExtension:
 
     @_answer
     def hocket_load_group(self, message: str) -> dict[str, Any]:
-        """Loads the tensors that the trainer sends into the model, in place, and leaves the group where that fails.
-
-        The rest is as for `hocket_load_disk`.
-        """
+        """Load the tensors that the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
         from hocket.protocol import CollectiveSource
 
         source = CollectiveSource.model_validate_json(message)
@@ -127,14 +120,11 @@ class WorkerExtension:
 
     @_answer
     def hocket_drop_adapter(self) -> None:
-        """Has every request use the model's weights as they are."""
-        from hocket.server import vllm_api
-
+        """Have every request use the model's weights without an adapter."""
         vllm_api.drop_adapter(self)
 
     def _hocket_load(self, parts: "Iterator[Part]", adapter: "AdapterConfig | None") -> dict[str, Any]:
         from hocket import manifest
-        from hocket.server import vllm_api
 
         specs: dict[str, TensorSpec] = {}
         if adapter is None:
@@ -146,10 +136,10 @@ class WorkerExtension:
 
 @contextmanager
 def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) -> Iterator[Iterator[Part]]:
-    """Makes each part in a second thread while the one before is used; at most one waits, so memory stays bounded.
+    """Make each part in a second thread while the previous one is used; at most one waits, so memory stays bounded.
 
     Args:
-        give_up: called where the body raises; must end a part that is being made.
+        give_up: called where the body raises; must interrupt a part that is being made.
     """
     waiting: queue.Queue[Part | Exception | None] = queue.Queue(maxsize=1)
     stopped = threading.Event()
@@ -167,7 +157,7 @@ def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) ->
                 if stopped.is_set():
                     return
             put(None)
-        # Whatever ends it is for the using thread to raise, which would else wait for ever.
+        # The using thread raises it; without it that would wait for ever.
         except Exception as error:  # noqa: BLE001
             put(error)
 
@@ -191,7 +181,7 @@ def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) ->
 
 
 def _read(folder: Path) -> Iterator[Part]:
-    """Yields each tensor of a published version with its spec."""
+    """Yield each tensor of a published version with its spec."""
     from hocket import manifest
 
     for name, tensor in manifest.tensors(folder):
@@ -199,7 +189,7 @@ def _read(folder: Path) -> Iterator[Part]:
 
 
 def _receive(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Part]:
-    """Yields the tensors of each bucket, verified, with their specs. Raises RuntimeError that names the bucket."""
+    """Yield the tensors of each bucket, verified, with their specs. Raises RuntimeError that names the bucket."""
     import torch
 
     from hocket import weight_group
@@ -218,45 +208,12 @@ def _receive(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Part]
 
 
 def _tensors(parts: Iterator[Part], specs: "dict[str, TensorSpec]") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yields the tensors of all parts in turn, and adds their specs."""
+    """Yield the tensors of all parts in turn, and add their specs to `specs`."""
     for named, made in parts:
         specs |= made
         yield from named
 
 
-def die_with_server() -> None:
-    """Ends this process as soon as the server is gone, even if that was killed.
-
-    vLLM's own engine process would outlive it, and keep its memory.
-    """
-    server_pid = int(os.environ.get(SERVER_PID, "0"))
-    if server_pid in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
-        return
-    try:
-        server = os.pidfd_open(server_pid)
-    except ProcessLookupError:
-        os._exit(1)
-    threading.Thread(target=_wait_and_die, args=(server,), name="die_with_server", daemon=True).start()
-
-
-def _wait_and_die(server: int) -> None:
-    select.select([server], [], [])  # ends when the server does: that is the wait's whole purpose
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def allow_amx() -> None:
-    """Asks the kernel to let this process use AMX, where the CPU has it.
-
-    vLLM's attention in bfloat16 uses it without asking, and would be killed at its first token.
-    """
-    import torch
-
-    if not torch.cpu._init_amx():
-        torch.cpu._is_amx_tile_supported = lambda: False  # where vLLM asks
-
-
 die_with_server()
 if "torch" in sys.modules:  # as in all of the engine's processes
     allow_amx()
-# At its end Python would search all of vLLM and torch for garbage once more, for seconds.
-atexit.register(gc.freeze)

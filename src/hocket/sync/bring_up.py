@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import SyncError
-from hocket.members import Member
+from hocket.pool import Member
 from hocket.protocol import Health, SamplingParams
 from hocket.sync.publish import Publisher, TrainerTurn
 from hocket.system import run_in_thread

@@ -29,11 +29,10 @@ from hocket.protocol import (
     GroupRequest,
     Health,
     ReloadRequest,
-    ReloadResponse,
     TensorLayout,
     TensorSpec,
 )
-from hocket.sync.publish import Delivery
+from hocket.sync.publish import Answer, Delivery
 from hocket.system import run_in_thread
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ SLOW_JOIN_S = 5.0  # a server that takes longer and fails is not tried again unt
 # Shares of sync.timeout_s after which a server is given up that does not begin to receive, or to take a bucket: the
 # others wait for it meanwhile, and need what is left of the same deadline.
 READY_SHARE, BUCKET_SHARE = 0.5, 0.25
-Answer = ReloadResponse | HocketError
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hocket.client import ServerClient
 from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
-from hocket.members import Members
+from hocket.pool import ServerPool
 from hocket.protocol import Memory, ReloadResponse, SleepRequest, WakeRequest
 from hocket.sync.disk import VersionFolders
 from hocket.sync.publish import Delivery, Metrics, Transport
@@ -37,7 +37,7 @@ class SharedGpu:
     disk: Transport
     folders: VersionFolders
     trainer: "Trainer"
-    pool: Members
+    pool: ServerPool
     sync: SyncConfig
     keep: bool  # versions are adapters: the server keeps its other weights while it sleeps
 
@@ -72,13 +72,13 @@ class SharedGpu:
         return await _ask(self.pool, lambda server: server.wake_up(request, timeout_s=self.sync.timeout_s))
 
 
-async def put_to_sleep(pool: Members, sync: SyncConfig, *, keep: bool) -> None:
+async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
     """Have every server leave the GPU; `keep`: its weights go to the CPU's memory, else all must be loaded again."""
     request = SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight)
     await _ask(pool, lambda server: server.sleep(request, timeout_s=sync.timeout_s))
 
 
-async def _ask(pool: Members, ask: Callable[[ServerClient], Awaitable[object]]) -> dict[ServerClient, ServerError]:
+async def _ask(pool: ServerPool, ask: Callable[[ServerClient], Awaitable[object]]) -> dict[ServerClient, ServerError]:
     """Ask every server; mark those as lost that are gone, and return their errors. Raises SyncError for any other."""
     gone = {}
     for member in pool.members:
@@ -87,6 +87,6 @@ async def _ask(pool: Members, ask: Callable[[ServerClient], Awaitable[object]]) 
         except ServerError as error:
             if error.code not in _GONE:
                 raise SyncError(f"server and trainer can't take turns on the GPU: {error}") from error
-            pool.lose(member, str(error))
+            pool.mark_lost(member, str(error))
             gone[member.server] = error
     return gone

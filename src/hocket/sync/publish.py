@@ -15,10 +15,11 @@ from typing import Protocol
 
 from hocket.client import ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.members import Member, Members
+from hocket.pool import Member, ServerPool
 from hocket.protocol import ReloadResponse
 from hocket.sync.versions import Versions
 
+Answer = ReloadResponse | HocketError
 Metrics = dict[str, float]
 TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]
 
@@ -28,7 +29,7 @@ class Delivery:
     """The outcome of sending one version, server by server."""
 
     checksums: Sequence[str]  # of the weights that were sent
-    answers: Sequence[ReloadResponse | HocketError]  # a failure is a value: the other servers go on
+    answers: Sequence[Answer]  # a failure is a value: the other servers go on
     metrics: Metrics  # sync/*
 
 
@@ -44,7 +45,7 @@ class Publisher:
     """Keep the servers of a pool at the trainer's weights."""
 
     versions: Versions
-    pool: Members
+    pool: ServerPool
     transport: Transport
     check: Callable[[Member, int], Awaitable[float]]  # mean |Δ log-prob| to the trainer; SyncError if it is too large
     check_every: int  # versions between checks; 0: a server is only checked when it is brought up
@@ -76,7 +77,7 @@ class Publisher:
                 try:
                     gaps.append(await self.check(member, self.versions.current))
                 except ServerError as error:
-                    self.pool.lose(member, str(error))
+                    self.pool.mark_lost(member, str(error))
         if gaps:
             metrics["sync/canary_gap"] = max(gaps)
         return metrics | {"sync/servers": float(len(self.pool.up))}
@@ -88,18 +89,18 @@ class Publisher:
             self._accept(member, checksum, answer)
         return delivery.metrics
 
-    def _accept(self, member: Member, checksum: str, answer: ReloadResponse | HocketError) -> None:
+    def _accept(self, member: Member, checksum: str, answer: Answer) -> None:
         version = self.versions.current
         if isinstance(answer, ServerError) and answer.refused:
             raise SyncError(f"weight version {version} was refused: {answer}") from answer
         if isinstance(answer, HocketError):
-            self.pool.lose(member, str(answer))
+            self.pool.mark_lost(member, str(answer))
         elif (answer.version, answer.checksum) != (version, checksum):
             raise SyncError(
                 f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but version {version} "
                 f"with checksum {checksum} was published. Is this its only trainer?"
             )
         elif member.session not in (None, answer.session):
-            self.pool.lose(member, "it was started again")
+            self.pool.mark_lost(member, "it was started again")
         else:
-            member.holds(answer.session)
+            member.mark_ready(answer.session)

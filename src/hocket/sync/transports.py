@@ -13,12 +13,10 @@ from pathlib import Path
 from hocket.client import ServerClient
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError
-from hocket.protocol import DiskSource, ReloadRequest, ReloadResponse
+from hocket.protocol import DiskSource, ReloadRequest
 from hocket.sync.disk import VersionFolders, WrittenVersion
-from hocket.sync.publish import Delivery, Transport
+from hocket.sync.publish import Answer, Delivery, Transport
 from hocket.system import run_in_thread
-
-Answer = ReloadResponse | HocketError
 
 
 @dataclasses.dataclass

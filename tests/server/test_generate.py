@@ -1,32 +1,29 @@
-"""What /generate makes of a body, without an engine."""
+"""What /generate makes of a body, and of what the engine answers, without an engine."""
 
 import json
+import threading
+import types
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hocket.config import ServerConfig
-from hocket.server import vllm_api
+from hocket.protocol import SamplingParams, ToolCall
 from hocket.server.errors import ApiError
-from hocket.server.requests import RequestReader
+from hocket.server.generate import Sampler
 
 
 @pytest.fixture(scope="module")
-def reader(kit: Any) -> RequestReader:
-    return RequestReader(
-        kit.make_tokenizer(),
-        vocab_size=96,
-        max_length=32,
-        limits=ServerConfig(max_prompts=4, max_n=3),
-        find_calls=vllm_api.find_calls,
-    )
+def reader(kit: Any) -> Sampler:
+    return kit.make_sampler(max_prompts=4, max_n=3)  # type: ignore[no-any-return]
 
 
-def read(reader: RequestReader, **body: Any) -> Any:
-    return reader.read(json.dumps(body).encode())
+def read(reader: Sampler, **body: Any) -> Any:
+    return reader.parse(json.dumps(body).encode())
 
 
-def test_text_ids_and_messages_become_token_ids(reader: RequestReader) -> None:
+def test_text_ids_and_messages_become_token_ids(reader: Sampler) -> None:
     prompts = ["ab", [7, 95], [{"role": "user", "content": "a"}]]
     _, jobs = read(reader, prompts=prompts, sampling={"max_tokens": 8})
     # chr(33) is id 3, so "a" (97) is 67, and "user:a;assistant:" follows character by character.
@@ -34,7 +31,7 @@ def test_text_ids_and_messages_become_token_ids(reader: RequestReader) -> None:
     assert jobs[2].token_ids == [ord(c) - 30 for c in "user:a;assistant:"]
 
 
-def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: RequestReader) -> None:
+def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: Sampler) -> None:
     _, jobs = read(reader, prompts=["a", "b"], n=3, sampling={"seed": 10})
     assert [(job.prompt, job.index, job.seed) for job in jobs] == [
         (0, 0, 10),
@@ -50,7 +47,7 @@ def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: RequestReader) 
     assert jobs[0].seed is None
 
 
-def test_each_prompt_may_bring_one_seed_per_completion(reader: RequestReader) -> None:
+def test_each_prompt_may_bring_one_seed_per_completion(reader: Sampler) -> None:
     _, jobs = read(reader, prompts=["a", "b"], seeds=[[100, 7, 100], [2**63 - 1]], sampling={"seed": 1})
     seeds = [(job.prompt, job.index, job.seed) for job in jobs]
     assert seeds == [(0, 0, 100), (0, 1, 7), (0, 2, 100), (1, 0, 2**63 - 1)]
@@ -60,19 +57,19 @@ def test_each_prompt_may_bring_one_seed_per_completion(reader: RequestReader) ->
             read(reader, **wrong)
 
 
-def test_a_prompt_that_just_fits_is_taken_and_one_token_more_is_not(reader: RequestReader) -> None:
+def test_a_prompt_that_just_fits_is_taken_and_one_token_more_is_not(reader: Sampler) -> None:
     read(reader, prompts=[[5] * 16], sampling={"max_tokens": 16})
     with pytest.raises(ApiError, match=r"17 prompt tokens \+ max_tokens 16 do not fit"):
         read(reader, prompts=[[5] * 17], sampling={"max_tokens": 16})
 
 
-def test_the_last_id_of_the_vocabulary_is_taken_and_the_next_is_not(reader: RequestReader) -> None:
+def test_the_last_id_of_the_vocabulary_is_taken_and_the_next_is_not(reader: Sampler) -> None:
     read(reader, prompts=[[95]])
     with pytest.raises(ApiError, match="token id 96 is outside the vocabulary of 96"):
         read(reader, prompts=[[96]])
 
 
-def test_caps_are_taken_and_one_more_is_not(reader: RequestReader) -> None:
+def test_caps_are_taken_and_one_more_is_not(reader: Sampler) -> None:
     read(reader, prompts=["a"] * 4, n=3, sampling={"stop": ["x"] * 16, "stop_token_ids": [1] * 16})
     for wrong in (
         {"prompts": ["a"] * 5},
@@ -87,7 +84,7 @@ def test_caps_are_taken_and_one_more_is_not(reader: RequestReader) -> None:
         assert "raise server." in caught.value.body.hint
 
 
-def test_text_that_can_not_fit_is_refused_before_it_is_tokenized(reader: RequestReader) -> None:
+def test_text_that_can_not_fit_is_refused_before_it_is_tokenized(reader: Sampler) -> None:
     # The longest token, "<pad>", has 5 characters: 32 tokens have at most 160.
     with pytest.raises(ApiError, match="161 characters can't fit"):
         read(reader, prompts=["a" * 161])
@@ -106,7 +103,7 @@ def test_text_that_can_not_fit_is_refused_before_it_is_tokenized(reader: Request
         ([{"role": "tool", "content": "a"}], "no tools here"),
     ],
 )
-def test_wrong_messages_are_refused_by_name(reader: RequestReader, messages: Any, said: str) -> None:
+def test_wrong_messages_are_refused_by_name(reader: Sampler, messages: Any, said: str) -> None:
     with pytest.raises(ApiError, match=said) as caught:
         read(reader, prompts=[messages])
     assert caught.value.status == 422
@@ -115,34 +112,92 @@ def test_wrong_messages_are_refused_by_name(reader: RequestReader, messages: Any
 def test_a_model_without_chat_template_refuses_messages(kit: Any) -> None:
     tokenizer = kit.make_tokenizer()
     tokenizer.chat_template = None
-    reader = RequestReader(
-        tokenizer, vocab_size=96, max_length=32, limits=ServerConfig(), find_calls=vllm_api.find_calls
-    )
+    reader = kit.make_sampler(tokenizer)
     with pytest.raises(ApiError, match="no chat template"):
         read(reader, prompts=[[{"role": "user", "content": "a"}]])
 
 
-def test_temperatures_the_engine_would_change_silently_are_refused(reader: RequestReader) -> None:
+def test_sessions_are_checked_like_requests(reader: Sampler) -> None:
+    reader.check_sampling(SamplingParams(temperature=0.0, top_k=96))
+    for wrong in (SamplingParams(temperature=0.001), SamplingParams(top_k=97), SamplingParams(stop=("x",) * 17)):
+        with pytest.raises(ApiError):
+            reader.check_sampling(wrong)
+
+
+def test_temperatures_the_engine_would_change_silently_are_refused(reader: Sampler) -> None:
     read(reader, prompts=["a"], sampling={"temperature": 0})
     read(reader, prompts=["a"], sampling={"temperature": 0.01})
     with pytest.raises(ApiError, match=r"below 0\.01"):
         read(reader, prompts=["a"], sampling={"temperature": 0.005})
 
 
-def test_a_body_that_is_no_json_is_malformed_and_a_wrong_field_is_invalid(reader: RequestReader) -> None:
+def test_a_body_that_is_no_json_is_malformed_and_a_wrong_field_is_invalid(reader: Sampler) -> None:
     with pytest.raises(ApiError) as caught:
-        reader.read(b'{"prompts": ["a"]')
+        reader.parse(b'{"prompts": ["a"]')
     assert (caught.value.status, caught.value.body.code) == (400, "malformed_json")
     with pytest.raises(ApiError, match="colour: unknown field") as caught:
         read(reader, prompts=["a"], colour="red")
     assert (caught.value.status, caught.value.body.code) == (422, "invalid_request")
 
 
-def test_the_tools_of_a_request_are_looked_for_in_each_of_its_completions(reader: RequestReader) -> None:
+def test_the_tools_of_a_request_are_looked_for_in_each_of_its_completions(reader: Sampler) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     _, jobs = read(reader, prompts=["a", "b"], n=2, tools={"parser": "pythonic", "tools": [tool]})
     token_ids = [ord(character) - 30 for character in "[f(x=1)]"]
-    assert [job.tools(token_ids, False) for job in jobs] == [[{"name": "f", "arguments": '{"x": 1}', "id": ""}]] * 4
+    assert [job.tools(token_ids, False) for job in jobs] == [[ToolCall(name="f", arguments='{"x": 1}')]] * 4
     with pytest.raises(ApiError, match="no tool parser 'x'") as caught:
         read(reader, prompts=["a"], tools={"parser": "x", "tools": [tool]})
     assert caught.value.status == 422
+
+
+def output(token_ids: list[int], logprobs: list[float]) -> Any:
+    return types.SimpleNamespace(
+        token_ids=token_ids,
+        logprobs=types.SimpleNamespace(logprobs=logprobs),
+        finish_reason="length",
+        weight_versions=None,
+    )
+
+
+async def test_no_tokenizer_is_used_by_two_threads(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = kit.make_tokenizer()
+    sampler = kit.make_sampler(tokenizer)
+    threads: dict[int, set[int]] = defaultdict(set)
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            threads[id(self)].add(threading.get_ident())
+            return original(self, *args, **kwargs)
+
+        return call
+
+    for name in ("__call__", "decode", "apply_chat_template"):
+        monkeypatch.setattr(type(tokenizer), name, watched(getattr(tokenizer, name).__func__))
+    _, jobs = await sampler.read(
+        b'{"prompts": ["ab", [{"role": "user", "content": "c"}]], "sampling": {"max_tokens": 4}}'
+    )
+
+    async def complete(*args: object) -> Any:
+        return output(jobs[0].token_ids, [-1.0, -0.5])
+
+    monkeypatch.setattr("hocket.server.vllm_api.complete", complete)
+    _, completion = await sampler.complete(jobs[0])
+    assert completion.text == "ab"
+    assert len(set.union(*threads.values())) == 2, "prompts are read in a thread of their own"
+    assert all(len(seen) == 1 for seen in threads.values())
+
+
+async def test_log_probs_that_are_no_numbers_are_the_weights_fault_and_no_answer(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = kit.make_sampler()
+
+    async def complete(*args: object) -> Any:
+        assert sampler.in_flight == 1
+        return output([1, 2], [-1.0, float("nan")])
+
+    monkeypatch.setattr("hocket.server.vllm_api.complete", complete)
+    _, jobs = await sampler.read(b'{"prompts": [[5]]}')
+    with pytest.raises(ApiError, match="log-probs that are not finite") as refused:
+        await sampler.complete(jobs[0])
+    assert (refused.value.status, sampler.in_flight) == (500, 0)

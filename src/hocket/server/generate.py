@@ -1,0 +1,240 @@
+"""Answer /generate: check and tokenize the body, have vLLM sample, build the completions."""
+
+import asyncio
+import concurrent.futures
+import copy
+import dataclasses
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import jinja2
+import pydantic
+
+from hocket.config import ServerConfig
+from hocket.protocol import Completion, GenerateRequest, PromptInput, SamplingParams, Toolbox
+from hocket.server import vllm_api
+from hocket.server.errors import ApiError, from_validation, invalid
+from hocket.system import as_completed
+
+MIN_TEMPERATURE = 0.01
+"""vLLM silently samples at this temperature when asked for a lower one."""
+RESTART = "restart the server; its log says more"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OPTIONAL_MESSAGE_KEYS = frozenset({"name", "tool_calls", "tool_call_id"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One completion to sample."""
+
+    prompt: int  # position of its prompt in the request
+    index: int  # position among the completions of that prompt
+    token_ids: list[int]
+    sampling: SamplingParams
+    seed: int | None = None
+    tools: vllm_api.FindCalls | None = None  # finds tool calls in the text
+
+
+class Sampler:
+    """Sample the completions of requests, within the limits of a model and a server.
+
+    Args:
+        llm: a running AsyncLLM.
+        tokenizer: Hugging Face tokenizer of its model.
+        require_ready: raises ApiError where the engine can't generate.
+    """
+
+    def __init__(self, llm: Any, tokenizer: Any, limits: ServerConfig, require_ready: Callable[[], None]) -> None:
+        self.in_flight = 0  # completions that are being sampled
+        self._llm = llm
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._require_ready = require_ready
+        self._vocab_size = int(llm.model_config.get_vocab_size())
+        self._max_length = int(llm.model_config.max_model_len)
+        # A tokenizer must not be used by two threads at once: bodies are read in a thread of their own, with a copy.
+        self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
+        self._reader = copy.deepcopy(tokenizer)
+        self._max_characters = self._max_length * max(map(len, tokenizer.get_vocab()), default=1)
+
+    def close(self) -> None:
+        """Stop reading requests."""
+        self._reading.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
+        """Validate and tokenize a body; return its jobs prompt by prompt. Raises ApiError with a status of 4xx."""
+        return await asyncio.get_running_loop().run_in_executor(self._reading, self.parse, body)
+
+    def parse(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
+        """Do the work of `read` in the calling thread."""
+        try:
+            request = GenerateRequest.model_validate_json(body)
+        except pydantic.ValidationError as error:
+            raise from_validation(error.errors(include_url=False, include_input=False)) from None
+        self._check_limits(request)
+        tools = None if request.tools is None else self._find_calls(request.tools)
+        jobs = []
+        for number, prompt in enumerate(request.prompts):
+            token_ids = self._token_ids(prompt, f"prompts.{number}")
+            self._check_length(token_ids, request.sampling.max_tokens, f"prompts.{number}")
+            for index, seed in enumerate(_seeds(request, number)):
+                job = Job(
+                    prompt=number,
+                    index=index,
+                    token_ids=token_ids,
+                    sampling=request.sampling,
+                    seed=seed,
+                    tools=tools,
+                )
+                jobs.append(job)
+        return request, jobs
+
+    def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
+        """Yield each job with its completion, in the order in which they finish.
+
+        Leaving the iteration early aborts the rest. Raises ApiError where generation breaks off.
+        """
+        return as_completed([self.complete(job) for job in jobs])
+
+    async def complete(self, job: Job) -> tuple[Job, Completion]:
+        """Sample one completion. Raises ApiError where it is refused or breaks off."""
+        self.in_flight += 1
+        try:
+            name = f"hocket-{job.prompt}-{job.index}"
+            output = await vllm_api.complete(self._llm, job.token_ids, job.sampling, job.seed, name)
+        except vllm_api.client_errors() as error:
+            raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
+        except vllm_api.engine_errors() as error:
+            self._require_ready()
+            raise ApiError(503, "generation_failed", str(error), RESTART) from error
+        finally:
+            self.in_flight -= 1
+        if output.finish_reason == "abort":
+            self._require_ready()
+            raise ApiError(503, "aborted", "generation was aborted", "send it again")
+        if not math.isfinite(sum(output.logprobs.logprobs)):
+            raise ApiError(500, "not_finite", "the weights give log-probs that are not finite", "publish good ones")
+        token_ids, stopped = list(output.token_ids), output.finish_reason == "stop"
+        calls = []
+        if job.tools is not None:  # in the reading thread, whose tokenizer it uses
+            calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, token_ids, stopped)
+        shown = token_ids[:-1] if stopped else token_ids  # the token that ended it is no part of the text
+        completion = Completion(
+            token_ids=tuple(token_ids),
+            logprobs=tuple(output.logprobs.logprobs),
+            text=output.text if job.sampling.stop else self._tokenizer.decode(shown, skip_special_tokens=True),
+            finish_reason=output.finish_reason,
+            versions=vllm_api.version_spans(output),
+            tool_calls=tuple(calls),
+        )
+        return job, completion
+
+    def _find_calls(self, tools: Toolbox) -> vllm_api.FindCalls:
+        try:
+            return vllm_api.find_calls(self._reader, tools)
+        except ValueError as error:
+            hint = "the parser must be one of vLLM's, each tool as in OpenAI's API"
+            raise invalid(f"tools: {error}", hint) from error
+
+    def _check_limits(self, request: GenerateRequest) -> None:
+        _check_most("prompts", len(request.prompts), self._limits.max_prompts, "server.max_prompts")
+        _check_most("n", request.n, self._limits.max_n, "server.max_n")
+        if request.seeds is not None:
+            if request.n != 1 or len(request.seeds) != len(request.prompts):
+                message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
+                raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
+            _check_most("seeds of a prompt", max(map(len, request.seeds)), self._limits.max_n, "server.max_n")
+        self.check_sampling(request.sampling)
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise ApiError unless the engine can sample in this way."""
+        for what, stop in (("sampling.stop", sampling.stop), ("sampling.stop_token_ids", sampling.stop_token_ids)):
+            _check_most(what, len(stop), self._limits.max_stop, "server.max_stop")
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            message = f"sampling.temperature: {sampling.temperature} is below {MIN_TEMPERATURE}, the engine's lowest"
+            raise invalid(message, "use 0 for greedy decoding")
+        if sampling.top_k > self._vocab_size:
+            message = f"sampling.top_k: {_short(sampling.top_k)} is more than the vocabulary's {self._vocab_size}"
+            raise invalid(message, "use -1 to keep every token")
+        self._check_ids(sampling.stop_token_ids, "sampling.stop_token_ids")
+
+    def _check_length(self, token_ids: Sequence[int], max_tokens: int, where: str) -> None:
+        if not token_ids:
+            raise invalid(f"{where}: the prompt has no tokens", "send at least one token", code="empty_prompt")
+        if len(token_ids) + max_tokens > self._max_length:
+            raise invalid(
+                f"{where}: {len(token_ids)} prompt tokens + max_tokens {_short(max_tokens)} do not fit into the "
+                f"context of {self._max_length} tokens",
+                "shorten the prompt, lower sampling.max_tokens, or raise the server's model.max_length",
+                code="context_too_long",
+            )
+        self._check_ids(token_ids, where)
+
+    def _check_ids(self, token_ids: Sequence[int], where: str) -> None:
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise invalid(
+                f"{where}: token id {_short(max(token_ids))} is outside the vocabulary of {self._vocab_size}",
+                "do trainer and server use the same tokenizer? /health tells the server's tokenizer_sha256",
+                code="token_out_of_vocabulary",
+            )
+
+    def _token_ids(self, prompt: PromptInput, where: str) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise invalid(f"{where}: the prompt is empty", "send at least one character", code="empty_prompt")
+            self._check_characters(len(prompt), where)
+            return list(self._reader(prompt, add_special_tokens=True)["input_ids"])
+        if prompt and isinstance(prompt[0], dict):
+            return self._render(prompt, where)
+        return prompt  # type: ignore[return-value]  # the schema leaves nothing but token ids
+
+    def _check_characters(self, count: int, where: str) -> None:
+        if count > self._max_characters:
+            message = f"{where}: {count} characters can't fit into the context of {self._max_length} tokens"
+            raise invalid(message, "shorten the prompt", code="context_too_long")
+
+    def _render(self, messages: Any, where: str) -> list[int]:
+        for number, message in enumerate(messages):
+            _check_message(message, f"{where}.{number}")
+        self._check_characters(sum(len(message["content"]) for message in messages), where)
+        if not self._reader.chat_template:
+            message = f"{where}: this model has no chat template"
+            raise invalid(message, "send text or token ids", code="no_chat_template")
+        try:
+            return list(self._reader.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        # A template is a small program: besides its own refusals it fails in these ways on messages it did not expect.
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            message = f"{where}: the chat template refused these messages: {error}"
+            hint = "look at the model's chat template for the roles and their order"
+            raise invalid(message, hint, code="chat_template_error") from error
+
+
+def _seeds(request: GenerateRequest, number: int) -> Sequence[int | None]:
+    """Return the seed of each completion of one prompt, None where the engine draws one."""
+    if request.seeds is not None:
+        return request.seeds[number]
+    first = request.sampling.seed
+    if first is None:
+        return [None] * request.n
+    return [(first + number * request.n + index) % 2**63 for index in range(request.n)]
+
+
+def _check_message(message: dict[str, Any], where: str) -> None:
+    hint = "a message has role and content"
+    if unknown := sorted(message.keys() - OPTIONAL_MESSAGE_KEYS - {"role", "content"}):
+        raise invalid(f"{where}: unknown field {unknown[0]!r}", hint)
+    if message.get("role") not in ROLES:
+        raise invalid(f"{where}.role: must be one of {', '.join(ROLES)}", hint)
+    if not isinstance(message.get("content"), str):
+        raise invalid(f"{where}.content: must be text", hint)
+
+
+def _check_most(what: str, value: int, limit: int, key: str) -> None:
+    if value > limit:
+        raise invalid(f"{what}: {_short(value)} is more than {limit}", f"send less, or raise {key}")
+
+
+def _short(value: int) -> str:
+    """Print a number, but not one of a thousand digits."""
+    return str(value) if abs(value) < 10**12 else "a huge number"

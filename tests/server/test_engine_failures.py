@@ -1,0 +1,223 @@
+"""Updates and sleeps that break off, and what the engine then answers: a fake AsyncLLM under the real Engine."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket import manifest
+from hocket.protocol import DiskSource, ReloadRequest, SleepRequest, WakeRequest
+from hocket.server import worker
+from hocket.server.engine import Engine
+from hocket.server.errors import ApiError
+
+MODEL = Path(__file__).parents[2] / "checkpoints" / "tiny-sort"
+
+
+class FakeLLM:
+    """Answers as an engine with two workers would; `failing` has the error of a call instead, or "too late"."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__ |= attributes
+        self.errored = False
+        self.require_ready: Callable[[], None]
+        self.failing: dict[str, str] = {}
+        self.calls: list[Any] = []
+        self.loading = asyncio.Event()
+        self.loading.set()
+
+    async def _do(self, call: str, *arguments: Any) -> None:
+        self.calls.append((call, *arguments))
+        failure = self.failing.get(arguments[0] if call == "pause" else call)
+        if failure is not None:
+            raise TimeoutError if failure == "too late" else Exception(failure)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert clear_cache
+        await self._do("pause", mode)
+
+    async def resume_generation(self) -> None:
+        await self._do("resume")
+
+    async def sleep(self, level: int, mode: str) -> None:
+        await self._do("sleep", level, mode)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        await self._do("wake", *tags)
+
+    async def update_weight_version(self, version: str) -> None:
+        await self._do("version", version)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        await self._do(method)
+        await self.loading.wait()
+        read = {name: item for _, specs in worker._read(Path(args[0])) for name, item in specs.items()}
+        good = {"value": {"checksum": manifest.total_checksum(read), "num_tensors": len(read)}}
+        return [good, {"error": self.failing["second worker"]} if "second worker" in self.failing else good]
+
+
+@pytest.fixture
+def llm(kit: Any) -> FakeLLM:
+    return FakeLLM(vars(kit.make_llm()))
+
+
+@pytest.fixture
+def sharing(kit: Any, llm: FakeLLM) -> Engine:
+    """An engine that may sleep."""
+    return kit.make_engine(llm, f"model.path={MODEL}", "launch.share_gpu=true", "sync.timeout_s=5")  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def engine(kit: Any, llm: FakeLLM, tmp_path: Path) -> Engine:
+    """An engine with a good version to load."""
+    from transformers import AutoModelForCausalLM
+
+    kit.publish(AutoModelForCausalLM.from_pretrained(MODEL), tmp_path / "runs" / "v1", 1, drop=["lm_head.weight"])
+    return kit.make_engine(llm, f"model.path={MODEL}", f"run.dir={tmp_path}/runs/a", "sync.timeout_s=5")  # type: ignore[no-any-return]
+
+
+def request(in_flight: Any = "keep") -> ReloadRequest:
+    return ReloadRequest(version=1, source=DiskSource(name="v1"), in_flight=in_flight)
+
+
+async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(engine: Engine, llm: FakeLLM) -> None:
+    llm.failing = {"wait": "too late"}
+    with pytest.raises(ApiError, match="did not end within") as refused:
+        await engine.reload(request("drain"))
+    assert (refused.value.status, refused.value.body.code) == (503, "busy")
+    assert llm.calls == [("pause", "wait"), ("resume",)]  # no worker was asked for anything
+    assert (engine.health().status, engine.health().version) == ("ready", 0)
+
+
+async def test_an_engine_that_does_not_go_on_after_a_drain_ends_its_requests_and_says_what_brings_it_back(
+    engine: Engine, llm: FakeLLM
+) -> None:
+    llm.failing = {"wait": "too late", "resume": "too late"}
+    with pytest.raises(
+        ApiError, match=r"did not end within .*, and the engine does not go on: TimeoutError"
+    ) as refused:
+        await engine.reload(request("drain"))
+    assert (refused.value.status, refused.value.body.code) == (503, "not_resumed")
+    assert "publish a good version" in refused.value.body.hint
+    assert llm.calls == [("pause", "wait"), ("resume",), ("pause", "abort")]
+    assert engine.health().status == "failed"
+    llm.failing = {}
+    assert (await engine.reload(request())).version == 1
+    assert engine.health().status == "ready"
+
+
+async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_load_that_all_finish(
+    engine: Engine, llm: FakeLLM
+) -> None:
+    llm.failing = {"second worker": "no room for layers.1"}
+    with pytest.raises(ApiError, match=r"loading version 1 failed: no room for layers\.1"):
+        await engine.reload(request())
+    assert ("resume",) not in llm.calls
+    assert engine.health().status == "failed"
+    # A request that was let in just before: nothing would ever end it.
+    with pytest.raises(ApiError, match=r"no room for layers\.1"):
+        llm.require_ready()  # as every request begins
+    llm.failing = {}
+    answer = await engine.reload(request())
+    assert (answer.version, answer.num_tensors) == (1, 26)
+    assert llm.calls[-2:] == [("version", "1"), ("resume",)]
+    assert engine.health().status == "ready"
+
+
+async def test_a_file_with_other_bytes_than_were_published_is_noticed_while_it_is_loaded(
+    kit: Any, engine: Engine, llm: FakeLLM, tmp_path: Path
+) -> None:
+    path = tmp_path / "runs" / "v1" / "model.safetensors"
+    good = path.read_bytes()
+    kit.flip_a_byte(path.parent)
+    with pytest.raises(ApiError, match="are not those that were published") as refused:
+        await engine.reload(request())
+    assert (refused.value.status, refused.value.body.code) == (500, "reload_failed")
+    assert ("resume",) not in llm.calls
+    path.write_bytes(good)
+    await engine.reload(request())
+    assert engine.health().status == "ready"
+
+
+async def test_the_reason_is_told_even_if_nothing_can_be_aborted_any_more(engine: Engine, llm: FakeLLM) -> None:
+    llm.failing = {"second worker": "it broke", "abort": "Call to pause_scheduler method failed"}
+    with pytest.raises(ApiError, match="it broke") as refused:
+        await engine.reload(request())
+    assert refused.value.body.code == "reload_failed"
+    llm.errored = True
+    health = engine.health()
+    assert health.error is not None
+    assert health.error.code == "engine_dead"  # which no good version mends
+
+
+async def test_a_load_that_ends_while_the_server_stops_does_not_bring_it_back(engine: Engine, llm: FakeLLM) -> None:
+    llm.loading.clear()
+    loading = asyncio.create_task(engine.reload(request()))
+    async with asyncio.timeout(30):
+        while ("hocket_load_disk",) not in llm.calls:
+            await asyncio.sleep(0.01)
+    await engine.stop()
+    llm.loading.set()
+    with pytest.raises(ApiError, match="shutting down"):
+        await loading
+    assert ("resume",) not in llm.calls
+    with pytest.raises(ApiError, match="shutting down"):
+        engine.require_ready()
+
+
+async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_up_in_two_parts(
+    sharing: Engine, llm: FakeLLM
+) -> None:
+    await sharing.sleep(SleepRequest(level=1, in_flight="drain"))
+    await sharing.wake_up(WakeRequest(tags=["kv_cache", "weights"]))
+    await sharing.sleep(SleepRequest(level=1))
+    await sharing.wake_up(WakeRequest(tags=["weights"]))
+    await sharing.sleep(SleepRequest(level=2))  # half awake: it is paused already
+    assert llm.calls == [
+        ("pause", "wait"),
+        ("sleep", 1, "keep"),
+        ("wake", "weights", "kv_cache"),
+        ("pause", "keep"),
+        ("sleep", 1, "keep"),
+        ("wake", "weights"),
+        ("sleep", 2, "keep"),
+    ]
+
+
+async def test_before_a_sleep_requests_that_do_not_end_in_time_go_on(sharing: Engine, llm: FakeLLM) -> None:
+    llm.failing = {"wait": "too late"}
+    with pytest.raises(ApiError, match="did not end within") as refused:
+        await sharing.sleep(SleepRequest(in_flight="drain"))
+    assert (refused.value.status, refused.value.body.code) == (503, "busy")
+    assert llm.calls == [("pause", "wait"), ("resume",)]
+    assert sharing.health().status == "ready"
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [("too late", r"not done after sync\.timeout_s=5"), ("CUDA out of memory\nTrace", "of memory$")],
+)
+async def test_an_engine_that_cannot_come_back_to_the_gpu_has_failed_and_says_so(
+    sharing: Engine, llm: FakeLLM, failure: str, cause: str
+) -> None:
+    await sharing.sleep(SleepRequest(level=1))
+    llm.failing = {"wake": failure}
+    for _ in range(2):  # and nothing brings it back
+        with pytest.raises(ApiError, match=cause) as refused:
+            await sharing.wake_up(WakeRequest())
+        assert refused.value.body.code == "sleep_failed"
+    assert "gpu_memory_utilization" in refused.value.body.hint
+    health = sharing.health()
+    assert (health.status, health.error) == ("failed", refused.value.body)
+
+
+async def test_an_engine_that_dies_asleep_is_dead(sharing: Engine, llm: FakeLLM) -> None:
+    await sharing.sleep(SleepRequest(level=1))
+    assert sharing.health().status == "asleep"
+    llm.errored = True
+    health = sharing.health()
+    assert health.status == "failed"
+    assert health.error is not None
+    assert health.error.code == "engine_dead"
