@@ -279,18 +279,11 @@ class ServerConfig(Section):
         None, ge=16, description="Size of the KV cache, in MiB. Default: the share on a GPU, 256 on a CPU."
     )
     max_concurrent: int = Field(256, ge=1, description="Maximum sequences that the engine decodes at the same time.")
-    max_lora_rank: int = Field(
-        0, ge=0, le=MAX_LORA_RANK, description="Highest rank of adapters to serve, if it is above model.lora.rank."
-    )
     tool_parser: str | None = Field(
         None,
         description="vLLM's name of the tool-call format (hermes, llama3_json, ...) for clients of /v1 that send "
         "tools; the environment `tools` has its own.",
     )
-    max_prompts: int = Field(1024, ge=1, description="Most prompts in one request.")
-    max_n: int = Field(128, ge=1, description="Most completions per prompt.")
-    max_stop: int = Field(16, ge=0, description="Most stop strings, and most stop token ids, in one request.")
-    max_body_mib: int = Field(64, ge=1, description="Largest request body.")
 
     @pydantic.field_validator("urls", mode="before")
     @classmethod
