@@ -101,7 +101,7 @@ def join(store: Any, rank: int) -> weight_group.WeightGroup:
     import torch
 
     return weight_group.WeightGroup(
-        store,
+        store=store,
         name="floor",
         rank=rank,
         size=2,

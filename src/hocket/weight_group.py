@@ -6,6 +6,7 @@ deadline for every wait, and can be closed by either end at any moment.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import socket
@@ -68,49 +69,38 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str
     return named, specs
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class WeightGroup:
-    """Connect rank 0, the trainer, with the workers of one server; the constructor returns once all have joined.
+    """Connect rank 0, the trainer, with the workers of one server; the constructor returns once all have joined."""
 
-    Args:
-        store: where the members find each other; rank 0 makes it (`make_store`), the others connect (`find_store`).
-        name: of this attempt, the same on all ranks and never used before.
-        address: of this machine, as the others can reach it.
-        timeout_s: deadline of this and of every later wait.
-    """
+    store: Store  # where the members find each other; rank 0 makes it (`make_store`), the others connect (`find_store`)
+    name: str  # of this attempt, the same on all ranks and never used before
+    rank: int
+    size: int
+    backend: Backend
+    device: torch.device
+    address: str  # of this machine, as the others can reach it
+    timeout_s: float  # deadline of joining, and of every later wait
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        name: str,
-        rank: int,
-        size: int,
-        backend: Backend,
-        device: torch.device,
-        address: str,
-        timeout_s: float,
-    ) -> None:
-        self.name = name
-        self.device = device
-        self._rank = rank
-        self._store = dist.PrefixStore(name, store)
+    def __post_init__(self) -> None:
+        self._own_store = dist.PrefixStore(self.name, self.store)
         self.announce(JOINING)
-        timeout = datetime.timedelta(seconds=timeout_s)
-        if backend == "gloo":
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        if self.backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()
             gloo._timeout = timeout
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._group = dist.ProcessGroupGloo(self._store, rank, size, gloo)
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
+            self._group = dist.ProcessGroupGloo(self._own_store, self.rank, self.size, gloo)
         else:
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(self.device)
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
             with _blocking_waits():
-                self._group = dist.ProcessGroupNCCL(self._store, rank, size, nccl)
+                self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
 
     def announce(self, what: str) -> None:
         """Tell the other ranks, without waiting for them, that this one has reached `what`."""
-        self._store.set(f"{what}/{self._rank}", "1")
+        self._own_store.set(f"{what}/{self.rank}", "1")
 
     def broadcast(self, flat: Tensor) -> None:
         """Send rank 0's bytes to all and wait until they are there. Raises RuntimeError past the deadline."""

@@ -147,8 +147,7 @@ def test_hostile_text_stays_data(tmp_path: Path, text: str) -> None:
     row = dict.fromkeys(ROLLOUT, text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}}
     folder = write_run(tmp_path / "run", rollouts=[row], summary=SUMMARY | {"seed": text})
     (folder / "config.yaml").write_text(text, encoding="utf-8", errors="replace")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 3, f"reward/{text}": 1.0, "reward/b": 1.0}) + "\n")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, f"reward/{text}": 1.0, "reward/b": 1.0}))
     page, harmless = report(folder), report(write_run(tmp_path / "other", summary=SUMMARY))
     assert (page.tags, page.active, page.scripts[""]) == (harmless.tags, [], harmless.scripts[""])
     assert "<" not in page.scripts["application/json"]

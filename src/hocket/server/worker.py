@@ -90,7 +90,7 @@ class WorkerExtension:
                 "(launch.server_gpus, launch.trainer_gpus), or set sync.backend=disk"
             )
         group = weight_group.WeightGroup(
-            weight_group.find_store(request.host, request.port, request.timeout_s),
+            store=weight_group.find_store(request.host, request.port, request.timeout_s),
             name=request.session,
             rank=1 + self.rank,
             size=size,

@@ -141,7 +141,7 @@ class CollectiveTransport:
                 joining.result()  # raises the server's reason
             group = await run_in_thread(
                 weight_group.WeightGroup,
-                store,
+                store=store,
                 name=request.session,
                 rank=0,
                 size=1 + health.workers,
@@ -155,7 +155,7 @@ class CollectiveTransport:
             if time.monotonic() - start > SLOW_JOIN_S:
                 self._unreachable[server] = health.session
             raise
-        return _Link(server, group, store, session=health.session, workers=health.workers, sync=self.sync)
+        return _Link(server, group, session=health.session, workers=health.workers, sync=self.sync)
 
 
 @dataclasses.dataclass(eq=False)
@@ -167,7 +167,6 @@ class _Link:
 
     server: ServerClient
     group: weight_group.WeightGroup
-    store: Any  # the members find each other there for as long as it lives
     session: str  # of the server's process
     workers: int
     sync: SyncConfig
@@ -199,7 +198,7 @@ class _Link:
         what, seconds = weight_group.receiving(self.transfers), READY_SHARE * self.sync.timeout_s
         try:
             async with asyncio.timeout(seconds):
-                self.ready = await _announced(self.store, self.group.name, what, self.workers, self.answer)
+                self.ready = await _announced(self.group.store, self.group.name, what, self.workers, self.answer)
         except TimeoutError:
             self.failure = SyncTimeout(
                 f"server {self.server.url} did not begin to receive version {self.version} in {seconds:g} s; "
