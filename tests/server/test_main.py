@@ -1,17 +1,19 @@
 """What is refused before a model loads."""
 
-import importlib.util
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from hocket import environment
 from hocket.errors import ConfigError
 from hocket.server import engine_process, main
 
-RUN = Path(__file__).resolve().parents[2] / "run.py"
+SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 
 @pytest.fixture(autouse=True)
@@ -103,16 +105,16 @@ def test_workers_that_share_a_model_on_a_cpu_are_not_bound_to_a_numa_node_each(m
 
 
 def test_run_py_and_the_server_set_different_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("door", RUN)
-    assert spec is not None
-    assert spec.loader is not None
-    door = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(door)
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
     main.prepare_environment(1)
     by_server = set(os.environ)
     os.environ.clear()
-    door._prepare()
+    environment.prepare()
     assert by_server & set(os.environ) == set()
-    assert {"VLLM_NO_USAGE_STATS", "PYTHONPATH", "TOKENIZERS_PARALLELISM"} <= by_server | set(os.environ)
+    assert {"VLLM_NO_USAGE_STATS", "TOKENIZERS_PARALLELISM"} <= by_server | set(os.environ)
+
+
+def test_torch_is_imported_only_while_the_engine_s_process_imports_it_too() -> None:
+    script = "import sys, hocket.server.main; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": SOURCE}).returncode == 0

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hocket import delta, manifest
+from hocket import manifest
 from hocket.protocol import AdapterConfig, BaseVersion, CollectiveSource, Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid
 
@@ -222,6 +222,8 @@ class PatchedCopy:
                 raise _refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
 
     def _patched(self, folder: Path, described: Manifest, base: BaseVersion) -> Path:
+        from hocket import delta  # with torch, which the server imports in parallel to its engine
+
         if self._folder is None or self._checksum not in (base.checksum, described.checksum):
             self.discard()
             full, checksum = self._full or (None, "")
