@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 InFlight = Literal["keep", "drain", "abort"]
-"""What becomes of requests that are running when new weights come: they go on with these, end first, or are ended."""
+"""Fate of requests that run while new weights are loaded: go on with them, end before, or be aborted."""
 Message = Mapping[str, Any]
 """One chat message, {"role": ..., "content": ...}."""
 VersionSpan = tuple[int, int, int]
@@ -19,25 +19,15 @@ VersionSpan = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of the data, rendered once.
+    """One row of the data, rendered once."""
 
-    Attributes:
-        id: stable name of the row within its source, "source:row".
-        token_ids: the rendered prompt, ready for the engine.
-        messages: the chat it was rendered from; None where the source gave plain text.
-        text: what was asked, for rewards and people: the last user message, or the plain text.
-        answer: the reference that rewards compare with, None where there is none.
-        difficulty: of data.difficulty_column, None without one; the higher, the harder.
-        meta: the row's other columns.
-    """
-
-    id: str
-    token_ids: tuple[int, ...]
-    messages: tuple[Message, ...] | None = None
-    text: str = ""
-    answer: str | None = None
-    difficulty: float | None = None
-    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    id: str  # stable name of the row within its source, "source:row"
+    token_ids: tuple[int, ...]  # the rendered prompt, ready for the engine
+    messages: tuple[Message, ...] | None = None  # the chat it was rendered from; None for plain text
+    text: str = ""  # for rewards and people: the last user message, or the plain text
+    answer: str | None = None  # the reference that rewards compare with
+    difficulty: float | None = None  # of data.difficulty_column; the higher, the harder
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -140,7 +130,7 @@ class TrainSample:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the trainer says of one rollout before the step; each () or one number per token, 0.0 where not sampled."""
+    """Numbers of one sequence before the step; each () or one number per token, 0.0 where not sampled."""
 
     ref_logprobs: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
@@ -148,32 +138,20 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one optimiser step did, the same on every rank.
+    """Results of one optimiser step, the same on every rank."""
 
-    Attributes:
-        loss: the global loss that was minimised.
-        grad_norm: norm of the global gradient before clipping; nan where the step was skipped.
-        skipped: true where loss or gradient was not finite and the weights were left as they were.
-        metrics: the loss function's own measurements, token-weighted over the whole batch; the loss scale in float16.
-        critic: what the critic measured of itself; empty without one.
-        num_tokens: trained (unmasked) tokens.
-        num_positions: tokens that went through forward and backward, prompts included, padding not.
-        mfu: share of the devices' peak operations per second that the model's own operations took.
-        seconds: wall time of forward, backward and update.
-    """
-
-    loss: float
-    grad_norm: float
+    loss: float  # global
+    grad_norm: float  # of the global gradient before clipping; nan if the step was skipped
     learning_rate: float
-    skipped: bool
-    metrics: Mapping[str, float]
-    critic: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    num_tokens: int
-    num_positions: int
+    skipped: bool  # loss or gradient was not finite; the weights are as before
+    metrics: Mapping[str, float]  # of the loss, token-weighted over the batch; with float16 also the loss scale
+    critic: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the critic; empty without one
+    num_tokens: int  # trained ones
+    num_positions: int  # through forward and backward: prompts included, padding not
     num_sequences: int
     num_micro_batches: int
-    mfu: float
-    seconds: float
+    mfu: float  # share of the devices' peak operations per second that the model's own operations took
+    seconds: float  # of forward, backward and update
 
 
 def check_lengths(**fields: Sequence[Any]) -> None:

@@ -8,7 +8,6 @@
         ...
 
 with `env: {name: agent, function: twice}`; or any program, with `env: {name: agent, command: "python my_agent.py"}`.
-Knows nothing of servers and tokens.
 """
 
 import asyncio
@@ -34,32 +33,23 @@ from hocket.types import Message
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")
 agent = AGENTS.register  # decorator: @agent("name") on a function; a plain one gets a thread, an async one is awaited
 TAIL_BYTES = 1 << 16
-"""Of what a program writes, so much of the end is read."""
+"""Bytes that are read from the end of a program's output."""
 MAX_OUTPUT_MIB = 256
 LOOK_S = 1.0
-"""How often it is looked whether a program has written more than that."""
+"""Seconds between checks of the size of a program's output."""
 _REWARD = re.compile(r"reward:\s*(\S+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an agent is given.
+    """What an agent is given."""
 
-    Attributes:
-        messages: the prompt as a chat; () where the source gave plain text.
-        text: what was asked: the last user message, or the plain text.
-        answer: the reference, None where there is none.
-        meta: the row's other columns.
-        seed: for the agent's own random numbers, the same in every run with these settings.
-        base_url, api_key, model: of the policy, for any OpenAI client.
-    """
-
-    messages: Sequence[Message]
-    text: str
-    answer: str | None
-    meta: Mapping[str, Any]
-    seed: int
-    base_url: str
+    messages: Sequence[Message]  # the prompt as a chat; () where the source gave plain text
+    text: str  # the last user message, or the plain text
+    answer: str | None  # the reference
+    meta: Mapping[str, Any]  # the row's other columns
+    seed: int  # for the agent's own random numbers, the same in every run with these settings
+    base_url: str  # of the policy, for any OpenAI client, as the next two
     api_key: str
     model: str
 
@@ -88,7 +78,7 @@ class Agent(Environment):
             raise ValueError(f"there is no program {command!r}; is it installed, and on the PATH?")
 
     async def run(self, task: Task) -> float | str | None:
-        """Plays one episode. Raises whatever the agent raises; being cancelled ends a program."""
+        """Play one episode. Raise whatever the agent raises; cancellation ends a program."""
         if self._function is None:
             return await _run(self._command, task)
         returned = await invoke(self._function, {"task": task})
@@ -100,7 +90,7 @@ class Agent(Environment):
 
 
 async def _run(command: Sequence[str], task: Task) -> float | str | None:
-    """Runs a program: the task as JSON on its stdin, the model in its environment, the result as its last line."""
+    """Run a program: task as JSON on stdin, the model in its environment, the result as its last line."""
     given = {key: getattr(task, key) for key in ("messages", "text", "answer", "meta", "seed")}
     host = urlsplit(task.base_url).hostname or ""
     environment = {
@@ -111,7 +101,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
         # A proxy knows nothing of servers on this machine or network.
         **{key: ",".join(filter(None, (os.environ.get(key), host))) for key in ("NO_PROXY", "no_proxy")},
     }
-    # Files, not pipes: nothing that a program leaves running can keep us waiting for their end.
+    # Files, not pipes: a process that the program leaves running can't keep us waiting for their end.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(given, default=str).encode())
         stdin.seek(0)
@@ -129,7 +119,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 process.terminate()
             await process.wait()
-            with contextlib.suppress(ProcessLookupError):  # as it should be: nobody of the group is left
+            with contextlib.suppress(ProcessLookupError):  # as it should be: no process of the group is left
                 os.killpg(process.pid, signal.SIGKILL)
         if status != 0:
             raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {_last_line(stderr)}")
@@ -137,7 +127,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
 
 
 async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> int:
-    """Returns how a program ended. Raises RuntimeError where it writes without end."""
+    """Wait for a program and return its status. Raise RuntimeError if it writes too much."""
     while True:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
@@ -147,13 +137,13 @@ async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> i
 
 
 def _last_line(file: IO[bytes]) -> str:
-    """Returns the last line that says something."""
+    """Return the last line that is not blank."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
     lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""
 
 
 def _result(line: str) -> float | str | None:
-    """Returns the number of "reward: 0.5"; any other line is an answer, which may be a number, too."""
+    """Return the number of a line "reward: 0.5"; any other line is an answer, even a number."""
     match = _REWARD.fullmatch(line)
     return float(match[1]) if match else line or None

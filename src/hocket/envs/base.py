@@ -16,8 +16,7 @@
 Arguments of the constructor are options, set in the config beside the name: `env: {name: echo, times: 3}`. Which tokens
 are trained follows from who produced them: the model's own are, those of an environment never. What a method raises
 ends its episode with an error, which is never a reward of 0, and no other episode. Methods share the event loop with
-all other episodes: what takes long is awaited (`asyncio.to_thread` for plain functions). Knows nothing of tokens'
-rendering, servers and losses.
+all other episodes: what takes long is awaited (`asyncio.to_thread` for plain functions).
 """
 
 import asyncio
@@ -37,37 +36,25 @@ from hocket.types import FinishReason, Message, Prompt
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What the model wrote in one turn.
+    """What the model wrote in one turn."""
 
-    Attributes:
-        text: without the token that ended it.
-        finish_reason: "stop" where the model ended its turn, "length" where it was cut off.
-        tool_calls: those found in it, where the environment has a toolbox.
-    """
-
-    text: str
+    text: str  # without the token that ended it
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason  # "stop" where the model ended its turn, "length" where it was cut off
+    tool_calls: tuple[ToolCall, ...] = ()  # found in the text, if the environment has a toolbox
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the model is told before its next turn, and how that turn is sampled.
+    """What the model reads before its next turn, and how that turn is sampled.
 
     Half a surrogate pair, which JSON allows in a string, has no encoding: it becomes a question mark.
-
-    Attributes:
-        messages: chat messages, rendered by the chat template.
-        text: instead of messages: what follows as it stands.
-        max_tokens: longest next turn, where that is not rollout.max_tokens.
-        stop: strings that end the next turn, where these are not rollout.stop.
     """
 
-    messages: Sequence[Message] = ()
-    text: str = ""
-    max_tokens: int | None = None
-    stop: tuple[str, ...] | None = None
+    messages: Sequence[Message] = ()  # rendered by the chat template
+    text: str = ""  # instead of messages: follows as it stands
+    max_tokens: int | None = None  # longest next turn; None: rollout.max_tokens
+    stop: tuple[str, ...] | None = None  # strings that end the next turn; None: rollout.stop
 
     def __post_init__(self) -> None:
         if self.messages and self.text:
@@ -85,7 +72,7 @@ class Observation:
 
 
 def _encodable(value: Any) -> Any:
-    """Returns the value with all strings in it as UTF-8 can write them."""
+    """Replace what UTF-8 can't encode in all strings of the value."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, Mapping):
@@ -114,10 +101,10 @@ class Environment:
     gives_reward = True
     """Whether the sum of its rewards is the reward "environment" of a rollout."""
     step_timeout_s: float = 0.0
-    """So long each step may take by a deadline of its own; only what is beyond counts against env.timeout_s."""
+    """Seconds that each step may take by a deadline of its own; only what is beyond counts against env.timeout_s."""
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        """Starts the episode; None: the prompt is all that the model sees.
+        """Start the episode and return what the model sees beside the prompt, or None.
 
         Args:
             seed: decides the environment's own random numbers, the same in every run with these settings.
@@ -125,15 +112,15 @@ class Environment:
         return None
 
     async def step(self, action: Action) -> Step:
-        """Answers one turn of the model."""
+        """Answer one turn of the model."""
         raise NotImplementedError
 
     async def truncated(self) -> float:
-        """Returns the last reward of an episode that a limit on turns or tokens ends before it is done."""
+        """Return the last reward of an episode that a limit on turns or tokens cuts off."""
         return 0.0
 
     async def close(self) -> None:
-        """Releases what the episode holds; called once, however it ended."""
+        """Release what the episode holds; called once, however it ended."""
 
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry("environment")
@@ -152,7 +139,7 @@ class SingleTurn(Environment):
 
 
 def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Returns what makes an episode of the environment `name` with these options; makes one, to be sure that it can.
+    """Return a function that makes environments `name` with these options, after it has made one.
 
     Raises:
         ConfigError: there is no such environment, or its options are wrong.
@@ -161,7 +148,7 @@ def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
 
 
 def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
-    """Calls an async function here, a plain one in a thread of its own, which can't hold up others when it hangs."""
+    """Call an async function here, a plain one in a thread of its own, so that one that hangs holds up no other."""
     if inspect.iscoroutinefunction(function):
         return function(**arguments)  # type: ignore[no-any-return]  # a coroutine
     loop = asyncio.get_running_loop()

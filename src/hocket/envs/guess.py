@@ -25,14 +25,14 @@ class Guess(Environment):
         self.number = 0
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        """Reads the number."""
+        """Read the number."""
         if prompt.answer is None:
             raise ValueError("the prompt has no answer to guess; set data.answer_column")
         self.number = int(prompt.answer)
         return None
 
     async def step(self, action: Action) -> Step:
-        """Gives a hint, or ends the episode."""
+        """Give a hint, or end the episode."""
         try:
             guess = int(action.text)
         except ValueError:

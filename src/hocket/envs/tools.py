@@ -37,7 +37,7 @@ MAX_EXPRESSION = 200
 
 
 def tool(function: F) -> F:
-    """Decorator that registers a function as the tool of its name."""
+    """Register a function as the tool of its name (decorator)."""
     TOOLS.register(function.__name__)(function)
     return function
 
@@ -63,7 +63,7 @@ class Tools(Environment):
         self._num_calls = 0
 
     async def step(self, action: Action) -> Step:
-        """Calls what the model wants to be called, all at once; without a call the episode is over."""
+        """Run the calls that the model wrote, all at once; without a call the episode is over."""
         if not action.tool_calls:
             return Step(done=True)
         return Step(messages=await asyncio.gather(*(self._message(call) for call in action.tool_calls)))
@@ -74,7 +74,7 @@ class Tools(Environment):
         return {"role": "tool", "tool_call_id": name, "name": call.name, "content": await self._call(call)}
 
     async def _call(self, call: ToolCall) -> str:
-        """Returns the result, or what went wrong, as text."""
+        """Return the result, or what went wrong, as text."""
         try:
             function = TOOLS.get(call.name) if call.name in self._functions else None
             if function is None:
@@ -119,7 +119,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
 
 
 def _value(node: ast.AST) -> Any:
-    """Returns the value of a parsed expression; what a model writes is never run as code."""
+    """Return the value of a parsed expression; a model's text is never run as code."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -131,7 +131,7 @@ def _value(node: ast.AST) -> Any:
 
 @functools.cache
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the function as OpenAI's API describes one. Raises ConfigError where hints or docstring are missing."""
+    """Describe the function as OpenAI's API does. Raise ConfigError if hints or docstring are missing."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
