@@ -79,9 +79,9 @@ async def measure(llm: Any, args: Any, config: configs.Config, other: "subproces
     from hocket.server.app import assemble
     from hocket.server.engine import Engine
 
-    engine = Engine(llm, model=config.model.path, root=config.sync_root, timeout_s=60.0, limits=config.server)
+    engine = Engine(llm, model=config.model.path, root=config.sync_root, timeout_s=60.0)
     app = await vllm_api.openai_app(llm, args)
-    door = assemble(app, engine, host=config.server.host, token=config.token, max_body_mib=config.server.max_body_mib)
+    door = assemble(app, engine, host=config.server.host, token=config.token)
     await engine.start()
     server = uvicorn.Server(uvicorn.Config(door, port=config.server.port, log_level="warning"))
     server.capture_signals = main.contextlib.nullcontext  # type: ignore

@@ -18,9 +18,9 @@ WINDOW_S = 0.002
 MAX_REQUESTS = 48
 """Requests in flight at the same time; each server's client has a few more connections."""
 MAX_PROMPTS = 256
-"""Different prompts in one request: at most what a server takes (server.max_prompts)."""
+"""Different prompts in one request: at most what a server takes."""
 MAX_SAMPLES = 64
-"""Completions of one prompt in one request: at most what a server takes (server.max_n)."""
+"""Completions of one prompt in one request: at most what a server takes."""
 MAX_HOMES = 1 << 12
 """Groups whose server is remembered."""
 AGAIN = frozenset({"aborted", "asleep"})

@@ -156,10 +156,12 @@ def make_llm(**attributes: Any) -> Any:
 
 def make_sampler(tokenizer: Any = None, **limits: int) -> Any:
     """A sampler for 96 ids and 32 tokens, without an engine."""
-    from hocket.config import ServerConfig
     from hocket.server.generate import Sampler
 
-    return Sampler(make_llm(), tokenizer or make_tokenizer(), ServerConfig(**limits), lambda: None)
+    sampler = Sampler(make_llm(), tokenizer or make_tokenizer(), lambda: None)
+    for name, limit in limits.items():
+        setattr(sampler, name, limit)
+    return sampler
 
 
 def make_engine(llm: Any, *overrides: str) -> Any:
@@ -173,18 +175,17 @@ def make_engine(llm: Any, *overrides: str) -> Any:
         model=config.model.path,
         root=config.sync_root,
         timeout_s=config.sync.timeout_s,
-        limits=config.server,
         share_gpu=config.launch.share_gpu,
     )
     engine._status = "ready"
     return engine
 
 
-def wrap(app: Any, engine: Any, *, token: str | None = None, max_body_mib: int = 64) -> Any:
+def wrap(app: Any, engine: Any, *, token: str | None = None, max_body_bytes: int = 64 << 20) -> Any:
     """The whole app around a fake engine."""
     from hocket.server.app import assemble
 
-    return assemble(app, engine, host="127.0.0.1", token=token, max_body_mib=max_body_mib)
+    return assemble(app, engine, host="127.0.0.1", token=token, max_body_bytes=max_body_bytes)
 
 
 def free_port() -> int:
@@ -306,8 +307,6 @@ def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), tok
         f"run.dir={folder / 'runs' / 'a'}",
         f"server.port={port}",
         "server.kv_cache_mib=64",
-        "server.max_body_mib=1",
-        "server.max_prompts=300",
         *overrides,
     ]
     process = subprocess.Popen(

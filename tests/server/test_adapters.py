@@ -231,7 +231,7 @@ def test_a_server_without_room_for_adapters_refuses_them_and_says_how_to_start_i
     publish(make_adapter(server.model, seed=41), server.root / "adapter", 1000)
     response = server.reload(1000, "adapter")
     assert (response.status_code, response.json()["error"]["code"]) == (409, "rank_too_high")
-    assert "server.max_lora_rank=4" in response.json()["error"]["hint"]
+    assert "model.lora.rank=4" in response.json()["error"]["hint"]
     assert max(server.gaps()) < 1e-4
 
 

@@ -96,7 +96,7 @@ def engine(sampler: Any) -> FakeEngine:
 
 @pytest.fixture
 async def http(kit: Any, engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
-    door = kit.wrap(FastAPI(), engine, max_body_mib=1)
+    door = kit.wrap(FastAPI(), engine, max_body_bytes=1 << 20)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
         yield client
 

@@ -81,7 +81,7 @@ def test_caps_are_taken_and_one_more_is_not(reader: Sampler) -> None:
         with pytest.raises(ApiError, match="is more than") as caught:
             read(reader, **wrong)
         assert caught.value.status == 422
-        assert "raise server." in caught.value.body.hint
+        assert "split the request" in caught.value.body.hint
 
 
 def test_text_that_can_not_fit_is_refused_before_it_is_tokenized(reader: Sampler) -> None:

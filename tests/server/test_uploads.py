@@ -155,7 +155,7 @@ class FakeEngine:
 
 @pytest.fixture
 async def http(kit: Any, tmp_path: Path) -> AsyncGenerator[httpx.AsyncClient, None]:
-    door = kit.wrap(FastAPI(), FakeEngine(tmp_path), token=TOKEN, max_body_mib=1)
+    door = kit.wrap(FastAPI(), FakeEngine(tmp_path), token=TOKEN, max_body_bytes=1 << 20)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
         yield client
 

@@ -275,7 +275,7 @@ def test_the_arguments_say_what_the_config_says(args: Any, model: str) -> None:
     assert args.logprobs_mode == "processed_logprobs"
     assert args.kv_cache_memory_bytes == 64 * 1024 * 1024
     with_lora = vllm_api.engine_arguments(
-        load(None, [f"model.path={model}", "server.max_lora_rank=8", "model.dtype=bfloat16"])
+        load(None, [f"model.path={model}", "model.lora.rank=8", "model.dtype=bfloat16"])
     )
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
     # The trainer's section is enough; vLLM takes 8, 16, 32, ... and not 12.

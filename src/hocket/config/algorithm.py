@@ -79,7 +79,7 @@ class AdvantageConfig(Section):
     """Knobs between the rewards and the advantages (algorithm/advantages.py, samples.py)."""
 
     preset: PresetName | None = Field(
-        None, description="Published algorithm (docs/algorithms.md): its row replaces the defaults below."
+        None, description="Published algorithm (docs/algorithms.md), whose row replaces the defaults."
     )
     baseline: Baseline = Field(
         "mean",
@@ -92,7 +92,7 @@ class AdvantageConfig(Section):
         "baseline none or critic, `batch` whitens over tokens.",
     )
     discount: float = Field(
-        1.0, gt=0, le=1, description="Discount of the reward per token. Needs baseline none or critic."
+        1.0, gt=0, le=1, description="Discount of rewards per token. Needs baseline none or critic."
     )
     gae_lambda: float = Field(
         1.0,
@@ -115,7 +115,7 @@ class AdvantageConfig(Section):
         "whose rewards are all equal. 1 disables it.",
     )
     mask_truncated: bool = Field(
-        False, description="Exclude truncated rollouts from the loss; they still count in the baseline."
+        False, description="Exclude truncated rollouts from the loss, but not from the baseline."
     )
     kl_target: float | None = Field(
         None,
@@ -146,9 +146,7 @@ class LossKnobs(Section):
         "correction.",
     )
     clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo. Default: no cap."
-    )
+    dual_clip: float | None = Field(None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo.")
     aggregate: Aggregate = Field(
         "token_mean",
         description="Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of "
@@ -161,10 +159,10 @@ class LossKnobs(Section):
         "sequence, and caps it at 2 per token; `none`.",
     )
     correction_low: float = Field(
-        0.0, ge=0, description="Lower bound of the importance weight. Default: 0; mask 0.5, sequence_mask 0.99."
+        0.0, ge=0, description="Lower bound of the weight. Default: 0; mask 0.5, sequence_mask 0.99."
     )
     correction_high: float = Field(
-        2.0, gt=0, description="Upper bound of the importance weight. Default: 2; mask 5, sequence_mask 1.01."
+        2.0, gt=0, description="Upper bound of the weight. Default: 2; mask 5, sequence_mask 1.01."
     )
     kl: Kl = Field(
         "off",
@@ -256,9 +254,7 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
 
 
 class CriticConfig(Section):
-    path: UserPath | None = Field(
-        None, description="Model whose layers the critic starts from, under a new head. Default: model.path."
-    )
+    path: UserPath | None = Field(None, description="Model whose layers the critic starts from. Default: model.path.")
     learning_rate: float = Field(1e-5, gt=0, description="Constant learning rate of the critic's AdamW.")
     warmup_steps: int = Field(0, ge=0, description="First steps, in which only the critic learns. 0 disables them.")
 

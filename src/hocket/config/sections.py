@@ -41,9 +41,7 @@ class Section(pydantic.BaseModel):
 
 
 class RunConfig(Section):
-    dir: UserPath = Field(
-        "runs/default", description="Folder of the run: metrics, rollouts, checkpoints, weights, logs."
-    )
+    dir: UserPath = Field("runs/default", description="Folder of the run: metrics, rollouts, checkpoints, weights.")
 
 
 class LoraConfig(Section):
@@ -66,13 +64,11 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: UserPath = Field(
-        "checkpoints/tiny-sort", description="Folder or Hugging Face hub name of a causal language model."
+        "checkpoints/tiny-sort", description="Folder or hub name of a Hugging Face causal language model."
     )
-    dtype: Dtype = Field(
-        "auto", description="Precision of server and trainer. `auto`: bfloat16 on a GPU, float32 on a CPU."
-    )
+    dtype: Dtype = Field("auto", description="Precision on both sides. `auto`: bfloat16 on a GPU, float32 on a CPU.")
     max_length: int | None = Field(
-        None, ge=2, description="Maximum length of prompt and completion, in tokens. Default: the model's own limit."
+        None, ge=2, description="Maximum prompt and completion, in tokens. Default: the model's own."
     )
     random_init: bool = Field(False, description="Random initial weights; path needs only a config and a tokenizer.")
     float32_head: bool = Field(False, description="Logits in float32 on server and trainer, whatever the dtype.")
@@ -94,18 +90,17 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     source: str = Field(
-        "task:sort",
-        description="Rows: file.jsonl, file.parquet, hf:NAME (Hugging Face datasets), or task:NAME (built in).",
+        "task:sort", description="Rows: file.jsonl, file.parquet, hf:NAME (Hugging Face), or task:NAME."
     )
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
     split: str = Field("train", description="Split of a Hugging Face dataset or of a built-in task.")
     prompt_column: str = Field("prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field("answer", description="Column of the reference answer; null without one.")
     answer_pattern: str | None = Field(
-        None, description="Regular expression whose first group is the answer in the answer column."
+        None, description="Regular expression of the answer column; its first group is the answer."
     )
     difficulty_column: str | None = Field(
-        None, description="Column of a number, higher for harder rows, used by section curriculum."
+        None, description="Column of a number, higher for harder rows, for a curriculum."
     )
     response_column: str = Field("response", description="Column of the demonstration, for sft.")
     system_prompt: str | None = Field(None, description="System message before every text prompt.")
@@ -113,8 +108,7 @@ class DataConfig(Section):
     max_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="Maximum prompt length, in tokens; longer prompts are dropped. Default: what rollout.max_tokens "
-        "leaves.",
+        description="Maximum prompt, in tokens; longer ones are dropped. Default: what rollout.max_tokens leaves.",
     )
     limit: int | None = Field(None, ge=1, description="Number of rows used, from the first. Default: all.")
 
@@ -128,9 +122,7 @@ class CurriculumConfig(Section):
         "(docs/curriculum.md), or a plugin's; every other key is an option of it.",
     )
     retire_after: int = Field(
-        0,
-        ge=0,
-        description="Consecutive epochs, solved by every rollout, after which a prompt is left out. 0 disables it.",
+        0, ge=0, description="Consecutive epochs, solved by every rollout, that retire a prompt. 0 disables it."
     )
 
 
@@ -139,7 +131,7 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, description="Rollouts per prompt; a reward is compared with those of its group.")
     max_tokens: int = Field(256, ge=1, description="Maximum length of a completion, or of a turn, in tokens.")
     temperature: float = Field(
-        1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer divides its logits by it, too."
+        1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer's logits are divided by it, too."
     )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion.")
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a completion, besides the model's.")
@@ -175,9 +167,7 @@ class RewardsConfig(Section):
         description="Reward functions: {NAME: weight} or {NAME: {weight: ..., argument: ...}}; weight is 1 by default.",
     )
     timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
-    max_error_rate: float = Field(
-        0.5, ge=0, le=1, description="Share of failed scores in a step above which the run stops."
-    )
+    max_error_rate: float = Field(0.5, ge=0, le=1, description="Share of failed scores in a step that stops the run.")
 
     @pydantic.field_validator("functions", mode="before")
     @classmethod
@@ -202,29 +192,20 @@ class TrainerConfig(Section):
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning-rate schedule after the warm-up."
+        "constant", description="Learning rate after the warm-up."
     )
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of AdamW.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay rates of AdamW's moments.")
-    max_grad_norm: float = Field(
-        1.0, gt=0, description="Maximum global gradient norm; larger gradients are scaled down."
-    )
+    max_grad_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm; larger gradients are scaled.")
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
         8192, description="Maximum tokens per forward pass of one rank. `auto`: the size that fits, found at the start."
     )
-    logprob_chunk_tokens: int = Field(
-        512, ge=1, description="Tokens per chunk of logits; a smaller chunk saves memory."
-    )
+    logprob_chunk_tokens: int = Field(512, ge=1, description="Tokens per chunk of logits; fewer save memory.")
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        None,
-        description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 0 for a single rank in float32.",
+        None, description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 0 for one rank in float32."
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recomputation of activations in the backward pass: less memory, more time."
-    )
-    offload_optimizer: bool = Field(
-        False, description="Optimizer state and update on the CPU: less GPU memory, more time."
-    )
+    gradient_checkpointing: bool = Field(False, description="Recomputed activations: less memory, more time.")
+    offload_optimizer: bool = Field(False, description="Optimizer state and update on the CPU: less GPU memory.")
     collective_timeout_s: float = Field(1800.0, gt=0, description="Seconds that a trainer rank waits for the others.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
@@ -256,7 +237,7 @@ class SyncConfig(Section):
         description="Path of new weights to the servers: files on a disk, or GPU memory by NCCL (gloo on a CPU).",
     )
     root: UserPath | None = Field(
-        None, description="Folder that both sides see and that contains run.dir. Default: the parent of run.dir."
+        None, description="Folder seen by both sides, above run.dir. Default: the parent of run.dir."
     )
     keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
@@ -269,18 +250,14 @@ class SyncConfig(Section):
         description="Publication of changed weights only: a few per cent in bfloat16 at the learning rates of RL. "
         "Needs backend disk, and room for another copy of the model in the trainer's memory and each server's $TMPDIR.",
     )
-    upload: bool = Field(
-        False, description="Upload of published files to the servers over HTTP, without a shared disk."
-    )
+    upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
     bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
     canary_every: int = Field(
         20,
         ge=0,
-        description="Versions between comparisons of log-probs on both sides, besides the first. 0 disables them.",
+        description="Versions between comparisons of both sides' log-probs, besides the first. 0 disables them.",
     )
-    max_logprob_gap: float = Field(
-        0.1, gt=0, description="Maximum mean absolute difference in that comparison; above it the run stops."
-    )
+    max_logprob_gap: float = Field(0.1, gt=0, description="Mean absolute difference in them that stops the run.")
 
 
 class ServerConfig(Section):
@@ -288,12 +265,8 @@ class ServerConfig(Section):
     port: int = Field(8000, ge=1, le=65535, description="Port of the server.")
     urls: tuple[str, ...] = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
     token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
-    start_timeout_s: float = Field(
-        600.0, gt=0, description="Seconds that the trainer waits for a server, at the start or when none is up."
-    )
-    silence_s: float = Field(
-        60.0, gt=0, description="Seconds without an answer from /health after which a server counts as lost."
-    )
+    start_timeout_s: float = Field(600.0, gt=0, description="Seconds that the trainer waits for a server to be up.")
+    silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
     gpu_memory_utilization: float = Field(
         0.85,
@@ -303,21 +276,14 @@ class ServerConfig(Section):
         "launch.share_gpu it needs 1 to 2 GiB.",
     )
     kv_cache_mib: int | None = Field(
-        None, ge=16, description="Size of the KV cache, in MiB. Default: from the share on a GPU, 256 on a CPU."
+        None, ge=16, description="Size of the KV cache, in MiB. Default: the share on a GPU, 256 on a CPU."
     )
     max_concurrent: int = Field(256, ge=1, description="Maximum sequences that the engine decodes at the same time.")
-    max_lora_rank: int = Field(
-        0, ge=0, le=MAX_LORA_RANK, description="Highest rank of adapters to serve, if it is above model.lora.rank."
-    )
     tool_parser: str | None = Field(
         None,
         description="vLLM's name of the tool-call format (hermes, llama3_json, ...) for clients of /v1 that send "
         "tools; the environment `tools` has its own.",
     )
-    max_prompts: int = Field(1024, ge=1, description="Most prompts in one request.")
-    max_n: int = Field(128, ge=1, description="Most completions per prompt.")
-    max_stop: int = Field(16, ge=0, description="Most stop strings, and most stop token ids, in one request.")
-    max_body_mib: int = Field(64, ge=1, description="Largest request body.")
 
     @pydantic.field_validator("urls", mode="before")
     @classmethod
@@ -344,15 +310,11 @@ class EvalConfig(Section):
     data: HeldOutConfig = Field(HeldOutConfig(), description="Held-out prompts, with the keys of section data.")
     num_prompts: int = Field(256, ge=0, description="Prompts per evaluation. 0 disables evaluation.")
     samples: int = Field(1, ge=1, description="Rollouts per prompt; pass@k is measured for k = 1, 2, 4, ... up to it.")
-    every_steps: int = Field(
-        0, ge=0, description="Steps between evaluations, besides before and after. 0 disables them."
-    )
+    every_steps: int = Field(0, ge=0, description="Steps between evaluations, besides start and end. 0 disables them.")
     temperature: float | None = Field(
-        None, ge=0, description="Sampling temperature; 0 is greedy. Default: rollout.temperature."
+        None, ge=0, description="Sampling temperature, 0 for greedy. Default: rollout.temperature."
     )
-    reward: str | None = Field(
-        None, description="Reward function whose mean is the accuracy. Default: the first of rewards.functions."
-    )
+    reward: str | None = Field(None, description="Reward function whose mean is the accuracy. Default: the first.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         message = "temperature=0 samples the same completion every time: set samples to 1, or a temperature"
@@ -363,8 +325,7 @@ class CheckpointConfig(Section):
     every_steps: int = Field(
         50,
         ge=0,
-        description="Steps between checkpoints, besides the last step; 12 bytes per trained parameter. 0 disables "
-        "them.",
+        description="Steps between checkpoints (12 bytes per trained parameter), besides the end. 0 disables them.",
     )
     keep: int = Field(2, ge=1, description="Number of newest checkpoints kept on disk.")
     in_background: bool = Field(
@@ -382,7 +343,7 @@ class CheckpointConfig(Section):
 class ObserveConfig(Section):
     tensorboard: bool = Field(True, description="TensorBoard files, if the package is installed.")
     console: Literal["auto", "live", "plain"] = Field(
-        "auto", description="Live table or plain lines; `auto` asks the terminal."
+        "auto", description="Live table or plain lines; `auto`: as the terminal."
     )
 
 

@@ -38,7 +38,7 @@ from hocket.protocol import (
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, from_validation
 from hocket.server.generate import Job
-from hocket.server.middleware import LimitBody, RefuseWebPages, RefuseWhenFailed, RequireToken
+from hocket.server.middleware import MAX_BODY_BYTES, LimitBody, RefuseWebPages, RefuseWhenFailed, RequireToken
 from hocket.server.sessions import OpenSessions, RouteSessions
 
 CLIENT_CLOSED_REQUEST = 499
@@ -49,7 +49,9 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_mib: int) -> ASGIApp:
+def assemble(
+    app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_bytes: int = MAX_BODY_BYTES
+) -> ASGIApp:
     """Add hocket's routes to an app, in front of its own, and wrap the middleware around all of them."""
     known = len(app.router.routes)
     sessions = OpenSessions()
@@ -61,7 +63,7 @@ def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None, max_
     app.add_exception_handler(HTTPException, _http_error)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
     inner = RefuseWhenFailed(RouteSessions(app, sessions, engine.model), engine.require_ready)
-    limited = LimitBody(inner, max_body_mib << 20)
+    limited = LimitBody(inner, max_body_bytes)
     return RefuseWebPages(limited, host) if token is None else RequireToken(limited, token, sessions.admits)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hocket import tokenizer as tokenizers
-from hocket.config import ServerConfig
 from hocket.protocol import (
     AdapterConfig,
     CollectiveSource,
@@ -62,16 +61,14 @@ class Engine:
         share_gpu: whether it was started so that it can sleep.
     """
 
-    def __init__(
-        self, llm: Any, *, model: str, root: Path, timeout_s: float, limits: ServerConfig, share_gpu: bool = False
-    ) -> None:
+    def __init__(self, llm: Any, *, model: str, root: Path, timeout_s: float, share_gpu: bool = False) -> None:
         admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before the engine fell
         tokenizer = tokenizers.load(model)
         self.llm = llm
         llm.require_ready = admitted
         self.model = model
         self.version = 0  # the weight version that new tokens are sampled with
-        self.sampler = Sampler(llm, tokenizer, limits, admitted)
+        self.sampler = Sampler(llm, tokenizer, admitted)
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._root = root.resolve()
         self._timeout_s = timeout_s
@@ -331,7 +328,7 @@ class Engine:
         lora = self.llm.vllm_config.lora_config
         highest = 0 if lora is None else int(lora.max_lora_rank)
         if adapter.r > highest:
-            hint = f"start the server with the trainer's model.lora, or server.max_lora_rank={adapter.r}"
+            hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
             message = f"the engine takes adapters up to rank {highest}"
             raise ApiError(409, "rank_too_high", message, hint)
         return versions.adapter_shapes(adapter, model)

@@ -11,7 +11,6 @@ from typing import Any
 import jinja2
 import pydantic
 
-from hocket.config import ServerConfig
 from hocket.protocol import Completion, GenerateRequest, PromptInput, SamplingParams, Toolbox
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError, from_validation, invalid
@@ -45,11 +44,14 @@ class Sampler:
         require_ready: raises ApiError where the engine can't generate.
     """
 
-    def __init__(self, llm: Any, tokenizer: Any, limits: ServerConfig, require_ready: Callable[[], None]) -> None:
+    max_prompts = 1024  # per request
+    max_n = 128  # completions per prompt
+    max_stop = 16  # stop strings, and stop token ids
+
+    def __init__(self, llm: Any, tokenizer: Any, require_ready: Callable[[], None]) -> None:
         self.in_flight = 0  # completions that are being sampled
         self._llm = llm
         self._tokenizer = tokenizer
-        self._limits = limits
         self._require_ready = require_ready
         self._vocab_size = int(llm.model_config.get_vocab_size())
         self._max_length = int(llm.model_config.max_model_len)
@@ -138,19 +140,19 @@ class Sampler:
             raise invalid(f"tools: {error}", hint) from error
 
     def _check_limits(self, request: GenerateRequest) -> None:
-        _check_most("prompts", len(request.prompts), self._limits.max_prompts, "server.max_prompts")
-        _check_most("n", request.n, self._limits.max_n, "server.max_n")
+        _check_most("prompts", len(request.prompts), self.max_prompts)
+        _check_most("n", request.n, self.max_n)
         if request.seeds is not None:
             if request.n != 1 or len(request.seeds) != len(request.prompts):
                 message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
                 raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
-            _check_most("seeds of a prompt", max(map(len, request.seeds)), self._limits.max_n, "server.max_n")
+            _check_most("seeds of a prompt", max(map(len, request.seeds)), self.max_n)
         self.check_sampling(request.sampling)
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raise ApiError unless the engine can sample in this way."""
         for what, stop in (("sampling.stop", sampling.stop), ("sampling.stop_token_ids", sampling.stop_token_ids)):
-            _check_most(what, len(stop), self._limits.max_stop, "server.max_stop")
+            _check_most(what, len(stop), self.max_stop)
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             message = f"sampling.temperature: {sampling.temperature} is below {MIN_TEMPERATURE}, the engine's lowest"
             raise invalid(message, "use 0 for greedy decoding")
@@ -230,9 +232,9 @@ def _check_message(message: dict[str, Any], where: str) -> None:
         raise invalid(f"{where}.content: must be text", hint)
 
 
-def _check_most(what: str, value: int, limit: int, key: str) -> None:
+def _check_most(what: str, value: int, limit: int) -> None:
     if value > limit:
-        raise invalid(f"{what}: {_short(value)} is more than {limit}", f"send less, or raise {key}")
+        raise invalid(f"{what}: {_short(value)} is more than {limit}", "split the request into several")
 
 
 def _short(value: int) -> str:

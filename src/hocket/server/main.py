@@ -61,12 +61,9 @@ def serve(config: Config) -> None:
                     model=config.model.path,
                     root=config.sync_root,
                     timeout_s=config.sync.timeout_s,
-                    limits=server,
                     share_gpu=config.launch.share_gpu,
                 )
-                wrap = functools.partial(
-                    assemble, engine=engine, host=server.host, token=config.token, max_body_mib=server.max_body_mib
-                )
+                wrap = functools.partial(assemble, engine=engine, host=server.host, token=config.token)
                 uvloop.run(_serve(engine, args, wrap, sock, config.own_url, seconds))
             finally:
                 _ignore_signals()  # an impatient second Ctrl-C must not leave anything behind

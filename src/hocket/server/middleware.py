@@ -19,6 +19,7 @@ ALWAYS_ANSWERED = frozenset(
 """Paths that stay open while the engine can't generate: to look at it, to wake it, and to load working weights."""
 UPLOAD = "/upload/"
 """Prefix of paths whose bodies are files: the route reads them piece by piece and limits them itself."""
+MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 60.0
 _SESSION = re.compile(r"/sessions/[^/]+")  # reading and closing a session needs no engine
 
@@ -113,7 +114,7 @@ class LimitBody:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._max_bytes:
-                hint = "send fewer prompts in one request, or raise server.max_body_mib"
+                hint = "send fewer prompts in one request"
                 raise ApiError(413, "body_too_large", f"the body is larger than {self._max_bytes >> 20} MiB", hint)
             if not message.get("more_body", False):
                 return b"".join(parts)

@@ -77,7 +77,7 @@ def engine_arguments(config: Config) -> Namespace:
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     cpu = is_cpu_build()
     server = config.server
-    lora_rank = max(server.max_lora_rank, config.model.lora.rank if config.model.lora is not None else 0)
+    lora_rank = config.model.lora.rank if config.model.lora is not None else 0
     settings: dict[str, Any] = {
         "model": config.model.path,
         "served_model_name": [config.model.path],
