@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,8 @@ import torch
 from tests.trainer import launching
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hocket.trainer.ranks import Ranks
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -58,6 +61,13 @@ def make_experts(folder: Path) -> str:
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="package")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(timeout_s=60)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")

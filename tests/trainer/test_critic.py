@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,13 +23,6 @@ from hocket.types import StepStats, TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 Returns = Callable[[tuple[int, ...]], list[float]]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(timeout_s=60)
-    yield ranks
-    ranks.close()
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:

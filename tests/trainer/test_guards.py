@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.trainer.kept import read_batch
 from torch import Tensor
 
 from hocket import config as config_module
@@ -23,13 +24,6 @@ from hocket.trainer.trainer import Trainer
 from hocket.types import StepStats, TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(timeout_s=60)
-    yield ranks
-    ranks.close()
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
@@ -95,7 +89,7 @@ def test_samples_without_finite_log_probs_are_named_and_kept(
     assert "_forward_module" not in text["not_finite"]["gradients"][0]
     assert "model.model.norm.weight" in text["not_finite"]["gradients"]
     assert text["samples"][0]["text"].startswith("t0t1t2")
-    assert guards.read_batch(kept) == SAMPLES
+    assert read_batch(kept) == SAMPLES
 
 
 def test_numbers_that_came_with_a_sample_are_told_apart_from_what_the_model_made(
@@ -107,7 +101,7 @@ def test_numbers_that_came_with_a_sample_are_told_apart_from_what_the_model_made
         message = r"came with the samples step 1/0/10 \(advantages\); loss terms loss; gradients of .*rewards"
         with pytest.raises(TrainerError, match=message):
             trainer.step(bad, keep=tmp_path / "step_000001.json")
-    assert guards.read_batch(tmp_path / "step_000001.json")[1].advantages[2] == math.inf
+    assert read_batch(tmp_path / "step_000001.json")[1].advantages[2] == math.inf
 
 
 def test_gradients_that_are_not_finite_are_told_apart_from_the_loss(
@@ -210,7 +204,7 @@ def test_in_float16_neither_a_broken_loss_nor_a_rehearsal_lowers_the_scale(
 
 
 def test_a_folder_keeps_the_newest_batches(tmp_path: Path) -> None:
-    fault = guards.Fault(inputs=(), logprobs=(), values=(), terms=("loss",), gradients=())
+    fault = guards.Fault(SAMPLES, computed={}, totals={"loss": math.inf}, gradients=())
     for step in range(1, 12):
         guards.keep_batch(tmp_path / f"step_{step:06d}.json", SAMPLES, fault, str)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}.json" for step in range(4, 12)]

@@ -1,7 +1,6 @@
 """An adapter beside frozen weights: what moves, what is published, and that it is PEFT's."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ from hocket.types import TokenSequence, TrainSample
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 IDS = torch.arange(12)[None]
 LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(timeout_s=60)
-    yield ranks
-    ranks.close()
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:

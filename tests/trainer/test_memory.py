@@ -2,7 +2,6 @@ import dataclasses
 import gc
 import json
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,6 @@ from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(timeout_s=60)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

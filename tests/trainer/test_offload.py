@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ SAMPLE = TrainSample(
     ),
     advantages=(0, 1, 1, 1, 1),
 )
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(timeout_s=60)
-    yield ranks
-    ranks.close()
 
 
 def make_trainer(ranks: Ranks, model: str, stage: int, dtype: str, *more: str) -> Trainer:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.trainer import worker
+from tests.trainer.kept import read_batch
 from tests.trainer.launching import DEADLINE_S, outputs_of, start_two
 from transformers import AutoModelForCausalLM
-
-from hocket.trainer import guards
 
 pytestmark = pytest.mark.ranks
 
@@ -128,7 +127,7 @@ def test_samples_whose_log_probs_are_not_finite_are_named_whichever_rank_had_the
     runs: dict[int, Path], size: int, stage: int
 ) -> None:
     path = runs[size] / "stages-tied" / str(stage) / "skipped.json"
-    samples = guards.read_batch(path)
+    samples = read_batch(path)
     fault = json.loads(path.read_text())["not_finite"]
     token = samples[4].sequence.token_ids[1]  # whose embedding was NaN
     assert fault["logprobs"] == [

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,6 @@ from hocket.trainer.trainer import Trainer
 from hocket.types import Measured, TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(timeout_s=60)
-    yield ranks
-    ranks.close()
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:

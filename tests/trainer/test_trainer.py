@@ -4,7 +4,6 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -26,13 +25,6 @@ from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(timeout_s=60)
-    yield ranks
-    ranks.close()
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:

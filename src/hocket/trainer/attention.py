@@ -1,8 +1,4 @@
-"""Causal attention within each of the sequences that share a row: no mask, and the cost of Σ n², not of (Σ n)².
-
-Takes queries, keys and values as transformers' models hand them to an attention function, and a Segments that travels
-beside the hidden states. Never knows the model or the batch.
-"""
+"""Causal attention within each of the sequences that share a row: no mask, and the cost of Σ n², not of (Σ n)²."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,29 +13,21 @@ from hocket.errors import TrainerError
 
 NAME = "hocket_segments"
 _ROUND = 32
-"""Where no kernel takes unequal lengths, those that round up to the same multiple of this are attended to together."""
+"""Without a varlen kernel, segments whose lengths round up to the same multiple of this are computed together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Where the sequences of one row lie.
+    """The places of the sequences in one row."""
 
-    Attributes:
-        offsets: int32 [segments + 1], the first position of each and the end of the last.
-        longest: positions of the longest.
-        groups: segments to attend to together, as int64 [segments of the group, length]: positions in the row, a
-            shorter segment's last one repeated.
-        restore: int64 [row], where each position is in the groups' results, put one after the other.
-    """
-
-    offsets: Tensor
-    longest: int
-    groups: tuple[Tensor, ...]
-    restore: Tensor
+    offsets: Tensor  # int32 [segments + 1], the first position of each and the end of the last
+    longest: int  # positions of the longest
+    groups: tuple[Tensor, ...]  # int64 [segments of the group, length]: positions in the row, the last one repeated
+    restore: Tensor  # int64 [row], place of each position in the concatenated results of the groups
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        """Returns the segments of a row that has sequences of these lengths, one after the other."""
+        """Return the segments of a row of sequences of these lengths."""
         lengths_s = torch.tensor(lengths)
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths_s.cumsum(0)])
         classes_s = -(-lengths_s // _ROUND)
@@ -72,15 +60,15 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Returns softmax(scaling · q kᵀ) v as [1, row, heads, d]; each position sees its segment up to itself.
+    """Return softmax(scaling · q kᵀ) v as [1, row, heads, d]; each position sees its segment up to itself.
 
     Args:
-        query: [1, heads, row, d]; of keys and values there may be fewer heads, each for as many heads of the query.
-        segments: default: the row is one.
-        sliding_window: how many positions one sees, itself included.
+        query: [1, heads, row, d]; keys and values may have fewer heads (grouped-query attention).
+        segments: default: the row is one segment.
+        sliding_window: number of positions that one sees, itself included.
 
     Raises:
-        TrainerError: the model asks for what this function does not do.
+        TrainerError: the model uses a kind of attention that this function doesn't compute.
     """
     asked = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or asked:
@@ -112,7 +100,7 @@ def attend(
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether torch's flash attention, which takes segments as they are, runs there."""
+    """Return whether torch's varlen flash attention runs there."""
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
@@ -123,7 +111,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 def _by_groups(
     query_rhd: Tensor, key_rhd: Tensor, value_rhd: Tensor, segments: Segments, scaling: float, window: int
 ) -> Tensor:
-    """Attends to segments of about the same length together, padded at their ends, which nothing before can see."""
+    """Compute segments of about the same length together, padded at the end, which causal attention can't see."""
     results = []
     for group in segments.groups:
         length = group.shape[1]

@@ -1,9 +1,8 @@
-"""Packs samples into micro-batches of bounded size; the only place where sequences move to the next-token axis.
+"""Pack samples into micro-batches of bounded size; the only place where sequences move to the next-token axis.
 
 A sequence of n tokens becomes a segment of n − 1 positions: position t reads token t and predicts token t + 1. The
-segments of a micro-batch lie one after the other in a single row, without padding; `segment_lengths` is how the model
-keeps them apart, and `position_ids_bt` restarts at each of them. Which samples share a micro-batch or a rank changes no
-number that comes out, only how long it takes.
+segments of a micro-batch share one row without padding; `segment_lengths` keeps them apart. Which samples share a
+micro-batch or a rank changes no result, only the time it takes.
 """
 
 import dataclasses
@@ -20,39 +19,25 @@ from hocket.types import TrainSample
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One forward pass of one rank. b: one row; t next-token axis: everything at t is about the predicted token.
+    """One forward pass of one rank. b: one row; t next-token axis: everything at t is about the predicted token."""
 
-    Attributes:
-        segment_lengths: positions of each sequence, in their order in the row.
-        mask_bt: true where the predicted token is trained.
-        rollout_logprobs_bt: the engine's log-prob of the predicted token; 0 where the mask is false.
-        advantages_bt: advantage of the predicted token; 0 where the mask is false.
-        num_tokens_global: trained tokens of the whole optimiser step, all micro-batches of all ranks.
-        num_sequences_global: sequences with a trained token, counted likewise.
-        ref_logprobs_bt: log-prob of the predicted token under the reference policy; None where samples have none.
-        values_bt, returns_bt: the critic's estimate before the step, and its target; None likewise.
-        sample_bt: which of the packed samples the position belongs to; -1: none.
-        max_tokens: most trained tokens in the micro-batches that the ranks run at the same time as this one. Each rank
-            calls the output head equally often, as ranks that share its weights must.
-    """
-
-    segment_lengths: tuple[int, ...]
+    segment_lengths: tuple[int, ...]  # positions of each sequence, in their order in the row
     input_ids_bt: Tensor
     target_ids_bt: Tensor
-    position_ids_bt: Tensor
-    mask_bt: Tensor
-    rollout_logprobs_bt: Tensor
-    advantages_bt: Tensor
-    sample_bt: Tensor
-    num_tokens_global: int
-    num_sequences_global: int
-    max_tokens: int
-    ref_logprobs_bt: Tensor | None = None
-    values_bt: Tensor | None = None
-    returns_bt: Tensor | None = None
+    position_ids_bt: Tensor  # restarts at each segment
+    mask_bt: Tensor  # True where the predicted token is trained
+    rollout_logprobs_bt: Tensor  # the engine's, 0 where the mask is False
+    advantages_bt: Tensor  # 0 where the mask is False
+    sample_bt: Tensor  # place among the packed samples; -1: none
+    num_tokens_global: int  # trained tokens of the whole optimiser step, all micro-batches of all ranks
+    num_sequences_global: int  # sequences with a trained token, counted likewise
+    max_tokens: int  # most trained tokens of a micro-batch that runs on another rank at the same time, or of this one
+    ref_logprobs_bt: Tensor | None = None  # the reference policy's
+    values_bt: Tensor | None = None  # the critic's estimate before the step
+    returns_bt: Tensor | None = None  # the critic's target
 
     def to(self, device: torch.device) -> "TrainBatch":
-        """Returns the batch with its tensors on `device`."""
+        """Return the batch with its tensors on `device`."""
         tensors = {
             field.name: getattr(self, field.name).to(device, non_blocking=True)
             for field in dataclasses.fields(self)
@@ -61,17 +46,16 @@ class TrainBatch:
         return dataclasses.replace(self, **tensors)
 
 
-_Numbered = tuple[int, TrainSample]
-"""A sample with its place among those that are packed."""
+_Numbered = tuple[int, TrainSample]  # with its place among the packed ones
 
 
 def num_positions(sample: TrainSample) -> int:
-    """Returns how many tokens the sample predicts: all but its first."""
+    """Return how many tokens the sample predicts: all but its first."""
     return len(sample.sequence.token_ids) - 1
 
 
 def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int) -> None:
-    """Raises TrainerError where there is no trained token, or a sample that no micro-batch can hold."""
+    """Raise TrainerError where there is no trained token, or a sample that no micro-batch can hold."""
     if not any(any(sample.sequence.mask[1:]) for sample in samples):
         raise TrainerError("there is nothing to train on: no sample has a trained token; leave out this step")
     longest = max(num_positions(sample) for sample in samples)
@@ -89,15 +73,14 @@ def pack(
     num_ranks: int,
     cost: Callable[[int], float] = float,
 ) -> list[list[TrainBatch]]:
-    """Returns the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
+    """Return the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
     Ranks get about the same cost; within a rank, sequences go longest first into the first micro-batch with room
-    (first-fit decreasing). A rank's costliest micro-batch comes first, so that what the ranks run at the same time is
-    about as long. A rank with fewer micro-batches gets fully masked ones.
+    (first-fit decreasing), and the costliest micro-batch comes first, so that the ranks run similar ones at the same
+    time. A rank with fewer micro-batches gets fully masked ones.
 
     Args:
-        micro_batch_tokens: most positions in a micro-batch.
-        cost: of a segment of so many positions, in any unit.
+        cost: of a segment with this number of positions, in any unit.
 
     Raises:
         TrainerError: there is no trained token, or a sample is too long.
@@ -117,13 +100,7 @@ def pack(
         max_tokens = max(sum(sum(sample.sequence.mask[1:]) for _, sample in row) for row in members)
         for rank, row in enumerate(members):
             result[rank].append(
-                _tensors(
-                    row,
-                    optional,
-                    num_tokens=num_tokens,
-                    num_sequences=num_sequences,
-                    max_tokens=max_tokens,
-                )
+                _tensors(row, optional, num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
             )
     return result
 
@@ -147,10 +124,9 @@ def unpack(
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Returns indices of the costs in parts of about equal sums: Karmarkar and Karp's differencing method.
+    """Return indices of the costs in parts of about equal sums: Karmarkar and Karp's differencing method.
 
-    Two partial solutions at a time, those whose sums differ most, become one: the largest part of either joins the
-    smallest of the other.
+    It joins the two partial solutions whose sums differ most: the largest part of one with the smallest of the other.
     """
     heap = []  # (−difference of the sums, tie-break, parts as (sum, indices) with the largest first)
     for index, value in enumerate(costs):
@@ -166,7 +142,7 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def _fill(samples: Sequence[_Numbered], micro_batch_tokens: int, cost: Callable[[int], float]) -> list[list[_Numbered]]:
-    """Returns the samples in micro-batches, the costliest first."""
+    """Return the samples in micro-batches, the costliest first."""
     micro_batches: list[list[_Numbered]] = []
     room: list[int] = []  # free positions of each
     for numbered in sorted(samples, key=lambda item: num_positions(item[1]), reverse=True):
@@ -183,11 +159,7 @@ def _fill(samples: Sequence[_Numbered], micro_batch_tokens: int, cost: Callable[
 def _tensors(
     row: Sequence[_Numbered], optional: Sequence[str], *, num_tokens: int, num_sequences: int, max_tokens: int
 ) -> TrainBatch:
-    """Returns the batch of this row; without samples, one masked position, so that every rank has something to run.
-
-    Args:
-        optional: fields that the samples have besides those that they must have.
-    """
+    """Return the batch of this row; without samples, one masked position, so that every rank has something to run."""
     lengths = tuple(num_positions(sample) for _, sample in row)
 
     def tensor(values: list[Any], dtype: torch.dtype, empty: Any = 0) -> Tensor:
@@ -197,7 +169,6 @@ def _tensors(
         return tensor([value for _, sample in row for value in getattr(sample, name)[1:]], torch.float32)
 
     logprobs = [value for _, sample in row for value in sample.sequence.logprobs[1:]]
-
     return TrainBatch(
         segment_lengths=lengths or (1,),
         input_ids_bt=tensor([i for _, sample in row for i in sample.sequence.token_ids[:-1]], torch.long),

@@ -1,10 +1,10 @@
 """DeepSpeed behind a small interface: forward, backward, step, gather, save, load. Nothing else imports it.
 
-DeepSpeed is driven so that nothing has to be compiled, gradients are averaged over exactly the tokens of the step, and
-no step is ever skipped without notice.
+Nothing has to be compiled, gradients are averaged over exactly the tokens of the step, and no step is skipped silently.
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import logging
@@ -23,7 +23,7 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import KINDS, MasterState, Piece
 
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients are summed over ranks in buckets of this size. DeepSpeed's own is ten times that, and allocated in full."""
+"""Gradients are summed over ranks in buckets of this size; DeepSpeed's default is ten times that, and allocated."""
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -37,22 +37,23 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 
 def initialize(ranks: Ranks, **options: Any) -> Any:
-    """Returns a DeepSpeed engine."""
+    """Return a DeepSpeed engine."""
     deepspeed = _import_deepspeed(ranks.device)
-    ranks.destroy = deepspeed.comm.destroy_process_group  # which also forgets DeepSpeed's copies
+    ranks.destroy = deepspeed.comm.destroy_process_group  # it also forgets DeepSpeed's copies
     groups: Any = importlib.import_module("deepspeed.utils.groups")
-    if groups._WORLD_GROUP is None:  # DeepSpeed's own copy of all ranks would wait half an hour for a lost rank
+    if groups._WORLD_GROUP is None:  # DeepSpeed's own would wait half an hour for a lost rank
         groups._WORLD_GROUP = ranks.new_group()
-    with contextlib.redirect_stdout(io.StringIO()):  # memory statistics, whatever the log level
-        engine, *_ = deepspeed.initialize(**options, dist_init_required=False)
+    gc.freeze()  # for its memory statistics, DeepSpeed collects garbage up to 15 times
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints them whatever the log level
+            engine, *_ = deepspeed.initialize(**options, dist_init_required=False)
+    finally:
+        gc.unfreeze()
     return engine
 
 
 def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
-    """Returns the configured ZeRO stage, or 1 on a CPU and 2 on a GPU.
-
-    It is 0 where there is nothing to share and nothing to keep twice: for one rank that computes in float32.
-    """
+    """Return the configured ZeRO stage; default 1 on a CPU, 2 on a GPU, 0 for one rank in float32."""
     if config.zero_stage is not None:
         return config.zero_stage
     if ranks.size == 1 and dtype == torch.float32 and not config.offload_optimizer:
@@ -61,7 +62,7 @@ def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) 
 
 
 def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns DeepSpeed's own configuration."""
+    """Return DeepSpeed's own configuration."""
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # nominal: the trainer forms micro-batches and accumulates itself
         "gradient_accumulation_steps": 1,
@@ -71,7 +72,7 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
     }
     if config.offload_optimizer:
         values["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        values["zero_force_ds_cpu_optimizer"] = False  # which would have to be compiled; torch's AdamW runs there too
+        values["zero_force_ds_cpu_optimizer"] = False  # it would have to be compiled; torch's AdamW runs there too
     if dtype == torch.bfloat16 and stage == 0:
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}  # its own bf16 optimizer loses precision here
     elif dtype == torch.bfloat16:
@@ -83,10 +84,9 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
 
 
 def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
-    """Returns the factor on the peak learning rate as a function of the steps taken so far.
+    """Return the factor on the peak learning rate as a function of the steps taken.
 
-    It rises as (steps + 1) / warmup_steps; afterwards it is constant, or falls linearly or as a cosine, so that it
-    would reach 0 one step after the last.
+    It rises as (steps + 1) / warmup_steps, then is constant, or falls linearly or as a cosine to 0 after the last step.
     """
 
     def factor(steps: int) -> float:
@@ -124,7 +124,7 @@ class DeepSpeedEngine:
         )
         if self.stage == 0 and ranks.size == 1:  # else all gradients are copied to be summed over one rank
             self._engine.enable_backward_allreduce = False
-        if dtype == torch.float16:  # at the lowest scale a step is skipped like any other, and whoever calls decides
+        if dtype == torch.float16:  # at the lowest scale a step is skipped like any other
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._dtype = dtype
         self._offloads = config.offload_optimizer and ranks.device.type == "cuda"
@@ -132,7 +132,7 @@ class DeepSpeedEngine:
 
     @staticmethod
     def parameter_dtype(config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> torch.dtype:
-        """Returns what the module's parameters must be. Raises ConfigError for a combination that can't train."""
+        """Return the dtype of the module's parameters. Raise ConfigError for a combination that can't train."""
         stage = default_zero_stage(config, dtype, ranks)
         if dtype == torch.float16 and ranks.device.type == "cpu":
             raise ConfigError("float16 can't be trained on a CPU; set model.dtype to float32 or bfloat16")
@@ -147,37 +147,35 @@ class DeepSpeedEngine:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken so far, those of a loaded checkpoint included and skipped ones left out."""
+        """Number of steps taken, with those of a loaded checkpoint and without skipped ones."""
         return int(self._scheduler.last_epoch)
 
     @property
     def loss_scale(self) -> float | None:
-        """Factor on float16 losses, which DeepSpeed halves after a gradient that is not finite; else None."""
+        """Factor on float16 losses, halved after a gradient that is not finite; None for other dtypes."""
         return float(self._engine.optimizer.loss_scaler.cur_scale) if self._dtype == torch.float16 else None
 
     def bytes_to_come(self) -> int:
-        """Returns the bytes that the first step will take on the device for good: AdamW's two moments."""
+        """Return the bytes that the first step allocates on the device for good: AdamW's two moments."""
         if self._offloads:
             return 0
         trained = sum(whole_shape(parameter).numel() for _, parameter in self._trained())
         return 8 * trained // (1 if self.stage == 0 else self._ranks.size)
 
     def forward(self, *args: Any) -> Any:
-        """Calls the module."""
+        """Call the module."""
         return self._engine(*args)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Accumulates the gradient of this rank's share of the loss; on the last one, sums it over ranks."""
+        """Accumulate the gradient of this rank's share of the loss; on the last one, sum it over ranks."""
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
     def step(self, *, rescale: bool = True) -> float | None:
-        """Clips and applies the gradient, then clears it. Returns its norm before clipping.
+        """Clip, apply and clear the gradient; return its norm before clipping.
 
-        None means that the gradient was not finite on some rank: no rank has changed its weights or its learning rate.
-
-        Args:
-            rescale: whether such a gradient lowers float16's loss scale.
+        None: the gradient was not finite on some rank, and no rank has changed its weights or learning rate. `rescale`:
+        whether such a gradient lowers float16's loss scale.
         """
         norm: float | None = None
         if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
@@ -201,7 +199,7 @@ class DeepSpeedEngine:
             gradients.update(dict.fromkeys(gradients))
 
     def broken_gradients(self) -> list[str]:
-        """Returns the names of parameters whose accumulated gradient is not finite; all ranks must call it."""
+        """Return the names of parameters whose accumulated gradient is not finite. All ranks call it."""
         full_grad = importlib.import_module("deepspeed.utils").safe_get_full_grad
         names = []
         for name, parameter in self._trained():
@@ -211,17 +209,17 @@ class DeepSpeedEngine:
         return names
 
     def layout(self, max_bytes: int) -> list[list[tuple[str, Tensor]]]:
-        """Returns what `buckets` yields, as tensors without data on the meta device."""
+        """Return the buckets that `buckets` yields, as tensors on the meta device."""
         return [
             [(name, torch.empty(whole_shape(p), dtype=self._dtype, device="meta")) for name, p in group]
             for group in self.by_bytes(max_bytes)
         ]
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yields the trained parameters as (name, whole tensor) in the compute dtype, each tied tensor once.
+        """Yield the trained parameters as (name, whole tensor) in the compute dtype, each tied tensor once.
 
-        Each bucket has about `max_bytes` at most, and holds only until the next one. All ranks must exhaust the
-        iterator; only on rank 0 it yields anything.
+        A bucket has about `max_bytes` at most and is valid until the next one. All ranks must exhaust the iterator;
+        only rank 0 gets anything.
         """
         for group in self.by_bytes(max_bytes):
             with gathered([parameter for _, parameter in group]):
@@ -229,7 +227,7 @@ class DeepSpeedEngine:
                     yield [(name, parameter.detach().to(self._dtype)) for name, parameter in group]
 
     def by_bytes(self, max_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
-        """Returns the trained parameters in groups of about max_bytes at most, as they lie on this rank."""
+        """Return the trained parameters of this rank in groups of about max_bytes at most."""
         groups: list[list[tuple[str, nn.Parameter]]] = []
         size = max_bytes
         for name, parameter in self._trained():
@@ -242,9 +240,9 @@ class DeepSpeedEngine:
         return groups
 
     def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yields master weights and moments in buckets: "KIND/parameter" → whole float32 tensor, copied to the CPU.
+        """Yield master weights and moments in buckets: "KIND/parameter" → whole float32 tensor, copied to the CPU.
 
-        All ranks must exhaust the iterator; only on rank 0 it yields anything.
+        All ranks must exhaust the iterator; only rank 0 gets anything.
         """
         master = self._master()
         bucket: dict[str, Tensor] = {}
@@ -267,26 +265,22 @@ class DeepSpeedEngine:
         if piece is not None:
             piece.put_into(whole, kind)
         if self.stage > 0:
-            self._ranks.sum_in_place(whole.view(torch.int32))  # as bits, which are 0 elsewhere: also -0.0 stays itself
+            self._ranks.sum_in_place(whole.view(torch.int32))  # as bits, 0 on other ranks: -0.0 survives
         return whole
 
     def counters(self) -> dict[str, Any]:
-        """Returns the rest of the state, ready for JSON."""
+        """Return the rest of the state, ready for JSON."""
         scale = {}
         if self._dtype == torch.float16:
             scale = {key: value for key, value in self._loss_scaler().items() if isinstance(value, int | float)}
         return {"updates": self._master().step, "scheduled": self._scheduler.last_epoch, "loss_scale": scale}
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Returns names and shapes of everything that `state` yields."""
+        """Return names and shapes of everything that `state` yields."""
         return {f"{kind}/{name}": whole_shape(p) for name, p in self._trained() for kind in KINDS}
 
     def restore(self, read: Callable[[str], Tensor], counters: Mapping[str, Any]) -> None:
-        """Goes back to what `state` and `counters` gave, on any number of ranks and at any stage. All must call it.
-
-        Args:
-            read: asked on rank 0 alone.
-        """
+        """Restore what `state` and `counters` gave, on any number of ranks at any stage. All call it, rank 0 reads."""
         master = self._master()
         for name, parameter in self._trained():
             piece = master.piece(parameter)
@@ -304,18 +298,18 @@ class DeepSpeedEngine:
             self._loss_scaler().update(counters["loss_scale"])
 
     def offload(self) -> None:
-        """Moves parameters, gradients and the optimizer's state to the CPU's memory; until `onload` nothing can run."""
+        """Move parameters, gradients and the optimizer's state to CPU memory; nothing can run until `onload`."""
         module = self._engine.module
         tensors = offload.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
         self._offloaded = offload.offload(tensors, self._ranks.device)
 
     def onload(self) -> None:
-        """Moves back what `offload` moved."""
+        """Move back what `offload` moved."""
         offload.onload(self._offloaded, self._ranks.device)
         self._offloaded = ()
 
     def close(self) -> None:
-        """Lets go of DeepSpeed's state."""
+        """Release DeepSpeed's state."""
         self._engine.destroy()
 
     def _master(self) -> MasterState:
@@ -326,7 +320,7 @@ class DeepSpeedEngine:
         return attributes
 
     def _schedule_from(self, steps: int) -> None:
-        """Has the next step's learning rate be what the config says after so many steps."""
+        """Set the learning rate of the next step after this number of steps."""
         scheduler = self._scheduler
         scheduler.last_epoch = steps
         scheduler._last_lr = [
@@ -336,20 +330,16 @@ class DeepSpeedEngine:
             group["lr"] = rate
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters that are not frozen, each tied one under its first name only."""
+        """Return the parameters that are not frozen, each tied one under its first name only."""
         return [(name, p) for name, p in self._engine.module.named_parameters() if p.requires_grad]
 
 
 def gathered(parameters: list[nn.Parameter], *, change: bool = False) -> Any:
-    """Context in which parameters that ZeRO-3 has spread over the ranks are whole; nothing happens to others.
-
-    Args:
-        change: they may be changed in it, on all ranks alike.
-    """
+    """Context in which parameters that ZeRO-3 spreads over the ranks are whole; `change`: writes on rank 0 are kept."""
     zero = importlib.import_module("deepspeed").zero
     return zero.GatheredParameters(parameters, modifier_rank=0 if change else None)
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """Returns the whole shape, that of a parameter which ZeRO-3 has spread over the ranks, too."""
+    """Return the whole shape of a parameter, also of one that ZeRO-3 spreads over the ranks."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,8 +1,8 @@
-"""How many floating-point operations a step needs, and how many the device could do: what the MFU is made of.
+"""Floating-point operations of a step, and the peak of the device: what the MFU is made of.
 
-Counted is what the model asks for, two operations per multiply-add: no recomputation, no padding, causal attention once
-within each sequence, experts that are chosen, the output head over trained tokens only. Norms, activations and the
-softmax are left out, as in everybody's MFU (PaLM, 2204.02311, appendix B). Knows nothing of batches or ranks.
+Counted are the model's own operations, two per multiply-add, as in PaLM (arXiv 2204.02311, appendix B): no
+recomputation, no padding, causal attention once within each sequence, only the chosen experts, the output head over
+trained tokens only, no norms, activations or softmax.
 """
 
 import dataclasses
@@ -31,24 +31,17 @@ NUM_MEASUREMENTS = 5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """Operations of one forward and backward pass, by what they grow with.
+    """Operations of one forward and backward pass."""
 
-    Attributes:
-        per_position: matrix products of all layers for one token.
-        per_trained_token: the output head for one token.
-        attention: of each layer, operations for one token that looks at one token, and the layer's window (None: all).
-    """
-
-    per_position: float
-    per_trained_token: float
-    attention: tuple[tuple[float, int | None], ...]
+    per_position: float  # matrix products of all layers for one token
+    per_trained_token: float  # the output head for one token
+    attention: tuple[tuple[float, int | None], ...]  # per layer: operations per pair of tokens, window (None: all)
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Returns what a causal language model costs; call it before DeepSpeed spreads the weights over the ranks.
+    """Return the operations of a causal language model; call it before DeepSpeed spreads the weights over the ranks.
 
-    A trained weight takes part in three products (output, gradient of the input, gradient of the weight), one that is
-    frozen in two.
+    A trained weight takes part in three products (output, gradients of input and weight), a frozen one in two.
     """
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
@@ -76,7 +69,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def _multiply_adds(module: nn.Module, weight: Tensor, config: dict[str, object]) -> float:
-    """Returns the products that one token takes of one weight."""
+    """Return the products of one token with one weight."""
     if isinstance(module, nn.Linear):  # a quantised one packs its weight
         return module.in_features * module.out_features if weight is module.weight else 0.0
     if weight.dim() == 3:  # experts, of which each token takes some
@@ -86,12 +79,7 @@ def _multiply_adds(module: nn.Module, weight: Tensor, config: dict[str, object])
 
 
 def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens: int) -> float:
-    """Returns the operations of one optimiser step over all ranks.
-
-    Args:
-        segment_lengths: positions of each sequence: its tokens but one.
-        trained_tokens: those of which the log-prob is computed.
-    """
+    """Return the operations of one optimiser step over all ranks; a segment has one position less than tokens."""
     total = model.per_position * sum(segment_lengths) + model.per_trained_token * trained_tokens
     for (per_pair, window), num_layers in Counter(model.attention).items():
         total += num_layers * per_pair * sum(_pairs(length, window) for length in segment_lengths)
@@ -99,16 +87,13 @@ def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """Returns how many (token, earlier token or itself) pairs attend to each other."""
+    """Return how many (token, earlier token or itself) pairs attend to each other."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the operations per second that the device could do at best: from its data sheet, else measured.
-
-    What is measured is the best of some large matrix products, which is less than what data sheets promise.
-    """
+    """Return the device's peak operations per second: from its data sheet, else the best of some matrix products."""
     if device.type == "cuda" and dtype != torch.float32:
         known = known_peak(torch.cuda.get_device_name(device))
         if known is not None:
@@ -124,7 +109,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def known_peak(name: str) -> float | None:
-    """Returns the peak of a device of this name; None for one that is not listed, or is a part of one (MIG)."""
+    """Return the data sheet's peak for a device of this name; None if it is not listed, or a part of one (MIG)."""
     words = set(name.replace("-", " ").split())
     if "MIG" in words:
         return None

@@ -1,23 +1,18 @@
-"""What the trainer says of a step that went wrong: what was not finite, in which samples; what did not fit in memory.
+"""Name what went wrong in a step: what was not finite, in which samples; what did not fit into memory."""
 
-Takes samples, tensors and errors; gives words and one JSON file per skipped step. Knows neither DeepSpeed nor ranks.
-"""
-
-import dataclasses
 import json
 import math
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
 from hocket.system import write_atomically
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import TrainSample
 
 MAX_SKIPPED_STEPS = 5  # in a row, then the run stops
 MAX_KEPT = 8
@@ -30,127 +25,87 @@ _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+_BROKEN = "likely broken: lower {}.learning_rate, and start from weights before the fault"
+_KINDS = {  # in causal order: an earlier kind explains the later ones; what a message says of it, what to do about it
+    "inputs": (
+        "numbers that came with the samples",
+        "Look for extreme rewards, or log-probs that the server should not have sent",
+    ),
+    "logprobs": ("the model's log-probs of", f"The weights are {_BROKEN.format('trainer')}"),
+    "values": ("the critic's values of", f"The critic is {_BROKEN.format('critic')}"),
+    "terms": ("loss terms", "Lower trainer.learning_rate, or look for extreme values in what was trained on"),
+    "gradients": ("gradients of", "Lower trainer.learning_rate, or look for extreme values in what was trained on"),
+}
+
+
 class Fault:
-    """What was not finite in a step; the earliest of these that there is made the others.
-
-    Attributes:
-        inputs: names of samples that came with a number that is not finite, each with the fields it is in.
-        logprobs: names of samples of which the model gave log-probs that are not finite.
-        values: likewise, of the critic's values.
-        terms: the loss, or what is measured along with it, over the whole batch.
-        gradients: names of parameters.
-    """
-
-    inputs: tuple[str, ...]
-    logprobs: tuple[str, ...]
-    values: tuple[str, ...]
-    terms: tuple[str, ...]
-    gradients: tuple[str, ...]
-
-    def __str__(self) -> str:
-        kinds = {
-            "numbers that came with the samples": self.inputs,
-            "the model's log-probs of": self.logprobs,
-            "the critic's values of": self.values,
-            "loss terms": self.terms,
-            "gradients of": self.gradients,
-        }
-        return "; ".join(f"{kind} {_some(names)}" for kind, names in kinds.items() if names)
-
-    @property
-    def advice(self) -> str:
-        """What to do about the earliest of them."""
-        if self.inputs:
-            return "Look for extreme rewards, or log-probs that the server should not have sent"
-        if self.logprobs:
-            return "The weights are likely broken: lower trainer.learning_rate, and start from weights before the fault"
-        if self.values:
-            return "The critic is likely broken: lower critic.learning_rate, and start from weights before the fault"
-        return "Lower trainer.learning_rate, or look for extreme values in what was trained on"
-
-
-def fault_of(
-    samples: Sequence[TrainSample],
-    *,
-    numbers: Mapping[int, Mapping[str, Sequence[float]]],
-    totals: Mapping[str, float],
-    gradients: Sequence[str],
-) -> Fault:
-    """Returns what was not finite.
+    """Names of what was not finite in a step, by kind.
 
     Args:
-        numbers: by the sample's place, "logprobs" and "values" of its tokens; what is not there was fine.
+        computed: by the sample's place, "logprobs" and "values" of its tokens; missing ones were fine.
         totals: loss and metrics of the whole batch.
         gradients: names of parameters whose gradient was not finite.
     """
-    names = [sample.id or f"sample {index}" for index, sample in enumerate(samples)]
 
-    def broken(kind: str) -> tuple[str, ...]:
-        return tuple(
-            names[index] for index in sorted(numbers) if not all(map(math.isfinite, numbers[index].get(kind, ())))
-        )
+    def __init__(
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        computed: Mapping[int, Mapping[str, Sequence[float]]],
+        totals: Mapping[str, float],
+        gradients: Sequence[str],
+    ) -> None:
+        ids = [sample.id or f"sample {index}" for index, sample in enumerate(samples)]
+        bad_fields = [[name for name, values in _numbers(s).items() if not _is_finite(values)] for s in samples]
+        self.names: dict[str, list[str]] = {
+            "inputs": [f"{id_} ({', '.join(fields)})" for id_, fields in zip(ids, bad_fields, strict=True) if fields],
+            **{
+                kind: [ids[index] for index in sorted(computed) if not _is_finite(computed[index].get(kind, ()))]
+                for kind in ("logprobs", "values")
+            },
+            "terms": [name for name, value in totals.items() if not math.isfinite(value)],
+            "gradients": list(gradients),
+        }
 
-    return Fault(
-        inputs=tuple(
-            f"{name} ({', '.join(fields)})"
-            for name, sample in zip(names, samples, strict=True)
-            if (fields := _broken_fields(sample))
-        ),
-        logprobs=broken("logprobs"),
-        values=broken("values"),
-        terms=tuple(name for name, value in totals.items() if not math.isfinite(value)),
-        gradients=tuple(gradients),
-    )
+    def __str__(self) -> str:
+        return "; ".join(f"{_KINDS[kind][0]} {_some(names)}" for kind, names in self.names.items() if names)
+
+    @property
+    def advice(self) -> str:
+        """What to do about the first kind that there is."""
+        return _KINDS[next((kind for kind, names in self.names.items() if names), "terms")][1]
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: Fault, decode: Callable[[list[int]], str]) -> None:
-    """Writes what was trained on in a skipped step, one sample per line, and removes the oldest of such files.
+    """Write the samples of a skipped step, one per line, and remove the oldest of such files.
 
-    Infinity and NaN stand in it as Python's json writes and reads them.
+    Infinity and NaN are written as Python's json does.
     """
+    rows = [
+        {
+            "id": sample.id,
+            "text": decode(list(sample.sequence.token_ids)),
+            "token_ids": sample.sequence.token_ids,
+            "mask": [int(trained) for trained in sample.sequence.mask],
+            **_numbers(sample),
+            "version_min": sample.sequence.version_min,
+        }
+        for sample in samples
+    ]
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    facts = json.dumps(fault.names, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(_row(sample, decode), ensure_ascii=False) for sample in samples)
-    facts = json.dumps(dataclasses.asdict(fault), ensure_ascii=False)
     write_atomically(path, f'{{"not_finite": {facts},\n"samples": [\n{lines}\n]}}\n')
     for old in sorted(path.parent.glob(f"*{path.suffix}"))[:-MAX_KEPT]:
         old.unlink()
 
 
-def read_batch(path: Path) -> list[TrainSample]:
-    """Returns the samples that `keep_batch` wrote."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["samples"]
-    return [
-        TrainSample(
-            id=row["id"],
-            sequence=TokenSequence(
-                token_ids=tuple(row["token_ids"]),
-                mask=tuple(map(bool, row["mask"])),
-                logprobs=tuple(row["rollout_logprobs"]),
-                version_min=row["version_min"],
-            ),
-            **{name: tuple(row[name]) for name in NUMBERS},
-        )
-        for row in rows
-    ]
+def _numbers(sample: TrainSample) -> dict[str, tuple[float, ...]]:
+    return {"rollout_logprobs": sample.sequence.logprobs, **{name: getattr(sample, name) for name in NUMBERS}}
 
 
-def _row(sample: TrainSample, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    sequence = sample.sequence
-    return {
-        "id": sample.id,
-        "text": decode(list(sequence.token_ids)),
-        "token_ids": sequence.token_ids,
-        "mask": [int(trained) for trained in sequence.mask],
-        "rollout_logprobs": sequence.logprobs,
-        **{name: getattr(sample, name) for name in NUMBERS},
-        "version_min": sequence.version_min,
-    }
-
-
-def _broken_fields(sample: TrainSample) -> list[str]:
-    numbers = {"rollout_logprobs": sample.sequence.logprobs, **{name: getattr(sample, name) for name in NUMBERS}}
-    return [name for name, values in numbers.items() if not all(map(math.isfinite, values))]
+def _is_finite(values: Sequence[float]) -> bool:
+    return all(map(math.isfinite, values))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -159,7 +114,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the machine, had no room for a tensor."""
+    """Return whether a device, or the machine, had no room for a tensor."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and re.search(_NO_ROOM, str(error)) is not None
@@ -175,13 +130,11 @@ def out_of_memory(
     vocab_size: int,
     on_gpu: bool,
 ) -> TrainerError:
-    """Returns the error that says what there was no room for, and which setting to change to what.
+    """Return the error that names what did not fit, and which setting to change to what.
 
     Args:
-        micro_batch_tokens: what it is now.
         work: what the trainer was doing, e.g. "step".
-        longest: positions of the longest sequence in this work; 0 where there is none.
-        vocab_size: logits of one token.
+        longest: positions of the longest sequence in this work; 0 without one.
     """
     size = _requested_bytes(error)
     logits_bytes = 4 * config.logprob_chunk_tokens * vocab_size
@@ -216,7 +169,7 @@ def out_of_memory(
 
 
 def _place(error: BaseException) -> str:
-    """Returns where in the step it happened: logits, forward, backward, step, or nothing of these."""
+    """Return where in the step it happened: logits, forward, backward, step, or ""."""
     place = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__")

@@ -16,7 +16,7 @@ def token_logprobs(
     max_tokens: int = 0,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (log softmax(lm_head(hidden) / temperature)[target], entropy of that softmax), float32 [b, t] each.
+    """Return (log softmax(lm_head(hidden) / temperature)[target], entropy of that softmax), float32 [b, t] each.
 
     Logits exist for `chunk_tokens` positions at a time and are computed again in the backward pass. Where the mask is
     false nothing is computed and both results are 0.

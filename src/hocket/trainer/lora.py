@@ -26,18 +26,18 @@ from hocket.system import atomic_folder
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = "default"
-"""PEFT's name of the only adapter, which is part of parameters' names in memory."""
+"""PEFT's name of the only adapter, a part of the parameters' names in memory."""
 
 
 def inject(model: transformers.PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> AdapterConfig:
-    """Freezes the model and adds an adapter, in the model's precision. Its class and names stay; it computes the same.
+    """Freeze the model and add an adapter in its precision; class, names and outputs stay the same.
 
     Args:
-        base: where the model came from.
+        base: path of the model.
         seed: of the random half of the adapter.
 
     Raises:
-        ConfigError: model.lora.targets names what is no linear layer, or the output head.
+        ConfigError: model.lora.targets names no linear layer, or the output head.
     """
     import peft
 
@@ -66,10 +66,9 @@ def inject(model: transformers.PreTrainedModel, config: LoraConfig, *, base: str
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the options with which transformers loads frozen weights in 4 bits, onto this rank's GPU (QLoRA).
+    """Return transformers' options to load frozen weights in 4 bits onto this rank's GPU (QLoRA, arXiv 2305.14314).
 
-    NormalFloat with quantised scales (arXiv 2305.14314), in all linear layers but the output head; products are
-    computed in `dtype`.
+    NormalFloat with quantised scales, in all linear layers but the output head; products are computed in `dtype`.
 
     Raises:
         ConfigError: there is no CUDA device, or no package bitsandbytes.
@@ -94,7 +93,7 @@ def quantization(dtype: torch.dtype) -> dict[str, Any]:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """Context in which a model with an adapter computes what its base does; for passes without gradients."""
+    """Context in which a model with an adapter computes as its base model; for passes without gradients."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
@@ -108,7 +107,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 def published_name(name: str) -> str:
-    """Returns what PEFT calls a parameter of the adapter in a file.
+    """Return PEFT's name in a file for a parameter of the adapter.
 
     >>> published_name("model.layers.0.mlp.up_proj.lora_A.default.weight")
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
@@ -117,7 +116,7 @@ def published_name(name: str) -> str:
 
 
 def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> None:
-    """Writes an adapter as PEFT does; its tensors have their published names."""
+    """Write an adapter as PEFT does; its tensors have their published names."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")
@@ -126,12 +125,11 @@ def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> 
 
 
 def merge(folder: Path, output: Path, *, base: str | None = None) -> None:
-    """Writes the base model with an adapter merged into it, W + alpha / rank · B A, and its tokenizer.
+    """Write the base model with an adapter merged into it, W + alpha / rank · B A, and its tokenizer.
 
     Args:
         folder: an adapter, as `save` writes it.
-        output: appears as a whole, or not at all.
-        base: where the base model is, if it is no longer where the adapter says.
+        base: path of the base model, if it is no longer where the adapter says.
 
     Raises:
         ConfigError: there is no adapter, its base model can't be loaded or is another one, or `output` exists.

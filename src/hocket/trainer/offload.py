@@ -1,8 +1,7 @@
-"""Moves tensors off the device and back, in place: every view and alias stays what it is, bit for bit.
+"""Move tensors off the device and back, in place: every view and alias stays what it is, bit for bit.
 
 DeepSpeed's own `offload_states` covers neither ZeRO-0, nor bfloat16 with float32 gradients (ZeRO-1), nor ZeRO-3 with
-torch's AdamW. What works for all of them is to empty the storages that tensors are views of, as FSDP does: flat
-buffers, their partitions and the parameters in them need not be known to each other.
+torch's AdamW. Emptying the storages, as FSDP does, works for all of them: flat buffers, partitions and parameters.
 """
 
 from collections import deque
@@ -20,7 +19,7 @@ Offloaded = Sequence[tuple[torch.UntypedStorage, Tensor]]
 
 
 def tensors_in(*roots: Any) -> Iterator[Tensor]:
-    """Yields every tensor, gradient included, that can be reached from the roots."""
+    """Yield every tensor, gradient included, that can be reached from the roots."""
     seen: set[int] = set()
     left = deque(roots)
     while left:
@@ -40,7 +39,7 @@ def tensors_in(*roots: Any) -> Iterator[Tensor]:
 
 
 def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
-    """Empties the storages of those tensors that are on the device; none of them may be used until `onload`."""
+    """Empty the storages of the tensors that are on the device; none of them may be used until `onload`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # whichever stream wrote last
     moved = []
@@ -59,7 +58,7 @@ def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
 
 
 def onload(moved: Offloaded, device: torch.device) -> None:
-    """Fills the storages again."""
+    """Fill the storages again."""
     for storage, host in moved:
         storage.resize_(host.numel())
         _bytes(storage, device).copy_(host, non_blocking=True)

@@ -19,12 +19,12 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import token_logprobs
 
 PREFIX = "model."
-"""What the name of a parameter of Policy.model begins with."""
+"""Prefix of the names of the parameters of Policy.model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Returns the precision of forward and backward passes; master weights are float32 in any case."""
+    """Return the precision of forward and backward passes; master weights are always float32."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[config.dtype]
@@ -33,18 +33,17 @@ def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 class Policy(nn.Module):
     """A Hugging Face causal language model whose forward never holds all logits.
 
-    Dropout is off: the engine that samples has none, so log-probs could not agree with it.
+    Dropout is off, as in the engine that samples.
 
     Args:
-        config: which model; with random_init only its architecture is read.
         dtype: of the parameters.
         temperature: logits are divided by it.
         chunk_tokens: positions whose logits exist at the same time.
-        entropy_gradient: whether something is learned from the entropy.
+        entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
 
     Attributes:
-        adapter: what is trained, alone, where it is not None.
+        adapter: the adapter, which alone is trained; None: all weights are.
     """
 
     def __init__(
@@ -86,17 +85,14 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
     def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Returns trained parameters under the names, and in the shapes, that checkpoints of this architecture have.
-
-        Those of an adapter have PEFT's names.
-        """
+        """Return trained parameters with the names and shapes of this architecture's checkpoints (adapter: PEFT's)."""
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
         if self.adapter is not None:
             return [(lora.published_name(name), tensor) for name, tensor in named.items()]
         return list(published_as(self.model, named).items())
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Returns (logprobs_bt, entropy_bt) of the batch's targets, 0 where its mask is false."""
+        """Return (logprobs_bt, entropy_bt) of the batch's targets, 0 where its mask is false."""
         hidden_bth = self._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
         return token_logprobs(
             hidden_bth,
@@ -121,11 +117,10 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check_architecture(self, device: torch.device) -> None:
-        """Raises TrainerError where this class's shortcuts don't hold for the architecture.
+        """Raise TrainerError for an architecture that would train silently wrong here.
 
-        The shortcuts are: logits are the output head of the last hidden state, attention is what `attention.attend`
-        computes, and segments of a row don't see each other. Some architectures scale or cap logits, have terms of
-        their own in the attention, or carry a state along the row; they would train silently wrong.
+        Assumed are: logits are the output head of the last hidden state, attention is what `attention.attend` computes,
+        and segments of a row don't see each other. Some architectures scale or cap logits, or carry a state along.
         """
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         positions_bt = torch.arange(8, device=device).repeat(2)[None]
@@ -150,7 +145,7 @@ class Policy(nn.Module):
 
 
 def skeleton(config: ModelConfig) -> Any:
-    """Returns the model without weights (on the meta device), to learn its sizes. Raises ConfigError."""
+    """Return the model without weights, on the meta device, for its sizes. Raise ConfigError."""
     with torch.device("meta"):
         model = _from_config(config)
         if config.lora is not None:
@@ -159,7 +154,7 @@ def skeleton(config: ModelConfig) -> Any:
 
 
 def compute_in_float32(head: nn.Module) -> None:
-    # Within the module's own call, so that hooks which gather its weights run.
+    """Make a linear layer compute in float32, within its own call: hooks that gather its weights still run."""
     if not isinstance(head, nn.Linear):
         raise TrainerError(f"model.float32_head: the output head is a {type(head).__name__}, not a linear layer")
 
@@ -172,22 +167,20 @@ def compute_in_float32(head: nn.Module) -> None:
 
 
 def published_as(model: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns parameters under the names, and in the shapes, that checkpoints of the model's architecture have."""
+    """Return parameters with the names and shapes of the architecture's checkpoints."""
     published: dict[str, Tensor] = revert_weight_conversion(model, dict(named))
     return published
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors that own their storage, without a copy where that can be: safetensors refuses parts of one."""
+    """Return tensors that own their storage, without a copy where possible: safetensors refuses parts of one."""
     return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
 
 
 def write_model(folder: Path, model: Any, tokenizer: Any, published: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Writes a model in Hugging Face format: safetensors, config.json, tokenizer. Raises OSError, SafetensorError.
+    """Write a model in Hugging Face format: safetensors, config.json, tokenizer. Raise OSError, SafetensorError.
 
-    Args:
-        model: only its architecture is used.
-        published: its parameters in `dtype`, as `published_as` gives them.
+    Of `model` only the architecture is used; `published` are its parameters in `dtype`, as `published_as` gives them.
     """
     model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype  # of the tensors; the live parameters of ZeRO-0 are float32

@@ -1,7 +1,6 @@
 """Take one optimiser step: forward and backward over the micro-batches, then one update of the weights.
 
-All ranks call `update`, each with its own micro-batches. A micro-batch's loss is its share of the global loss (a sum
-over the global number of tokens), so gradients are added up, and packing changes no number.
+A micro-batch's loss is its share of the global loss, so gradients are added up, and packing changes no number.
 """
 
 import dataclasses
@@ -33,13 +32,8 @@ class Update:
 
     totals: Mapping[str, float]  # "loss" and the loss function's metrics, summed over micro-batches and ranks
     grad_norm: float | None  # before clipping; None: loss or gradient was not finite, and the weights are unchanged
-    overflowed: bool = False  # only float16's loss scale was too high; it has been lowered
+    is_faulty: bool = False  # skipped, and not only because float16's loss scale was too high
     bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
-
-    @property
-    def is_faulty(self) -> bool:
-        """Whether the weights or the samples are broken."""
-        return self.grad_norm is None and not self.overflowed
 
 
 def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:
@@ -49,18 +43,16 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Upd
     if not learns:
         return Update(totals=totals, grad_norm=0.0)
     grad_norm = engine.step(rescale=math.isfinite(totals["loss"]))
-    overflowed = grad_norm is None and engine.loss_scale != loss_scale
-    bad_gradients: tuple[str, ...] = ()
-    if grad_norm is None and not overflowed:  # a fluke of the hardware is gone the second time
+    if grad_norm is None and engine.loss_scale == loss_scale:  # a fluke of the hardware is gone the second time
         totals = accumulate(learner, batches, ranks)
         bad_gradients = tuple(engine.broken_gradients())  # costly, and the step clears the gradients
         grad_norm = engine.step(rescale=False)
-    return Update(totals=totals, grad_norm=grad_norm, overflowed=overflowed, bad_gradients=bad_gradients)
+        if grad_norm is None:
+            return Update(totals=totals, grad_norm=None, is_faulty=True, bad_gradients=bad_gradients)
+    return Update(totals=totals, grad_norm=grad_norm)
 
 
-def accumulate(
-    learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, *, learns: bool = True
-) -> dict[str, float]:
+def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, learns: bool = True) -> dict[str, float]:
     """Run this rank's micro-batches, leave their gradient in the engine and return `Update.totals`."""
     shares: list[Tensor] = []
     totals: dict[str, float] = {}

@@ -50,7 +50,7 @@ class Trainer(OnAllRanks):
     Args:
         loss: default: the configured policy loss, with the reference policy and the critic that it needs.
         temperature: logits are divided by it; default: rollout.temperature.
-        ranks: an existing connection to share, left open by `close`; default: a new one.
+        ranks: shared with others; default: new ones.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class Trainer(OnAllRanks):
     ) -> None:
         super().__init__(ranks, timeout_s=config.trainer.collective_timeout_s)
         self._config, self._algorithm = config.trainer, config.algorithm
-        self._away = False
-        self._skipped_in_row = 0
+        self._away, self._skipped_in_row = False, 0
         self._sink: Sink | None = None  # on rank 0: takes the buckets of `stream` and `state`
         self._sink_error: Exception | None = None
         self._saved: SavedTensors | None = None  # on rank 0: what `restore` reads
@@ -133,10 +132,9 @@ class Trainer(OnAllRanks):
     def _step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, guards.Fault | None]:
         start = time.perf_counter()
         batches = self._pack(samples)
-        learning_rate, loss_scale = self.engine.learning_rate, self.engine.loss_scale
+        loss_scale = self.engine.loss_scale
         learners = self.models.learners()
-        if not learners[0].learns():
-            learning_rate = 0.0
+        learning_rate = self.engine.learning_rate if learners[0].learns() else 0.0
         updates = {learner.name: update(learner, batches, self.ranks) for learner in learners}
         policy = updates[POLICY]
         fault = None
@@ -180,9 +178,9 @@ class Trainer(OnAllRanks):
         if self.models.critic is not None and updates["critic"].is_faulty:
             columns["values"] = self.models.critic.values
         prefixes = {POLICY: "", "critic": "critic: "}
-        return guards.fault_of(
+        return guards.Fault(
             samples,
-            numbers=self._numbers(batches, columns),
+            computed=self._numbers(batches, columns),
             totals={f"{prefixes[name]}{key}": v for name, done in updates.items() for key, v in done.totals.items()},
             gradients=[f"{prefixes[name]}{key}" for name, done in updates.items() for key in done.bad_gradients],
         )
