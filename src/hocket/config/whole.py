@@ -41,8 +41,9 @@ class Config(Section):
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         model, rollout, trainer, sync, launch = self.model, self.rollout, self.trainer, self.sync, self.launch
-        message = f"rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt: model.max_length is {model.max_length}"
-        yield model.max_length is not None and rollout.max_tokens >= model.max_length, message
+        tokens, length = rollout.max_tokens, model.max_length
+        message = f"rollout.max_tokens={tokens} leaves no room for a prompt in model.max_length={length}"
+        yield length is not None and tokens >= length, message
         yield (
             rollout.group_size == 1 and self.algorithm.baseline in ("mean", "leave_one_out"),
             f"rollout.group_size=1 leaves algorithm.baseline={self.algorithm.baseline} nothing to compare with: "
