@@ -125,6 +125,7 @@ def test_a_stream_has_every_completion_once_and_an_end(server: Any) -> None:
         (b'{"prompts": [[5]], "sampling": {"temperature": 1e999}}', 422),
         (b'{"prompts": ["' + b"a" * (64 << 20) + b'"]}', 413),
     ],
+    ids=("token", "JSON", "temperature", "size"),
 )
 def test_a_bad_request_is_answered_with_a_reason_and_a_good_one_still_works(
     server: Any, content: bytes, status: int
