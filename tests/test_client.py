@@ -4,13 +4,27 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from hocket.client import ServerClient
 from hocket.errors import ServerError
-from hocket.protocol import Completion, DiskSource, GroupRequest, ReloadRequest, SamplingParams, Toolbox, ToolCall
+from hocket.protocol import (
+    Completion,
+    DiskSource,
+    GroupRequest,
+    GroupResponse,
+    ReloadRequest,
+    ReloadResponse,
+    SamplingParams,
+    SleepRequest,
+    SleepResponse,
+    Toolbox,
+    ToolCall,
+    WakeRequest,
+)
 
 HEALTH = {
     "status": "ready",
@@ -223,33 +237,33 @@ async def test_an_answer_of_another_program_is_told_from_a_servers(status: int, 
     assert (raised.value.code, raised.value.status) == ("protocol", status)
 
 
-async def test_reload_sends_version_and_source_and_returns_what_the_server_holds() -> None:
-    seen: list[dict[str, object]] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(json.loads(request.content))
-        held = {"version": 4, "seconds": 0.1, "num_tensors": 2, "checksum": "cc", "session": "s1"}
-        return httpx.Response(200, json=held)
-
-    asked = ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain")
-    async with client(handler) as server:
-        answer = await server.reload_weights(asked, timeout_s=5)
-    source = {"kind": "disk", "name": "run/weights/v000004"}
-    assert seen == [{"version": 4, "source": source, "in_flight": "drain"}]
-    assert (answer.version, answer.checksum, answer.session) == (4, "cc", "s1")
-
-
-async def test_joining_a_weight_group_returns_how_many_workers_are_in_it() -> None:
-    seen: list[tuple[str, dict[str, object]]] = []
+@pytest.mark.parametrize(
+    ("call", "asked", "answer"),
+    [
+        (
+            "reload_weights",
+            ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain"),
+            ReloadResponse(version=4, seconds=0.1, num_tensors=2, checksum="cc", session="s1"),
+        ),
+        (
+            "init_weight_group",
+            GroupRequest(session="g", host="127.0.0.1", port=5, backend="gloo", device=None, timeout_s=9.0),
+            GroupResponse(session="g", workers=2),
+        ),
+        ("sleep", SleepRequest(level=2), SleepResponse(asleep=["weights", "kv_cache"], session="s1")),
+        ("wake_up", WakeRequest(tags=["weights"]), SleepResponse(asleep=["kv_cache"], session="s1")),
+    ],
+)
+async def test_a_control_call_sends_its_message_and_returns_the_answer(call: str, asked: Any, answer: Any) -> None:
+    seen: list[tuple[str, object]] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append((request.url.path, json.loads(request.content)))
-        return httpx.Response(200, json={"session": "g", "workers": 2})
+        return httpx.Response(200, json=answer.model_dump(mode="json"))
 
-    asked = GroupRequest(session="g", host="127.0.0.1", port=5, backend="gloo", device=None, timeout_s=9.0)
     async with client(handler) as server:
-        assert (await server.init_weight_group(asked, timeout_s=5)).workers == 2
-    assert seen == [("/init_weight_group", asked.model_dump())]
+        assert await getattr(server, call)(asked, timeout_s=5) == answer
+    assert seen == [(f"/{call}", asked.model_dump(mode="json"))]
 
 
 async def test_a_version_is_sent_file_by_file_and_its_marker_last(tmp_path: Path) -> None:

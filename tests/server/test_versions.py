@@ -3,6 +3,7 @@
 import json
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -229,15 +230,18 @@ def test_unknown_and_unfinished_versions_are_refused(root: Path) -> None:
     assert caught.value.status == 409
 
 
-def change_tensors(folder: Path, change: Any, *, describe: bool) -> None:
-    """Changes the stored tensors, and the manifest with them or not."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-    if describe:
-        built = manifest.build(1, tensors.items())
-        (folder / manifest.MANIFEST_FILE).write_text(built.model_dump_json())
+def changed(change: Callable[[dict[str, torch.Tensor]], Any], *, describe: bool = True) -> Callable[[Path], None]:
+    """Returns what changes the stored tensors, and the manifest with them or not."""
+
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+        if describe:
+            built = manifest.build(1, tensors.items())
+            (folder / manifest.MANIFEST_FILE).write_text(built.model_dump_json())
+
+    return spoil
 
 
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -263,38 +267,23 @@ BAD = {
     "truncated file": (truncate, "can't read the safetensors files"),
     "no files": (lambda f: (f / "model.safetensors").unlink(), "is missing in the files"),
     "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "can't read the safetensors files"),
-    "file lacks a tensor": (
-        lambda f: change_tensors(f, lambda t: t.pop(NAME), describe=False),
-        "is missing in the files",
-    ),
+    "file lacks a tensor": (changed(lambda t: t.pop(NAME), describe=False), "is missing in the files"),
     "file has one more": (
-        lambda f: change_tensors(f, lambda t: t.update(extra=torch.zeros(2)), describe=False),
+        changed(lambda t: t.update(extra=torch.zeros(2)), describe=False),
         "hold tensor 'extra', which the manifest does not have",
     ),
-    "tensor missing everywhere": (
-        lambda f: change_tensors(f, lambda t: t.pop(NAME), describe=True),
-        "is missing",
-    ),
-    "unknown tensor everywhere": (
-        lambda f: change_tensors(f, lambda t: t.update(extra=torch.zeros(2)), describe=True),
-        "the model has no tensor 'extra'",
-    ),
-    "wrong shape": (
-        lambda f: change_tensors(f, lambda t: t.update({NAME: torch.zeros(3, 3)}), describe=True),
-        r"has shape \[3, 3\], the model's is \[64, 128\]",
-    ),
-    "transposed": (
-        lambda f: change_tensors(f, lambda t: t.update({NAME: t[NAME].T.contiguous()}), describe=True),
-        r"has shape \[128, 64\], the model's is \[64, 128\]",
-    ),
-    "integers": (
-        lambda f: change_tensors(f, lambda t: t.update({NAME: t[NAME].int()}), describe=True),
-        "is int32; weights are float32",
-    ),
     "other type than described": (
-        lambda f: change_tensors(f, lambda t: t.update({NAME: t[NAME].half()}), describe=False),
+        changed(lambda t: t.update({NAME: t[NAME].half()}), describe=False),
         "is float16 .* in the file, float32 .* in the manifest",
     ),
+    "tensor missing everywhere": (changed(lambda t: t.pop(NAME)), "is missing"),
+    "unknown tensor everywhere": (changed(lambda t: t.update(extra=torch.zeros(2))), "has no tensor 'extra'"),
+    "wrong shape": (changed(lambda t: t.update({NAME: torch.zeros(3, 3)})), r"has shape \[3, 3\], .* is \[64, 128\]"),
+    "transposed": (
+        changed(lambda t: t.update({NAME: t[NAME].T.contiguous()})),
+        r"has shape \[128, 64\]",
+    ),
+    "integers": (changed(lambda t: t.update({NAME: t[NAME].int()})), "is int32; weights are float32"),
     "no manifest": (lambda f: (f / manifest.MANIFEST_FILE).unlink(), "can't read manifest.json"),
     "manifest is no json": (lambda f: (f / manifest.MANIFEST_FILE).write_text("{"), "can't read manifest.json"),
     "manifest of another version": (lambda f: edit_manifest(f, version=2), "is of version 2, not 1"),

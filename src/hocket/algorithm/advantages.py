@@ -33,8 +33,6 @@ def group_advantages(
     advantages_n = torch.zeros_like(rewards_n)
     for members in _groups(rewards_n, group_ids):
         scored = members[~rewards_n[members].isnan()]
-        if len(scored) == 0:
-            continue
         rewards_g, others = rewards_n[scored], max(len(scored) - 1, 1)
         advantages_g = rewards_g if baseline == "none" else rewards_g - _mean(rewards_g)
         if baseline == "leave_one_out":  # R − mean of the others = G / (G − 1) · (R − mean)
@@ -50,8 +48,8 @@ def group_advantages(
 def zero_variance_groups(rewards: Tensor | Sequence[float], group_ids: Tensor | Sequence[int]) -> Tensor:
     """Return per rollout whether its group has no signal, bool [n].
 
-    That is a range of at most 1e-6 over its scored (not NaN) rewards, or fewer than two of them. The deviation is no
-    measure of it: its rounding noise grows with the size of the rewards.
+    That is a range of at most 1e-6 over its scored (not NaN) rewards, or fewer than two of them. The rounding noise of
+    a deviation would grow with the size of the rewards.
     """
     rewards_n = torch.as_tensor(rewards, dtype=torch.float64)
     silent_n = torch.zeros(len(rewards_n), dtype=torch.bool)

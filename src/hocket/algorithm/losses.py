@@ -48,7 +48,7 @@ def policy_loss(
     """
     if sample_bt is None:
         sample_bt = torch.arange(len(mask_bt), device=mask_bt.device)[:, None].expand_as(mask_bt)
-    trainer_bt = logprobs_bt.detach() if old_logprobs_bt is None else old_logprobs_bt.detach()
+    trainer_bt = (logprobs_bt if old_logprobs_bt is None else old_logprobs_bt).detach()
     old_bt = rollout_logprobs_bt if old_logprobs_bt is None and config.correction == "none" else trainer_bt
     log_ratio_bt = masked_log_ratio(logprobs_bt, old_bt, mask_bt)
     if config.ratio == "sequence":  # with a token's own gradient, so that advantages may differ within a sequence
@@ -59,7 +59,6 @@ def policy_loss(
     weight_bt = _correction(log_importance_bt, mask_bt, sample_bt, config)
     advantages_bt = advantages_bt.where(mask_bt, 0.0)
     terms_bt = -weight_bt * _objective(ratio_bt, advantages_bt, logprobs_bt.where(mask_bt, 0.0), config)
-
     log_reference_bt = None if ref_logprobs_bt is None else masked_log_ratio(logprobs_bt, ref_logprobs_bt, mask_bt)
     if config.kl != "off" and config.kl_in == "loss":
         if log_reference_bt is None:

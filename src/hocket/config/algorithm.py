@@ -4,7 +4,7 @@ No torch here, so that a mistake is reported within a second. Formulas: docs/alg
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
 import pydantic
@@ -209,48 +209,32 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         """Return the knobs of the policy loss for completions of at most `max_tokens` tokens."""
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
-    def _contradictions(self) -> tuple[tuple[bool, str], ...]:
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
         by_token, corrected = self.baseline in ("none", "critic"), self.correction != "none"
         in_reward, off = self.kl_in == "reward", self.kl == "off"
-        without_effect = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
-        return (
-            (
-                by_token and self.scale == "group",
-                f"baseline={self.baseline} gives per-token advantages, which have no group deviation: set scale to "
-                "batch or none",
-            ),
-            (self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"),
-            (self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"),
-            (
-                self.ratio == "sequence" and corrected,
-                f"with correction={self.correction} every ratio is 1, and ratio=sequence has no effect: set "
-                "correction=none",
-            ),
-            (
-                self.dual_clip is not None and (self.clip != "ppo" or corrected),
-                "dual_clip has no effect: set clip=ppo and correction=none, or leave it out",
-            ),
-            (
-                self.correction_low >= self.correction_high,
-                f"correction_low={self.correction_low:g} must be below correction_high={self.correction_high:g}",
-            ),
-            (
-                off and without_effect,
-                "kl=off leaves kl_in, kl_coef, kl_target and reference without effect: set kl, e.g. to k1 in the "
-                "reward or k2 in the loss, or leave them out",
-            ),
-            (not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"),
-            (
-                self.kl == "k1" and not in_reward,
-                "k1 in the loss has an expected gradient of zero: set kl_in=reward, or kl=k2",
-            ),
-            (
-                in_reward and self.scale == "group",
-                "scale=group divides the penalty away where all rewards of a group are equal: with kl_in=reward set "
-                "scale=batch or none",
-            ),
-            (self.kl_target is not None and not in_reward, "kl_target adapts the KL of the rewards: set kl_in=reward"),
+        for_kl = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
+        message = f"baseline={self.baseline} gives per-token advantages, without groups: set scale to batch or none"
+        yield by_token and self.scale == "group", message
+        yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
+        yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
+        message = f"with correction={self.correction} every ratio is 1, also of sequences: set correction=none"
+        yield self.ratio == "sequence" and corrected, message
+        message = "dual_clip has no effect: set clip=ppo and correction=none, or leave it out"
+        yield self.dual_clip is not None and (self.clip != "ppo" or corrected), message
+        message = f"correction_low={self.correction_low:g} must be below correction_high={self.correction_high:g}"
+        yield self.correction_low >= self.correction_high, message
+        yield (
+            off and for_kl,
+            "kl=off leaves kl_in, kl_coef, kl_target and reference without effect: set kl, e.g. to k1 in the reward or "
+            "k2 in the loss, or leave them out",
         )
+        yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
+        message = "k1 in the loss has an expected gradient of zero: set kl_in=reward, or kl=k2"
+        yield self.kl == "k1" and not in_reward, message
+        message = "scale=group cancels the penalty of equal rewards: with kl_in=reward set scale=batch or none"
+        yield in_reward and self.scale == "group", message
+        message = "kl_target adapts the KL of the rewards: set kl_in=reward"
+        yield self.kl_target is not None and not in_reward, message
 
 
 class CriticConfig(Section):

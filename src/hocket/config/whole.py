@@ -40,61 +40,46 @@ class Config(Section):
     )
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        model, rollout, algorithm, trainer, sync = self.model, self.rollout, self.algorithm, self.trainer, self.sync
+        model, rollout, trainer, sync, launch = self.model, self.rollout, self.trainer, self.sync, self.launch
+        tokens, length = rollout.max_tokens, model.max_length
+        message = f"rollout.max_tokens={tokens} leaves no room for a prompt in model.max_length={length}"
+        yield length is not None and tokens >= length, message
         yield (
-            model.max_length is not None and rollout.max_tokens >= model.max_length,
-            f"rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt: model.max_length={model.max_length}",
-        )
-        yield (
-            rollout.group_size == 1 and algorithm.baseline in ("mean", "leave_one_out"),
-            f"algorithm.baseline={algorithm.baseline} has nothing to compare with in rollout.group_size=1: set "
-            "it to 2 or more, or the baseline to none or critic",
+            rollout.group_size == 1 and self.algorithm.baseline in ("mean", "leave_one_out"),
+            f"rollout.group_size=1 leaves algorithm.baseline={self.algorithm.baseline} nothing to compare with: "
+            "set it to 2 or more, or the baseline to none or critic",
         )
         run_dir, root = self.run_dir.resolve(), self.sync_root.resolve()
         inside = run_dir.is_relative_to(root) and run_dir != root
         yield not inside, f"run.dir={run_dir} must lie under sync.root={root}, where the server looks"
-        yield (
-            inside and any(part.startswith(".") for part in run_dir.relative_to(root).parts),
-            f"run.dir={self.run.dir}: no folder name below sync.root may begin with a dot",
-        )
-        yield (
-            sync.delta and sync.backend != "disk",
-            "sync.delta=true needs sync.backend=disk: nccl always sends all weights",
-        )
-        yield (
-            sync.delta and model.lora is not None,
-            "sync.delta=true has no effect with model.lora: an adapter is small already",
-        )
-        yield (
-            trainer.zero_stage == 3 and model.lora is not None and model.lora.quantize is not None,
-            "trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2",
-        )
+        hidden = inside and any(part.startswith(".") for part in run_dir.relative_to(root).parts)
+        yield hidden, f"run.dir={self.run.dir}: no folder name below sync.root may begin with a dot"
+        message = "sync.delta=true needs sync.backend=disk: nccl always sends all weights"
+        yield sync.delta and sync.backend != "disk", message
+        message = "sync.delta=true has no effect with model.lora: an adapter is small already"
+        yield sync.delta and model.lora is not None, message
+        message = "trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2"
+        yield trainer.zero_stage == 3 and model.lora is not None and model.lora.quantize is not None, message
         yield (
             3 * sync.timeout_s >= trainer.collective_timeout_s,
             f"trainer.collective_timeout_s must exceed 3 · sync.timeout_s = {3 * sync.timeout_s:g}: the other ranks "
             "wait that long for a hand-over, its repetition by disk and a canary",
         )
-        yield (
-            algorithm.baseline == "critic" and self.critic.warmup_steps >= trainer.steps,
-            f"critic.warmup_steps={self.critic.warmup_steps} leaves no step of trainer.steps={trainer.steps} for the "
-            "policy",
-        )
-        replay, launch = self.pipeline.replay, self.launch
-        yield (
-            replay is not None and (self.pipeline.max_staleness > 0 or launch.share_gpu),
-            "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out",
-        )
-        yield (
-            replay is not None and Path(replay).resolve() == run_dir,
-            "pipeline.replay is this run's own folder, which it writes to; choose another run.dir",
-        )
-        for message, wrong in {
-            "needs pipeline.max_staleness=0: server and trainer take turns": self.pipeline.max_staleness > 0,
-            "needs sync.backend=disk: NCCL can't connect two processes on one GPU": sync.backend != "disk",
-            "does not go with sync.delta: whole versions are written": sync.delta,
-            "is for one server; give several servers GPUs of their own": len(self.server_urls) > 1,
-            "needs equal launch.server_gpus and launch.trainer_gpus": launch.server_gpus != launch.trainer_gpus,
-        }.items():
+        warmup, steps = self.critic.warmup_steps, trainer.steps
+        message = f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy"
+        yield self.algorithm.baseline == "critic" and warmup >= steps, message
+        replay, ahead = self.pipeline.replay, self.pipeline.max_staleness > 0
+        message = "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out"
+        yield replay is not None and (ahead or launch.share_gpu), message
+        message = "pipeline.replay is this run's own folder, which it writes to; choose another run.dir"
+        yield replay is not None and Path(replay).resolve() == run_dir, message
+        for wrong, message in (
+            (ahead, "needs pipeline.max_staleness=0: server and trainer take turns"),
+            (sync.backend != "disk", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
+            (sync.delta, "does not go with sync.delta: whole versions are written"),
+            (len(self.server_urls) > 1, "is for one server; give several servers GPUs of their own"),
+            (launch.server_gpus != launch.trainer_gpus, "needs equal launch.server_gpus and launch.trainer_gpus"),
+        ):
             yield launch.share_gpu and wrong, f"launch.share_gpu {message}"
         _ = self.token  # a weak one is refused now
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hocket.data import Renderer
 from hocket.data.prompts import TooLongError
-from hocket.envs import Action, Environment, Observation, Step
+from hocket.envs import Action, Environment, Observation, SingleTurn, Step
 from hocket.errors import ServerError
 from hocket.protocol import Completion
 from hocket.rollout.collect import Seat
@@ -23,6 +23,8 @@ from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
 
 Ask = Callable[..., Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
+_IMMEDIATE = {Environment.reset, Environment.truncated, Environment.close, SingleTurn.step}
+"""Methods that return at once; deadlines for them would cost more than all else of a single turn."""
 _RENDERING = ThreadPoolExecutor(1, "render")
 """One thread of its own: two must not use a tokenizer at once, and those of `hocket.system` are the trainer's, too."""
 
@@ -237,6 +239,8 @@ class Episode:
         own_s: float = 0.0,
     ) -> Any:
         """Call a method of the environment within the time that is left; `own_s` of it do not count."""
+        if getattr(method, "__func__", None) in _IMMEDIATE:
+            return await method(*arguments)
         name, start = method.__name__, time.monotonic()
         try:
             async with asyncio.timeout(self._left_s + own_s) as deadline:
