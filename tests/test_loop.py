@@ -12,17 +12,19 @@ import pytest
 
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
+from hocket.algorithm.samples import Measured, shape
 from hocket.checkpoints import Checkpoints
 from hocket.data import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
+from hocket.observe.metrics import StepStats
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation
-from hocket.rollout.pipeline import plan_step
-from hocket.types import Measured, Prompt, Rollout, Score, StepStats, TokenSequence, TrainSample
+from hocket.rollout.pipeline import Pipeline, plan_step
+from hocket.types import Prompt, Rollout, Score, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -46,6 +48,10 @@ class World:
         if "wait" not in self.diary:
             self.diary.append("wait")
             await self.publish()  # the pool has whoever publishes bring a server up
+
+    @property
+    def versions(self) -> "World":
+        return self
 
     @property
     def current(self) -> int:
@@ -163,6 +169,9 @@ async def trained(
             oversampling=config.algorithm.oversampling,
             max_staleness=config.pipeline.max_staleness,
         )
+        batches = functools.partial(
+            Pipeline, plan=plan, steps=config.trainer.steps, max_staleness=config.pipeline.max_staleness
+        )
         summary = await Run(
             config=config,
             trainer=world,
@@ -170,9 +179,9 @@ async def trained(
             stream=stream,
             play=world.play,
             scorer=world,
-            plan=plan,
+            shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
+            batches=batches,
             evaluation=evaluation,
-            versions=world,
             publisher=world,
             kl=KlController(config.algorithm),
             folder=folder,

@@ -20,7 +20,6 @@ from hocket.envs import base as environments
 from hocket.errors import ConfigError
 from hocket.launch import Child, free_port, refuse_dead, server_process
 from hocket.observe.console import Console
-from hocket.observe.metrics import rollout_metrics
 from hocket.observe.run_folder import RunFolder, lines_of
 from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
@@ -29,7 +28,7 @@ from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.episodes import player
 from hocket.rollout.evaluate import EVAL_STEP, MAIN, Evaluation, eval_rewards
-from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
+from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import Canary, bring_up
 from hocket.sync.disk import VersionFolders
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
@@ -95,6 +94,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     console.doing(f"loading {config.model.path} into the trainer")
 
     from hocket.algorithm.kl import KlController
+    from hocket.algorithm.samples import shape
     from hocket.loop import Run
     from hocket.trainer.state import SavedTensors
     from hocket.trainer.trainer import Trainer
@@ -121,10 +121,9 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         stream=stream,
         play=play,
         scorer=scorer,
-        plan=_plan(config),
-        replay=replay,
+        shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
+        batches=(lambda new_batch: replay) if replay else _pipeline(config, console),
         evaluation=_evaluation(config, {} if replay else held_out, play, eval_scorer),
-        versions=publisher.versions,
         publisher=publisher,
         kl=kl,
         folder=run_folder,
@@ -202,17 +201,13 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
                 async def new_batch(plan: Plan) -> Batch:
                     return await collect(plan, stream.take, play, scorer.score)
 
-                steps, ahead = config.trainer.steps, config.pipeline.max_staleness
-                async with Pipeline(
-                    new_batch, _plan(config), steps=steps, max_staleness=ahead, progress=console.progress
-                ) as batches:
-                    for step in range(1, steps + 1):
+                async with _pipeline(config, console)(new_batch) as batches:
+                    for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)
                         run_folder.rollouts(f"step_{step:06d}", batch.groups)
                         refuse_failing(batch.groups, config.rewards.max_error_rate)
-                        metrics = rollout_metrics(batch.groups) | batch.metrics
-                        run_folder.finish(step, metrics)
-                        console.step(step, metrics)
+                        run_folder.finish(step, batch.metrics)
+                        console.step(step, batch.metrics)
 
         asyncio.run(run())
     print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
@@ -345,14 +340,21 @@ def _player(config: Config, make: Callable[[], Environment], servers: ServerPool
     )
 
 
-def _plan(config: Config) -> Callable[[int], Plan]:
-    """Return what makes the plan of a step's batch."""
-    return functools.partial(
+def _pipeline(config: Config, console: Console) -> Callable[[NewBatch], Pipeline]:
+    """Return what makes the pipeline of batches that a function gathers."""
+    plan = functools.partial(
         plan_step,
         config=config.rollout,
         seed=config.trainer.seed,
         oversampling=config.algorithm.oversampling,
         max_staleness=config.pipeline.max_staleness,
+    )
+    return functools.partial(
+        Pipeline,
+        plan=plan,
+        steps=config.trainer.steps,
+        max_staleness=config.pipeline.max_staleness,
+        progress=console.progress,
     )
 
 

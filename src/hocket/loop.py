@@ -1,7 +1,7 @@
-"""The whole of GRPO on one page: eight numbered lines from prompts to new weights on the server.
+"""GRPO on one page: eight numbered lines from prompts to new weights on the servers.
 
-Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Each numbered line names the module to
-read next.
+Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Each numbered line names the file to read
+next. A server that dies is not seen here: its work is played on the others (pool.py), and `wait_up` brings it back.
 """
 
 import dataclasses
@@ -11,160 +11,135 @@ from contextlib import contextmanager
 from typing import Any
 
 from hocket.algorithm.kl import KlController
-from hocket.algorithm.samples import Shaped, fate, pass_rate_metrics, shape, signal_metrics, train_samples
+from hocket.algorithm.samples import Shaped, fate, signal_metrics, train_samples
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data.stream import EXHAUSTED, PromptStream
 from hocket.observe.console import Console
-from hocket.observe.metrics import rollout_metrics, staleness_metrics, step_metrics, train_metrics
+from hocket.observe.metrics import step_metrics, train_metrics
 from hocket.observe.run_folder import RunFolder
 from hocket.pool import ServerPool
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.evaluate import Evaluation
-from hocket.rollout.pipeline import Pipeline, Replay
+from hocket.rollout.pipeline import NewBatch, Pipeline, Replay
 from hocket.sync.publish import Publisher
-from hocket.sync.versions import Versions
 from hocket.system import run_in_thread
 from hocket.trainer.trainer import Trainer
+from hocket.types import Group
+
+Metrics = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training run: the parts that the loop brings together, each usable without the others.
-
-    Attributes:
-        stream: where the prompts of the batches come from; hears what became of each.
-        play: plays one episode.
-        plan: what to play in a step.
-        replay: recorded batches in the place of new ones.
-        kl: weighs a KL in the rewards.
-        checkpoints: what the run can go on from; the folder's history says how far it already is.
-    """
+    """One training run: the parts that the loop brings together, each usable without the others."""
 
     config: Config
-    trainer: Trainer
     servers: ServerPool
-    stream: PromptStream
-    play: Play
+    stream: PromptStream  # draws the prompts, and is told the fate of each
+    play: Play  # plays one episode
     scorer: RewardScorer
-    plan: Callable[[int], Plan]
-    replay: Replay | None = None
-    evaluation: Evaluation
-    versions: Versions
+    shape: Callable[[Group], Shaped]  # rewards as they are trained, and why a group has no signal
+    batches: Callable[[NewBatch], Pipeline | Replay]  # has them gathered ahead of training, or reads recorded ones
+    trainer: Trainer
+    kl: KlController  # coefficient of a KL in the rewards
     publisher: Publisher
-    kl: KlController
-    folder: RunFolder
-    console: Console
+    evaluation: Evaluation
+    folder: RunFolder  # its history says how far the run is
     checkpoints: Checkpoints
+    console: Console
 
     async def train(self) -> dict[str, Any]:
-        """Trains for `trainer.steps` steps, leaves everything in the run folder and returns summary.json's content.
-
-        Where every prompt is retired before, the step that finds none is the last; it only saves and evaluates.
-        """
-        steps, max_staleness = self.config.trainer.steps, self.config.pipeline.max_staleness
-        pipeline = Pipeline(
-            self.new_batch, self.plan, steps=steps, max_staleness=max_staleness, progress=self.console.progress
-        )
-        async with self.replay or pipeline as batches:
-            return await self._train(batches)
-
-    async def _train(self, batches: Pipeline | Replay) -> dict[str, Any]:
-        config = self.config
-        await self.servers.wait_up()  # and up is who holds the trainer's weights: a broken hand-over shows here
+        """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
+        config, steps = self.config, self.config.trainer.steps
+        await self.servers.wait_up()  # a server is up once it holds the trainer's weights: a broken sync fails here
         if not self.folder.history:
-            self.folder.finish(0, await self._evaluate(step=0))
-
-        for step in range(self.folder.last_step + 1, config.trainer.steps + 1):
-            metrics: dict[str, float] = {}
-            await self.servers.wait_up()  # who has come back is given the weights while the trainer is idle
-            with timed(metrics, "time/step"):
-                batch = await batches.batch(step)  # 1 prompts  data/, 2 rollouts  rollout/, 3 scores  rewards/
-                last = step == config.trainer.steps or not batch.groups
-                self.folder.rollouts(f"step_{step:06d}", batch.groups)  # at once: they explain whatever stops the run
-                refuse_failing(batch.groups, config.rewards.max_error_rate)
-                shaped = [shape(group, config.algorithm, config.rollout.max_tokens) for group in batch.groups]
-                kept = [group for group in shaped if group.reason is None]
-                metrics |= batch.metrics | signal_metrics(shaped) | rollout_metrics(batch.groups)
-                if config.uses_pass_rates:
-                    metrics |= pass_rate_metrics(batch.groups, config.pass_reward)
-                if config.pipeline.replay is None:
-                    bound = config.pipeline.max_staleness
-                    metrics |= staleness_metrics(batch.groups, version=self.versions.current, bound=bound)
-                metrics |= await self._learn(step, kept, last=last)
-                if (config.eval.every_steps and step % config.eval.every_steps == 0) or last:
-                    metrics |= await self._evaluate(step)
-            metrics |= step_metrics(metrics)
-            skipped = metrics.get("train/skipped", 0.0) > 0
-            for group, after in zip(batch.groups, shaped, strict=True):
-                if group.draw is not None:  # a replay draws nothing
-                    outcome = fate(group, after.reason, reward=config.pass_reward, skipped=skipped)
-                    self.stream.settle(group.draw, outcome)
-            entries = () if config.pipeline.replay is not None else self.stream.entries()
-            self.folder.finish(step, metrics, entries)  # 8 records      observe/run_folder.py
-            self.checkpoints.complete(step, metrics)
-            self.console.step(step, metrics)
-            if not batch.groups:
-                self.console.say(EXHAUSTED)
-                break
-
-        self.versions.save()
-        return self.folder.summary(seed=config.trainer.seed, final_version=self.versions.current)
-
-    async def _learn(self, step: int, groups: Sequence[Shaped], *, last: bool) -> dict[str, float]:
-        """Train on the groups and publish the new weights; without a group the weights stay as they are."""
-        if not groups and not self.checkpoints.due(step, last=last):
-            return {}
-        async with self.publisher.training(publishes=bool(groups)) as metrics:
-            if groups:
-                metrics |= await self._update(step, groups)
-            metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
-            if groups:
-                with timed(metrics, "time/sync"):
-                    metrics |= await self.publisher.publish()  # 7 weights      sync/publish.py
-        return metrics
-
-    async def _update(self, step: int, groups: Sequence[Shaped]) -> dict[str, float]:
-        """Take the optimiser step of the groups."""
-        metrics: dict[str, float] = {}
-        self.console.progress(step, "training")
-        with timed(metrics, "time/measure"):
-            sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
-            measured = await run_in_thread(self.trainer.measure, sequences)
-        algorithm = self.config.algorithm
-        samples, shaping = train_samples(groups, measured, algorithm, self.kl.coef)  # 4 advantages   algorithm/
-        self.kl.update(shaping.get("rollout/kl"), len(samples))
-        keep = self.folder.skipped(step)
-        stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update      trainer/
-        return metrics | shaping | train_metrics(stats)
+            self.folder.finish(0, await self.evaluate(0))
+        async with self.batches(self.new_batch) as batches:
+            for step in range(self.folder.last_step + 1, steps + 1):
+                metrics: Metrics = {}
+                await self.servers.wait_up()  # sync servers that came back; the trainer is idle now
+                with timed(metrics, "time/step"):
+                    batch = await batches.batch(step, version=self.publisher.versions.current)
+                    self.folder.rollouts(f"step_{step:06d}", batch.groups)  # before anything can fail on them
+                    last = step == steps or not batch.groups
+                    shaped = [self.shape(group) for group in batch.groups]
+                    metrics |= batch.metrics | await self.learn(step, shaped, last=last)
+                    if last or (config.eval.every_steps and step % config.eval.every_steps == 0):
+                        metrics |= await self.evaluate(step)
+                self.record(step, shaped, metrics | step_metrics(metrics))
+                if last and step < steps:
+                    self.console.say(EXHAUSTED)
+                    break
+        self.publisher.versions.save()
+        return self.folder.summary(seed=config.trainer.seed, final_version=self.publisher.versions.current)
 
     async def new_batch(self, plan: Plan) -> Batch:
         """Gather one batch; the pipeline calls this up to max_staleness steps ahead of training."""
-        algorithm, max_tokens = self.config.algorithm, self.config.rollout.max_tokens
         return await collect(
             plan,
-            self.stream.take,
-            self.play,
-            self.scorer.score,
-            informative=lambda group: shape(group, algorithm, max_tokens).reason is None,
+            self.stream.take,  # 1 prompts    data/stream.py
+            self.play,  # 2 rollouts   rollout/episodes.py, agents.py
+            self.scorer.score,  # 3 scores     rewards/scorer.py
+            informative=lambda group: self.shape(group).reason is None,
         )
 
-    async def _evaluate(self, step: int) -> dict[str, float]:
-        """Return the eval/* metrics of the weights that the server holds; empty without held-out prompts."""
-        if not self.evaluation.datasets:
-            return {}
-        self.console.progress(step, "held-out evaluation")
-        metrics: dict[str, float] = {}
-        with timed(metrics, "time/eval"):
-            measured, groups = await self.evaluation.run(f"eval {step}")
-        self.folder.rollouts(f"eval_{step:06d}", groups)
-        return metrics | measured
+    async def learn(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
+        """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""
+        refuse_failing([one.group for one in shaped], self.config.rewards.max_error_rate)
+        groups = [one for one in shaped if one.reason is None]
+        metrics = signal_metrics(shaped, self.config.pass_reward if self.config.uses_pass_rates else None)
+        if not groups and not self.checkpoints.due(step, last=last):
+            return metrics
+        async with self.publisher.training(publishes=bool(groups)) as turn:  # no server is brought up meanwhile
+            if groups:
+                metrics |= await self.update(step, groups)
+            metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
+            if groups:
+                with timed(metrics, "time/sync"):
+                    metrics |= await self.publisher.publish()  # 7 weights    sync/publish.py
+        return metrics | turn
+
+    async def update(self, step: int, groups: Sequence[Shaped]) -> Metrics:
+        """Update the policy on the groups."""
+        metrics: Metrics = {}
+        self.console.progress(step, "training")
+        with timed(metrics, "time/measure"):  # log-probs of the reference, values of the critic
+            sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
+            measured = await run_in_thread(self.trainer.measure, sequences)
+        algorithm = self.config.algorithm
+        samples, shaping = train_samples(groups, measured, algorithm, self.kl.coef)  # 4 advantages    algorithm/
+        self.kl.update(shaping.get("rollout/kl"), len(samples))
+        keep = self.folder.skipped(step)  # where a step that is not finite leaves its batch
+        stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update    trainer/
+        return metrics | shaping | train_metrics(stats)
+
+    async def evaluate(self, step: int) -> Metrics:
+        """Return the eval/* metrics of the weights that the servers hold; empty without held-out prompts."""
+        metrics: Metrics = {}
+        if self.evaluation.datasets:
+            self.console.progress(step, "held-out evaluation")
+            with timed(metrics, "time/eval"):
+                measured, groups = await self.evaluation.run(f"eval {step}")
+            self.folder.rollouts(f"eval_{step:06d}", groups)
+            metrics |= measured
+        return metrics
+
+    def record(self, step: int, shaped: Sequence[Shaped], metrics: Metrics) -> None:
+        """Settle the prompts; write metrics, ledger and checkpoint of the step."""
+        for one in shaped:
+            if one.group.draw is not None:  # a replay draws nothing
+                skipped = metrics.get("train/skipped", 0.0) > 0
+                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, skipped=skipped))
+        self.folder.finish(step, metrics, self.stream.entries())  # 8 records    observe/run_folder.py
+        self.checkpoints.complete(step, metrics)
+        self.console.step(step, metrics)
 
 
 @contextmanager
-def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the wall seconds of its body to `metrics` under `name`."""
+def timed(metrics: Metrics, name: str) -> Iterator[None]:
+    """Add the wall seconds of its body to `metrics` under `name`."""
     start = time.perf_counter()
     yield
     metrics[name] = time.perf_counter() - start

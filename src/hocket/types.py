@@ -1,7 +1,6 @@
-"""What flows between the stages: frozen values, standard library only, lengths checked on construction.
+"""What flows between the stages: frozen values whose lengths are checked. t: the tokens of a sequence, prompt first.
 
-Each stage returns a new type and no field ever changes meaning. Token ids are the truth; text is for rewards and
-people and is never encoded again.
+Token ids are the truth; text is for rewards and people and is never encoded again.
 """
 
 import dataclasses
@@ -126,32 +125,6 @@ class TrainSample:
         check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **optional)
         if len(self.sequence.token_ids) < 2:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Numbers of one sequence before the step; each () or one number per token, 0.0 where not sampled."""
-
-    ref_logprobs: tuple[float, ...] = ()
-    values: tuple[float, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """Results of one optimiser step, the same on every rank."""
-
-    loss: float  # global
-    grad_norm: float  # of the global gradient before clipping; nan if the step was skipped
-    learning_rate: float
-    skipped: bool  # loss or gradient was not finite; the weights are as before
-    metrics: Mapping[str, float]  # of the loss, token-weighted over the batch; with float16 also the loss scale
-    critic: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the critic; empty without one
-    num_tokens: int  # trained ones
-    num_positions: int  # through forward and backward: prompts included, padding not
-    num_sequences: int
-    num_micro_batches: int
-    mfu: float  # share of the devices' peak operations per second that the model's own operations took
-    seconds: float  # of forward, backward and update
 
 
 def check_lengths(**fields: Sequence[Any]) -> None:

@@ -6,18 +6,18 @@ import pytest
 
 from hocket import config as config_module
 from hocket.algorithm.samples import (
+    Measured,
     Shaped,
     fate,
     is_measured,
     overlong_penalty,
-    pass_rate_metrics,
     shape,
     signal_metrics,
     train_samples,
 )
 from hocket.config import AlgorithmConfig
 from hocket.data.stream import Outcome
-from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import FinishReason, Group, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 MAX_TOKENS = 10
 
@@ -141,7 +141,7 @@ def scored(*parts: dict[str, float] | None) -> Group:
 
 
 def fate_of(group: Group, reward: str = "right", *, skipped: bool = False) -> Outcome:
-    return fate(group, shaped([group])[0].reason, reward=reward, skipped=skipped)
+    return fate(shaped([group])[0], reward=reward, skipped=skipped)
 
 
 def test_the_fate_of_a_group_has_the_pass_rate_of_one_reward() -> None:
@@ -163,8 +163,8 @@ def test_a_fate_is_filtered_without_a_signal_and_failed_without_a_score() -> Non
 @pytest.mark.parametrize(("reward", "share"), [("points", 2 / 3), ("right", 0.0)])
 def test_rewards_that_are_no_pass_rates_are_counted(reward: str, share: float) -> None:
     groups = [scored({"points": 10.0, "right": 1.0}, {"points": -2.0, "right": 0.0}), scored({"points": 1.0}, None)]
-    assert pass_rate_metrics(groups, reward) == {"rollout/no_pass_rate": pytest.approx(share)}
-    assert pass_rate_metrics(groups[:0], reward) == {}
+    assert signal_metrics(shaped(groups), reward)["rollout/no_pass_rate"] == pytest.approx(share)
+    assert signal_metrics([], reward) == {}
 
 
 def test_a_kl_in_the_rewards_tells_rollouts_of_equal_scores_apart() -> None:

@@ -180,7 +180,8 @@ async def test_an_agent_s_tools_are_shown_to_the_model_and_its_calls_parsed(port
     bounds = {"max_length": 512, "max_calls": 40, "idle_timeout_s": 60}
     async with ServerPool([f"http://127.0.0.1:{port}"]) as servers:
         await servers.wait_up()
-        async with servers.session(SamplingParams(max_tokens=80, seed=5), tokens=100, **bounds) as session:
+        sampling = SamplingParams(max_tokens=80, seed=5)
+        async with servers.session(sampling, tokens=100, deadline=Deadline(60), **bounds) as session:
             async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
                 for _ in range(40):
                     answer = await client.chat.completions.create(model="any", messages=chat, tools=tools)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from hocket import config as config_module
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.kl import KlController
+from hocket.algorithm.samples import shape
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.config.algorithm import PRESETS, PresetName
@@ -28,7 +29,7 @@ from hocket.observe.run_folder import RunFolder
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
-from hocket.rollout.pipeline import plan_step, sampling_params
+from hocket.rollout.pipeline import Pipeline, plan_step, sampling_params
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout, TokenSequence
@@ -49,6 +50,7 @@ class Copy:
         self.trainer = trainer
         self.model = AutoModelForCausalLM.from_pretrained(path)
         self.current = 0
+        self.versions = self
         self.waiting: list[tuple[Prompt, Seat, asyncio.Future[Rollout]]] = []
 
     async def wait_up(self) -> None:
@@ -163,9 +165,9 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             stream=stream,
             play=copy.play,
             scorer=scorer,
-            plan=plan,
+            shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
+            batches=functools.partial(Pipeline, plan=plan, steps=config.trainer.steps, max_staleness=0),
             evaluation=evaluation,
-            versions=copy,
             publisher=copy,
             kl=KlController(config.algorithm),
             folder=folder,

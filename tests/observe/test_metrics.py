@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from hocket.algorithm.losses import LossConfig, policy_loss
-from hocket.algorithm.samples import pass_rate_metrics, shape, signal_metrics, train_samples
+from hocket.algorithm.samples import Measured, shape, signal_metrics, train_samples
 from hocket.config import load
 from hocket.observe.metrics import (
     METRICS,
+    StepStats,
     alarms,
     reference,
     rollout_metrics,
@@ -17,7 +18,7 @@ from hocket.observe.metrics import (
     step_metrics,
     train_metrics,
 )
-from hocket.types import FinishReason, Group, Measured, Prompt, Rollout, Score, StepStats, TokenSequence
+from hocket.types import FinishReason, Group, Prompt, Rollout, Score, TokenSequence
 
 STATS = StepStats(
     loss=0.1, grad_norm=1.0, learning_rate=0.1, skipped=False, metrics={}, num_tokens=100, num_positions=150,
@@ -132,7 +133,7 @@ def test_every_metric_that_is_measured_has_a_line_in_the_table() -> None:
     after = shape(group, settings.algorithm, settings.rollout.max_tokens)
     shaping = train_samples([after], [Measured(ref_logprobs=(0.0, -1.0, -1.0))], settings.algorithm, 0.01)[1]
     assert len(shaping) == 3
-    signal = signal_metrics([after]) | pass_rate_metrics([group], "exact_match")
+    signal = signal_metrics([after], "exact_match")
     measured = rollout_metrics([group]) | train_metrics(stats) | staleness_metrics([group], version=1, bound=0)
     measured |= {"time/batch": 1.0, "time/generate": 1.0, "time/reward": 0.5, "time/step": 2.0}
     measured |= step_metrics(measured) | shaping | signal

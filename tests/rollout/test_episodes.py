@@ -288,8 +288,7 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
     by_id = {group.rollouts[0].prompt.id: group for group in groups}
     for draw, prompt in stream.take(125).items():
         group = by_id[prompt.id]
-        reason = shape(group, AlgorithmConfig(), max_tokens=16).reason
-        stream.settle(draw, fate(group, reason, reward="exact_match", skipped=False))
+        stream.settle(draw, fate(shape(group, AlgorithmConfig(), 16), reward="exact_match", skipped=False))
     (account,) = accounts(stream.entries(), stream.state())
     assert (account.problems, sum(account.states.values())) == ((), 125)
     assert not {"pending", "in flight"} & account.states.keys()

@@ -3,9 +3,10 @@ import random
 import pytest
 import torch
 
+from hocket.algorithm.samples import Measured
 from hocket.errors import TrainerError
 from hocket.trainer.batching import TrainBatch, balance, pack, unpack
-from hocket.types import Measured, TokenSequence, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 
 def sample(*token_ids: int, prompt: int = 1, advantage: float = 1.0) -> TrainSample:

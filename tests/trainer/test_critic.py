@@ -15,11 +15,12 @@ from transformers import AutoModel
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.errors import ConfigError, TrainerError
+from hocket.observe.metrics import StepStats
 from hocket.trainer.critic import explained_variance, value_loss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
-from hocket.types import StepStats, TokenSequence, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 Returns = Callable[[tuple[int, ...]], list[float]]

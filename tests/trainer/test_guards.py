@@ -16,12 +16,13 @@ from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
+from hocket.observe.metrics import StepStats
 from hocket.trainer import engine, guards
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import StepStats, TokenSequence, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 

@@ -206,6 +206,13 @@ def test_a_rank_that_dies_within_a_step_ends_the_other_with_the_reason(tied_mode
     assert "TrainerError: rank 0 lost the other ranks while doing the common step" in outputs[0]
 
 
+def test_followers_end_with_the_reason_when_rank_0_is_killed_while_they_wait(tied_model: str, tmp_path: Path) -> None:
+    processes = start_two("main_dies", tied_model, tmp_path)
+    outputs = outputs_of(processes)
+    assert [process.returncode for process in processes] == [-9, 1], outputs
+    assert "TrainerError: rank 1 lost the other ranks while waiting for work from rank 0" in outputs[1]
+
+
 def test_a_rank_that_is_out_of_memory_says_so_on_every_rank(tied_model: str, tmp_path: Path) -> None:
     processes = start_two("rank_is_full", tied_model, tmp_path)
     outputs = outputs_of(processes)

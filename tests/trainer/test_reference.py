@@ -11,11 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
+from hocket.algorithm.samples import Measured
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
-from hocket.types import Measured, TokenSequence, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 

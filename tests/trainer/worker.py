@@ -278,6 +278,16 @@ def main_fails(model: str, output: Path) -> None:
         raise ValueError("rank 0 has a problem of its own")
 
 
+def main_dies(model: str, output: Path) -> None:
+    """Rank 0 is killed between two steps, while rank 1 waits for the next one."""
+    del output
+    trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
+    if not trainer.is_main:
+        trainer.follow()
+    trainer.step(make_samples(0))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def rank_dies(model: str, output: Path) -> None:
     """Rank 1 is killed in the middle of a step, at its second micro-batch."""
     del output
@@ -327,7 +337,8 @@ def break_down(model: str, happen: Callable[[], object], *settings: str, all_ran
 
 COMMON = {scenario.__name__: scenario for scenario in (stages, matrix, streams, adapter, beside, resumes)}
 LAST = {
-    scenario.__name__: scenario for scenario in (main_fails, rank_dies, rank_hangs, rank_is_full, rank_waits_for_ever)
+    scenario.__name__: scenario
+    for scenario in (main_fails, main_dies, rank_dies, rank_hangs, rank_is_full, rank_waits_for_ever)
 }
 """Scenarios after which there are no ranks for another one."""
 

@@ -20,15 +20,24 @@ from hocket.algorithm.kl import kl_penalty
 from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig
 from hocket.data.stream import Outcome
-from hocket.types import Group, Measured, Rollout, TokenSequence, TrainSample
+from hocket.types import Group, Rollout, TokenSequence, TrainSample
 
 NO_SCORE = "no score"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The other models' numbers of one sequence: each () or one per token, 0.0 where not sampled."""
+
+    ref_logprobs: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shaped:
     """The scored rollouts of a group, with the rewards that they are trained on."""
 
+    group: Group
     rollouts: tuple[Rollout, ...]  # without those that have no score
     rewards: tuple[float, ...]  # per rollout: its score minus its penalty
     penalties: tuple[float, ...]  # per rollout, for its length
@@ -56,6 +65,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     elif equal and algorithm.baseline in ("mean", "leave_one_out") and algorithm.kl_in == "loss":
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
     return Shaped(
+        group=group,
         rollouts=rollouts,
         rewards=rewards,
         penalties=penalties,
@@ -88,16 +98,14 @@ def is_measured(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
     return any(sequence.mask) and (in_baseline or is_trained(sequence, algorithm))
 
 
-def signal_metrics(groups: Sequence[Shaped]) -> dict[str, float]:
-    """Return the share of groups with equal rewards; empty without groups."""
-    equal = [group.has_equal_rewards for group in groups]
-    return {"rollout/zero_variance": statistics.fmean(equal)} if equal else {}
-
-
-def pass_rate_metrics(groups: Sequence[Group], reward: str) -> dict[str, float]:
-    """Return the share of a reward's values that are no pass rates: below 0 or above 1."""
-    values = [value for group in groups for value in values_of(group, reward)]
-    return {"rollout/no_pass_rate": sum(not 0 <= value <= 1 for value in values) / len(values)} if values else {}
+def signal_metrics(groups: Sequence[Shaped], pass_reward: str | None = None) -> dict[str, float]:
+    """Return the share of groups with equal rewards, and of values of `pass_reward` that are no pass rates."""
+    metrics = {}
+    if groups:
+        metrics["rollout/zero_variance"] = statistics.fmean(group.has_equal_rewards for group in groups)
+    if pass_reward and (values := [value for group in groups for value in values_of(group.group, pass_reward)]):
+        metrics["rollout/no_pass_rate"] = sum(not 0 <= value <= 1 for value in values) / len(values)
+    return metrics
 
 
 def values_of(group: Group, reward: str) -> list[float]:
@@ -105,15 +113,9 @@ def values_of(group: Group, reward: str) -> list[float]:
     return [score.parts[reward] for score in group.scores if score.error is None and reward in score.parts]
 
 
-def fate(group: Group, reason: str | None, *, reward: str, skipped: bool) -> Outcome:
-    """Return the fate of the group's prompt.
-
-    Args:
-        reason: of its `Shaped`.
-        reward: the reward function whose mean is the pass rate.
-        skipped: the step with this group was not taken.
-    """
-    values = values_of(group, reward)
+def fate(shaped: Shaped, *, reward: str, skipped: bool) -> Outcome:
+    """Return the fate of a group's prompt; `reward` has the pass rate, `skipped`: the group's step was not taken."""
+    values, reason = values_of(shaped.group, reward), shaped.reason
     pass_rate = statistics.fmean(values) if values else None
     if reason == NO_SCORE:
         return Outcome(state="failed", why=reason)

@@ -3,13 +3,14 @@
 The table feeds the console, the report and the documentation (`python run.py config --metrics`).
 """
 
+import dataclasses
 import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hocket.types import Group, StepStats
+from hocket.types import Group
 
 PHASES = ("generate", "reward", "turn", "measure", "train", "sync", "eval")  # of time/step, in order; the rest: other
 
@@ -196,6 +197,24 @@ METRICS = (
     Metric("time/eval", "seconds of held-out evaluation"),
     Metric("time/step", "seconds of the whole step"),
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """The outcome of one optimiser step, the same on every rank."""
+
+    loss: float  # the global loss that was minimised
+    grad_norm: float  # of the global gradient before clipping; nan if the step was skipped
+    learning_rate: float
+    skipped: bool  # loss or gradient was not finite, and the weights are unchanged
+    metrics: Mapping[str, float]  # the loss function's own, token-weighted over the batch; the loss scale in float16
+    critic: Mapping[str, float] = dataclasses.field(default_factory=dict)  # the critic's own
+    num_tokens: int  # trained ones
+    num_positions: int  # tokens that went through forward and backward, prompts included, padding not
+    num_sequences: int
+    num_micro_batches: int
+    mfu: float  # share of the devices' peak operations per second that the model's own operations took
+    seconds: float  # of forward, backward and update
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

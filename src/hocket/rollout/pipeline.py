@@ -12,12 +12,15 @@ from typing import Self
 
 from hocket.config import RolloutConfig
 from hocket.errors import DataError
+from hocket.observe.metrics import rollout_metrics, staleness_metrics
 from hocket.observe.run_folder import groups_of
 from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan
 from hocket.system import seed_of
 
+NewBatch = Callable[[Plan], Awaitable[Batch]]
+"""Gathers the batch of a plan."""
 PROGRESS_S = 0.2
 
 
@@ -49,7 +52,7 @@ class Pipeline:
 
     def __init__(
         self,
-        new_batch: Callable[[Plan], Awaitable[Batch]],
+        new_batch: NewBatch,
         plan: Callable[[int], Plan],  # of a step
         *,
         steps: int,
@@ -74,10 +77,10 @@ class Pipeline:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def batch(self, step: int) -> Batch:
-        """Return the complete batch of a step. Call it when the weights of the step before are published.
+    async def batch(self, step: int, *, version: int | None = None) -> Batch:
+        """Return the complete batch of a step. Call it when `version`, the weights of the step before, is published.
 
-        It is smaller, or empty, once the stream has no more prompts.
+        It is smaller, or empty, once the stream has no more prompts. Without a version, staleness/* is left out.
 
         Raises:
             ServerError: generation failed; neither environments nor scoring raise.
@@ -107,7 +110,9 @@ class Pipeline:
             metrics["time/batch"] = batch.generated - batch.started
         if plan.at_most > plan.wanted:
             metrics["rollout/oversampling"] = batch.num_drawn / plan.wanted
-        batch.metrics = metrics
+        if version is not None:
+            metrics |= staleness_metrics(batch.groups, version=version, bound=self._max_staleness)
+        batch.metrics = metrics | rollout_metrics(batch.groups)
         return batch
 
     async def _gather(self, plan: Plan) -> None:
@@ -130,7 +135,7 @@ class Replay:
     async def __aexit__(self, *exc_info: object) -> None:
         """Do nothing: nothing is being played."""
 
-    async def batch(self, step: int) -> Batch:
+    async def batch(self, step: int, *, version: int | None = None) -> Batch:
         """Return the recorded batch of a step. Raise DataError if there is none, or it can't be read."""
         start = time.perf_counter()
         path = self._folder / f"step_{step:06d}.jsonl"
@@ -146,4 +151,5 @@ class Replay:
                 f"pipeline.replay: no rollouts of step {step} in {path} ({error!r}); {there}: set trainer.steps "
                 "to what is there, or name another run folder"
             ) from error
-        return Batch(groups=groups, metrics={"time/generate": time.perf_counter() - start, "time/reward": 0.0})
+        times = {"time/generate": time.perf_counter() - start, "time/reward": 0.0}
+        return Batch(groups=groups, metrics=times | rollout_metrics(groups))

@@ -19,9 +19,10 @@ from torch import Tensor
 from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.diagnostics import effective_sample_size
-from hocket.algorithm.samples import is_measured
+from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
 from hocket.errors import TrainerError
+from hocket.observe.metrics import StepStats
 from hocket.protocol import AdapterConfig, Health, TensorLayout, TensorSpec
 from hocket.trainer import flops, guards, lora
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack, unpack
@@ -32,7 +33,7 @@ from hocket.trainer.policy import unshared, write_model
 from hocket.trainer.ranks import Ranks, randomness, restore_randomness
 from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
 from hocket.trainer.step import Update, update
-from hocket.types import Measured, StepStats, TokenSequence, TrainSample
+from hocket.types import TokenSequence, TrainSample
 
 Sink = Callable[[Any], None]
 """Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
