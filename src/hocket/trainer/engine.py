@@ -279,14 +279,14 @@ class DeepSpeedEngine:
         """Return names and shapes of everything that `state` yields."""
         return {f"{kind}/{name}": whole_shape(p) for name, p in self._trained() for kind in KINDS}
 
-    def restore(self, read: Callable[[str], Tensor], counters: Mapping[str, Any]) -> None:
-        """Restore what `state` and `counters` gave, on any number of ranks at any stage. All call it, rank 0 reads."""
+    def restore(self, read: Callable[[str], Tensor] | None, counters: Mapping[str, Any]) -> None:
+        """Restore what `state` and `counters` gave, on any number of ranks at any stage. Only rank 0 can `read`."""
         master = self._master()
         for name, parameter in self._trained():
             piece = master.piece(parameter)
             for kind in KINDS:
                 whole = torch.empty(whole_shape(parameter).numel(), device=self._ranks.device)
-                if self._ranks.is_main:
+                if read is not None:
                     whole.copy_(read(f"{kind}/{name}").view(-1))
                 self._ranks.broadcast_in_place(whole)
                 if piece is not None:

@@ -1,5 +1,6 @@
 """The model as the trainer sees it: token ids in, log-probabilities and entropies of given tokens out."""
 
+import concurrent.futures
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 from transformers.core_model_loading import revert_weight_conversion
 
+from hocket import manifest
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
+from hocket.protocol import TensorSpec
 from hocket.trainer import attention, lora
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import token_logprobs
@@ -90,6 +93,23 @@ class Policy(nn.Module):
         if self.adapter is not None:
             return [(lora.published_name(name), tensor) for name, tensor in named.items()]
         return list(published_as(self.model, named).items())
+
+    def write(
+        self, folder: Path, named: Sequence[tuple[str, Tensor]], tokenizer: Any, dtype: torch.dtype
+    ) -> dict[str, TensorSpec]:
+        """Write trained parameters in the format of `as_published`; return the specs of the tensors in memory.
+
+        Raises:
+            OSError, SafetensorError: the disk can't be written.
+        """
+        published = unshared(dict(self.as_published(named)))  # DeepSpeed's are parts of one
+        with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # of the tensors, while they are written
+            specs = checksums.submit(manifest.specs, published.items())
+            if self.adapter is not None:
+                lora.save(folder, self.adapter, published)
+            else:
+                write_model(folder, self.model, tokenizer, published, dtype)
+        return specs.result()
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return (logprobs_bt, entropy_bt) of the batch's targets, 0 where its mask is false."""

@@ -151,8 +151,9 @@ class SavedTensors:
         """Return every tensor's name and shape."""
         return {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
 
-    def read(self, name: str) -> Tensor:
-        """Return one tensor."""
+    def read(self, *path: str) -> Tensor:
+        """Return one tensor; its name is the path's parts, joined by a slash."""
+        name = "/".join(path)
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
