@@ -360,7 +360,7 @@ class Trainer:
     @on_all_ranks
     def _restore(self, rest: Mapping[str, Any], *, saved: SavedTensors | None = None) -> None:
         for name, engine in self.models.saved().items():
-            engine.restore(saved and functools.partial(saved.read, name), rest["engines"][name])
+            engine.restore(functools.partial(saved.read, name) if saved else None, rest["engines"][name])
         self._skipped_in_row = rest["skipped_in_row"]
         if self.models.fitted_for is not None and self.models.fitted_for == rest["micro_batch"]["measured_for"]:
             self.micro_batch_tokens = rest["micro_batch"]["tokens"]  # other sizes would sum in another order
