@@ -14,8 +14,7 @@ from transformers import AttentionInterface
 from hocket.errors import TrainerError
 
 NAME = "hocket_segments"
-_ROUND = 32
-"""Without a varlen kernel, segments whose lengths round up to the same multiple of this are computed together."""
+_ROUND = 32  # segments whose lengths round up to the same multiple of this are computed together without a kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

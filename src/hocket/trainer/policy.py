@@ -21,8 +21,7 @@ from hocket.trainer import attention, lora
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import token_logprobs
 
-PREFIX = "model."
-"""Prefix of the names of the parameters of Policy.model."""
+PREFIX = "model."  # of the names of the parameters of Policy.model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

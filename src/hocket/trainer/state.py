@@ -23,10 +23,8 @@ from hocket.system import atomic_folder
 from hocket.trainer import lora
 from hocket.trainer.policy import DTYPES, PREFIX, published_as, unshared, write_model
 
-POLICY = "policy"
-"""Prefix of the names of the trained model's tensors."""
-BUCKET_BYTES = 1 << 30
-"""Most bytes of one file, and of CPU memory while it is written; a larger tensor is alone."""
+POLICY = "policy"  # prefix of the names of the trained model's tensors
+BUCKET_BYTES = 1 << 30  # most bytes of one file, and of CPU memory while it is written; a larger tensor is alone
 MASTER = "master"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *_MOMENTS)
@@ -39,15 +37,9 @@ class Piece:
     start: int  # position in the flattened whole
     views: Mapping[str, Tensor]  # kind → flat tensor, the optimizer's own memory
 
-    def put_into(self, whole: Tensor, kind: str) -> None:
-        """Copy this rank's part into the flat `whole`."""
-        view = self.views[kind]
-        whole[self.start : self.start + view.numel()] = view
-
-    def take_from(self, whole: Tensor, kind: str) -> None:
-        """Copy this rank's part out of the flat `whole`."""
-        view = self.views[kind]
-        view.copy_(whole[self.start : self.start + view.numel()])
+    def place_in(self, whole: Tensor, kind: str) -> Tensor:
+        """Return the view of this rank's part in the flat `whole`."""
+        return whole[self.start : self.start + self.views[kind].numel()]
 
 
 class MasterState:
@@ -160,14 +152,12 @@ class SavedTensors:
     def check(self, expected: Mapping[str, torch.Size]) -> None:
         """Raise TrainerError where the state is of another model."""
         saved = self.shapes()
-        for name in sorted(saved.keys() ^ expected.keys()):
-            holds = "holds" if name in saved else "lacks"
-            raise TrainerError(f"the checkpoint {self._folder} is of another model: it {holds} {name}")
-        for name, shape in expected.items():
-            if list(shape) != saved[name]:
+        here = {name: list(shape) for name, shape in expected.items()}
+        for name in sorted(saved.keys() | here.keys()):
+            if saved.get(name) != here.get(name):
                 raise TrainerError(
-                    f"the checkpoint {self._folder} is of another model: {name} is {saved[name]} there, {list(shape)} "
-                    "here"
+                    f"the checkpoint {self._folder} is of another model: {name} is {saved.get(name, 'missing')} there, "
+                    f"{here.get(name, 'missing')} here"
                 )
 
 
