@@ -19,8 +19,7 @@ Fault = Mapping[str, Sequence[str]]
 MAX_SKIPPED_STEPS = 5  # in a row, then the run stops
 MAX_KEPT = 8  # batches of skipped steps that stay in a folder: the newest
 MAX_NAMED = 8  # in a sentence
-NUMBERS = ("advantages", "ref_logprobs", "values", "returns")
-"""Fields of a sample with one number per token, beside those of its sequence."""
+NUMBERS = ("advantages", "ref_logprobs", "values", "returns")  # of a sample, one per token
 _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 _COMPUTED = ("logprobs", "values")
 _BROKEN = "likely broken: lower {}.learning_rate, and start from weights before the fault"

@@ -56,9 +56,7 @@ class Ranks:
             self.device = torch.device("cuda", local_rank)
         else:
             self.device = torch.device("cpu")
-            if "OMP_NUM_THREADS" not in os.environ:  # half of the cores: the engine that generates needs the rest
-                local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks that wait for a core are slow
-                torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // local_size))
+            _share_cores()
         self._num_threads = torch.get_num_threads()
         self.use_this_thread()
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -187,6 +185,13 @@ def restore_randomness(saved: Mapping[str, str], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _share_cores() -> None:
+    """Use half of the cores, shared by this machine's ranks: the engine that generates needs the rest."""
+    if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other's core make a step many times slower
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // local_size))
 
 
 def _is_communication(error: RuntimeError) -> bool:

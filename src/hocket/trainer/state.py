@@ -15,13 +15,14 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from hocket import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import AdapterConfig
 from hocket.system import atomic_folder
 from hocket.trainer import lora
-from hocket.trainer.policy import DTYPES, PREFIX, published_as, unshared, write_model
+from hocket.trainer.policy import DTYPES, PREFIX, unshared, write_model
 
 POLICY = "policy"  # prefix of the names of the trained model's tensors
 BUCKET_BYTES = 1 << 30  # most bytes of one file, and of CPU memory while it is written; a larger tensor is alone
@@ -199,4 +200,4 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
         raise TrainerError(f"the checkpoint {folder} is of another model than {base}; name it with model.path=")
     with atomic_folder(output) as partial:
-        write_model(partial, model, tokenizer, unshared(published_as(model, tensors)), DTYPES[dtype])
+        write_model(partial, model, tokenizer, unshared(revert_weight_conversion(model, tensors)), DTYPES[dtype])
