@@ -1,4 +1,3 @@
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,15 +56,6 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks(timeout_s=60)
     yield ranks
     ranks.close()
-
-
-@pytest.fixture(scope="module")
-def only_new_objects() -> Iterator[None]:
-    """Has the garbage collector pass over, and not list, what there was before this file's tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -24,10 +24,7 @@ from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
-    pytest.mark.usefixtures("only_new_objects"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 CPU = torch.device("cpu")
 
 
