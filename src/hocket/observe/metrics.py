@@ -230,7 +230,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "rollout/tokens": float(sum(lengths)),
     }
-    turns = [rollout.turns for rollout in rollouts]
+    turns = [sum(sequence.turns for sequence in rollout.sequences) for rollout in rollouts]
     if max(turns) > 1:
         metrics["rollout/turns_mean"] = statistics.fmean(turns)
     if any(len(rollout.sequences) > 1 for rollout in rollouts):
