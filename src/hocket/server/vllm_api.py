@@ -307,9 +307,7 @@ async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> Asyn
             raise ApiError(503, "aborted", message, "or have the agent ask again")
 
 
-async def recorded(
-    outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall
-) -> AsyncIterator[Any]:
+async def recorded(outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall) -> AsyncIterator[Any]:
     """Yield and record a call's outputs; a call that is left early is not recorded as completed.
 
     Raises:
