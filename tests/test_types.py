@@ -25,11 +25,6 @@ ROLLOUT = Rollout(
 )
 
 
-def test_a_prompt_needs_tokens() -> None:
-    with pytest.raises(ValueError, match="sort:8 has no tokens"):
-        Prompt(id="sort:8", token_ids=())
-
-
 def test_only_sampled_tokens_count_as_length() -> None:
     assert ROLLOUT.num_sampled == 2
 

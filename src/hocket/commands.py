@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hocket import checkpoints
 from hocket import tokenizer as tokenizers
@@ -15,7 +15,6 @@ from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig
 from hocket.data import PromptStream, load_prompts
 from hocket.data.curriculum import bind
-from hocket.envs import Environment
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
 from hocket.launch import Child, free_port, refuse_dead, server_process
@@ -25,16 +24,15 @@ from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
-from hocket.rollout.collect import Batch, Plan, Play, collect
+from hocket.rollout.collect import Play, collect
 from hocket.rollout.episodes import player
 from hocket.rollout.evaluate import EVAL_STEP, MAIN, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import Canary, bring_up
-from hocket.sync.disk import VersionFolders
+from hocket.sync.disk import VersionFolders, Versions
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
-from hocket.sync.versions import Versions
 from hocket.system import write_atomically
 from hocket.types import Prompt
 
@@ -46,7 +44,7 @@ CANARY_PROMPTS = 4
 
 
 def train(config: Config) -> int:
-    """Trains on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it."""
+    """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it."""
     load_plugins(config.plugins)
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
@@ -58,8 +56,7 @@ def train(config: Config) -> int:
         saved = checkpoints.find(config, console.say)
         if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
             with ExitStack() as stack:
-                run = _run(config, saved, console, stack)
-                asyncio.run(_train(run))
+                asyncio.run(_train(_run(config, saved, console, stack)))
                 console.finish(config.run_dir)
             return 0
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
@@ -76,21 +73,15 @@ async def _train(run: "Run") -> None:
 
 
 def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stack: ExitStack) -> "Run":
-    """Brings the parts together: first rewards and data, whose faults show before any model is loaded.
-
-    Args:
-        stack: ends the parts that need it.
-    """
+    """Bring the parts together; first rewards and data, whose faults show before any model is loaded."""
     scorer = stack.enter_context(RewardScorer(config.rewards))
     eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
-    tokenizer = tokenizers.load(config.model.path)
-    make = environments.bind(config.env.name, config.env.model_extra or {})
-    prompts = _load("train", config.data, config, tokenizer, console, make)
-    held_out = _held_out(config, tokenizer, console, make)
-    stream = _stream(config, prompts)
-    run_folder = stack.enter_context(RunFolder(config))
-    tell = {"on_wait": console.doing, "say": console.say}
-    asyncio.run(_make_room(config, **tell))
+    parts = Parts(config, console)
+    prompts = parts.prompts("train", config.data)
+    held_out = parts.held_out()
+    stream = parts.stream(prompts)
+    folder = stack.enter_context(RunFolder(config))
+    asyncio.run(_make_room(config, on_wait=console.doing, say=console.say))
     console.doing(f"loading {config.model.path} into the trainer")
 
     from hocket.algorithm.kl import KlController
@@ -106,14 +97,14 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
 
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
     if not (saved or replay):
-        run_folder.ledger(0, [{"num_prompts": len(prompts)}])
-    servers = _pool(config, () if replay else config.server_urls, **tell)
+        folder.ledger(0, [{"num_prompts": len(prompts)}])
+    servers = _pool(config, () if replay else config.server_urls, on_wait=console.doing, say=console.say)
     publisher = _publisher(config, trainer, servers, prompts, console.say)
     kl = KlController(config.algorithm)
-    parts: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": run_folder}
+    kept: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     if saved is not None:
-        saved.restore(parts)
-    play = _player(config, make, servers, tokenizer)
+        saved.restore(kept)
+    play = parts.play(servers)
     return Run(
         config=config,
         trainer=trainer,
@@ -122,18 +113,18 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         play=play,
         scorer=scorer,
         shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
-        batches=(lambda new_batch: replay) if replay else _pipeline(config, console),
-        evaluation=_evaluation(config, {} if replay else held_out, play, eval_scorer),
+        batches=(lambda new_batch: replay) if replay else parts.pipeline,
+        evaluation=parts.evaluation({} if replay else held_out, play, eval_scorer),
         publisher=publisher,
         kl=kl,
-        folder=run_folder,
+        folder=folder,
         console=console,
-        checkpoints=stack.enter_context(Checkpoints(config, trainer.state, parts, last=saved.step if saved else 0)),
+        checkpoints=stack.enter_context(Checkpoints(config, trainer.state, kept, last=saved.step if saved else 0)),
     )
 
 
 def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:
-    """Returns the eval/* metrics of the servers at server.urls, or of model.path in a server started for it.
+    """Return the eval/* metrics of the servers at server.urls, or of model.path in a server started for it.
 
     Args:
         config: model.path may be a checkpoint of a run, too.
@@ -142,13 +133,13 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
     load_plugins(config.plugins)
     with ExitStack() as stack:
         if (Path(config.model.path) / checkpoints.STATE_FILE).is_file():
-            model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
-            export(Path(config.model.path), Path(model), base=None)
             if config.server.urls:
                 raise ConfigError(
                     "the servers at server.urls hold other weights than a checkpoint; leave server.urls out"
                 )
-            port = free_port(config.server.host, 0)  # whoever listens at server.port serves something else
+            model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
+            export(Path(config.model.path), Path(model), base=None)
+            port = free_port(config.server.host, 0)  # a server at server.port has another model
             changed = {
                 "model": config.model.model_copy(update={"path": model}),
                 "server": config.server.model_copy(update={"port": port}),
@@ -157,28 +148,26 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             arguments = [*arguments, f"model.path={model}", f"server.port={port}"]
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
         eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
-        tokenizer = tokenizers.load(config.model.path)
-        make = environments.bind(config.env.name, config.env.model_extra or {})
-        held_out = _held_out(config, tokenizer, console, make)
+        parts = Parts(config, console)
+        held_out = parts.held_out()
         if not held_out:
             raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
 
         async def run() -> dict[str, float]:
-            async with _as_they_are(config, arguments, tokenizer, console) as servers:
+            async with parts.servers_as_they_are(arguments) as servers:
                 console.say(f"evaluating on {sum(map(len, held_out.values()))} prompts")
-                play = _player(config, make, servers, tokenizer)
-                metrics, groups = await _evaluation(config, held_out, play, eval_scorer).run("eval")
-                path = config.run_dir / "rollouts" / "eval.jsonl"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, lines_of(groups))
-                console.say(f"what was said, and its scores: {path}")
-                return metrics
+                metrics, groups = await parts.evaluation(held_out, parts.play(servers), eval_scorer).run("eval")
+            path = config.run_dir / "rollouts" / "eval.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, lines_of(groups))
+            console.say(f"completions and their scores: {path}")
+            return metrics
 
         return asyncio.run(run())
 
 
 def roll_out(config: Config, arguments: Sequence[str]) -> None:
-    """Plays and scores the batches of trainer.steps steps with what the servers hold, into the run folder.
+    """Play and score the batches of trainer.steps steps with the servers' weights, into the run folder.
 
     Args:
         arguments: as for `evaluate_checkpoint`.
@@ -189,70 +178,30 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         console = stack.enter_context(Console(config.observe.console, config.trainer.steps))
         scorer = stack.enter_context(RewardScorer(config.rewards))
-        tokenizer = tokenizers.load(config.model.path)
-        make = environments.bind(config.env.name, config.env.model_extra or {})
-        stream = _stream(config, _load("train", config.data, config, tokenizer, console, make))
-        run_folder = stack.enter_context(RunFolder(config))
+        parts = Parts(config, console)
+        stream = parts.stream(parts.prompts("train", config.data))
+        folder = stack.enter_context(RunFolder(config))
 
         async def run() -> None:
-            async with _as_they_are(config, arguments, tokenizer, console) as servers:
-                play = _player(config, make, servers, tokenizer)
-
-                async def new_batch(plan: Plan) -> Batch:
-                    return await collect(plan, stream.take, play, scorer.score)
-
-                async with _pipeline(config, console)(new_batch) as batches:
+            async with parts.servers_as_they_are(arguments) as servers:
+                play = parts.play(servers)
+                async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer.score)) as batches:
                     for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)
-                        run_folder.rollouts(f"step_{step:06d}", batch.groups)
+                        folder.rollouts(f"step_{step:06d}", batch.groups)
                         refuse_failing(batch.groups, config.rewards.max_error_rate)
-                        run_folder.finish(step, batch.metrics)
+                        folder.finish(step, batch.metrics)
                         console.step(step, batch.metrics)
 
         asyncio.run(run())
     print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
 
 
-@asynccontextmanager
-async def _as_they_are(
-    config: Config, arguments: Sequence[str], tokenizer: Any, console: Console
-) -> AsyncIterator[ServerPool]:
-    """Gives the servers at server.urls, or one of model.path that is started where none answers, with their weights."""
-    own: Child | None = None
-
-    def waiting(what: str, waited_s: float) -> None:
-        if own is not None:
-            refuse_dead(own)
-        console.doing(what, waited_s)
-
-    async def check(member: Member, health: Health) -> None:
-        if health.tokenizer_sha256 != tokenizers.fingerprint(tokenizer):
-            raise ConfigError(
-                f"the server at {member.url} serves {health.model}, whose tokenizer is not that of "
-                f"model.path={config.model.path}; name the same model, or another server.port"
-            )
-        if not config.server.urls and Path(health.model).resolve() != Path(config.model.path).resolve():
-            raise ConfigError(
-                f"the server at {member.url} serves {health.model}, not model.path={config.model.path}; for what it "
-                f"holds set server.urls=[{member.url}], for model.path another server.port"
-            )
-        console.say(f"{member.url} serves {health.model}, version {health.version}")
-        member.mark_ready(health.session)
-
-    async with _pool(config, config.server_urls, on_wait=waiting, say=console.say) as servers:
-        servers.bring_up = check
-        with ExitStack() as stack:
-            if not config.server.urls and not await servers.members[0].server.answers():
-                own = stack.enter_context(server_process(config, arguments, config.run_dir))
-            await servers.wait_up()
-            yield servers
-
-
 def export(folder: Path, output: Path, *, base: str | None) -> None:
-    """Writes a model in Hugging Face format from a checkpoint or a published adapter.
+    """Write a model in Hugging Face format from a checkpoint or a published adapter.
 
     Args:
-        base: where the model is that training began with, if it is not where it was.
+        base: path of the model that training began with, if it has moved.
     """
     from hocket.trainer import lora, state
 
@@ -269,20 +218,116 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     )
 
 
-def _stream(config: Config, prompts: Sequence[Prompt]) -> PromptStream:
-    return PromptStream(
-        prompts,
-        config.trainer.seed,
-        bind(config.curriculum),
-        retire_after=config.curriculum.retire_after,
-        prompts_per_step=config.rollout.prompts_per_step,
-    )
+class Parts:
+    """Makes the parts that train, rollout and eval have in common."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self.config, self.console = config, console
+        self.tokenizer = tokenizers.load(config.model.path)
+        self.environment = environments.bind(config.env.name, config.env.model_extra or {})
+        self.longest = tokenizers.longest_sequence(config.model, config.trainer)
+
+    def prompts(self, what: str, data: DataConfig) -> tuple[Prompt, ...]:
+        """Return the prompts of a source that are short enough, and say how many were not."""
+        longest = self.longest - self.config.rollout.max_tokens
+        toolbox = self.environment().toolbox
+        tools = toolbox.tools if toolbox else ()
+        prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
+        if num_dropped:
+            limit = min(longest, data.max_prompt_tokens or longest)
+            self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
+        if not prompts:
+            raise ConfigError(
+                f"{what}: no prompt of {data.source} is short enough; lower rollout.max_tokens, or raise "
+                "trainer.micro_batch_tokens"
+            )
+        return prompts
+
+    def held_out(self) -> dict[str, tuple[Prompt, ...]]:
+        """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
+        number = self.config.eval.num_prompts
+        return {MAIN: self.prompts("eval", self.config.eval.data)[:number]} if number else {}
+
+    def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
+        """Return the stream that draws the prompts of the batches."""
+        curriculum = self.config.curriculum
+        return PromptStream(
+            prompts,
+            self.config.trainer.seed,
+            bind(curriculum),
+            retire_after=curriculum.retire_after,
+            prompts_per_step=self.config.rollout.prompts_per_step,
+        )
+
+    def play(self, servers: ServerPool) -> Play:
+        """Return how episodes are played on these servers."""
+        env, data = self.config.env, self.config.data
+        return player(self.environment, servers, self.tokenizer, env=env, data=data, max_length=self.longest)
+
+    def pipeline(self, new_batch: NewBatch) -> Pipeline:
+        """Return the pipeline of the batches that `new_batch` gathers."""
+        config, max_staleness = self.config, self.config.pipeline.max_staleness
+        plan = functools.partial(
+            plan_step,
+            config=config.rollout,
+            seed=config.trainer.seed,
+            oversampling=config.algorithm.oversampling,
+            max_staleness=max_staleness,
+        )
+        steps, progress = config.trainer.steps, self.console.progress
+        return Pipeline(new_batch, plan, steps=steps, max_staleness=max_staleness, progress=progress)
+
+    def evaluation(self, datasets: Mapping[str, Sequence[Prompt]], play: Play, scorer: RewardScorer) -> Evaluation:
+        """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
+        config, settings = self.config, self.config.eval
+        seed, temperature = config.trainer.seed, settings.temperature
+        return Evaluation(
+            datasets=datasets,
+            play=play,
+            score=scorer.score,
+            reward=next(iter(eval_rewards(config.rewards, settings.reward).functions)),
+            samples=settings.samples,
+            sampling=sampling_params(config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature),
+            timeout_s=config.rollout.timeout_s * (1 + config.pipeline.max_staleness),
+            max_error_rate=config.rewards.max_error_rate,
+        )
+
+    @asynccontextmanager
+    async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
+        """Give the servers at server.urls with their weights, or one of model.path, started where none answers."""
+        config, own = self.config, list[Child]()
+
+        def waiting(what: str, waited_s: float) -> None:
+            refuse_dead(*own)
+            self.console.doing(what, waited_s)
+
+        async def check(member: Member, health: Health) -> None:
+            if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
+                raise ConfigError(
+                    f"the server at {member.url} serves {health.model}, whose tokenizer is not that of "
+                    f"model.path={config.model.path}; name the same model, or another server.port"
+                )
+            if not config.server.urls and Path(health.model).resolve() != Path(config.model.path).resolve():
+                raise ConfigError(
+                    f"the server at {member.url} serves {health.model}, not model.path={config.model.path}; to "
+                    f"measure {health.model} set server.urls=[{member.url}], else another server.port"
+                )
+            self.console.say(f"{member.url} serves {health.model}, version {health.version}")
+            member.mark_ready(health.session)
+
+        async with _pool(config, config.server_urls, on_wait=waiting, say=self.console.say) as servers:
+            servers.bring_up = check
+            with ExitStack() as stack:
+                if not config.server.urls and not await servers.members[0].server.answers():
+                    own.append(stack.enter_context(server_process(config, arguments, config.run_dir)))
+                await servers.wait_up()
+                yield servers
 
 
 async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
-    """With launch.share_gpu: waits until the server has started, which needs the GPU for itself, and now sleeps.
+    """With launch.share_gpu, wait until the server has started, which needs the whole GPU, and put it to sleep.
 
-    Every rank does so before it takes the GPU; nobody wakes the server before all of them have built their trainer.
+    Every rank does so before it takes the GPU; the server wakes up after all of them have built their trainer.
     """
     if config.launch.share_gpu:
         async with _pool(config, config.server_urls, **tell) as servers:
@@ -327,82 +372,3 @@ def _publisher(
     )
     servers.bring_up = functools.partial(bring_up, publisher, trainer.check_same_model, say)
     return publisher
-
-
-def _player(config: Config, make: Callable[[], Environment], servers: ServerPool, tokenizer: Any) -> Play:
-    return player(
-        make,
-        servers,
-        tokenizer,
-        env=config.env,
-        data=config.data,
-        max_length=tokenizers.longest_sequence(config.model, config.trainer),
-    )
-
-
-def _pipeline(config: Config, console: Console) -> Callable[[NewBatch], Pipeline]:
-    """Return what makes the pipeline of batches that a function gathers."""
-    plan = functools.partial(
-        plan_step,
-        config=config.rollout,
-        seed=config.trainer.seed,
-        oversampling=config.algorithm.oversampling,
-        max_staleness=config.pipeline.max_staleness,
-    )
-    return functools.partial(
-        Pipeline,
-        plan=plan,
-        steps=config.trainer.steps,
-        max_staleness=config.pipeline.max_staleness,
-        progress=console.progress,
-    )
-
-
-def _evaluation(
-    config: Config, datasets: Mapping[str, Sequence[Prompt]], play: Play, eval_scorer: RewardScorer
-) -> Evaluation:
-    sampling = sampling_params(
-        config.rollout, seed=config.trainer.seed, step=EVAL_STEP, temperature=config.eval.temperature
-    )
-    return Evaluation(
-        datasets=datasets,
-        play=play,
-        score=eval_scorer.score,
-        reward=next(iter(eval_rewards(config.rewards, config.eval.reward).functions)),
-        samples=config.eval.samples,
-        sampling=sampling,
-        timeout_s=config.rollout.timeout_s * (1 + config.pipeline.max_staleness),
-        max_error_rate=config.rewards.max_error_rate,
-    )
-
-
-def _held_out(
-    config: Config, tokenizer: Any, console: Console, make: Callable[[], Environment]
-) -> dict[str, tuple[Prompt, ...]]:
-    """Returns the prompts of the evaluation by the name of their dataset; nothing where there is none."""
-    if config.eval.num_prompts == 0:
-        return {}
-    datasets = {MAIN: config.eval.data}
-    return {
-        name: _load(f"eval {name}".strip(), data, config, tokenizer, console, make)[: config.eval.num_prompts]
-        for name, data in datasets.items()
-    }
-
-
-def _load(
-    what: str, data: DataConfig, config: Config, tokenizer: Any, console: Console, make: Callable[[], Environment]
-) -> tuple[Prompt, ...]:
-    """Returns the prompts of a source that are short enough, and says how many were not."""
-    longest = tokenizers.longest_sequence(config.model, config.trainer) - config.rollout.max_tokens
-    toolbox = make().toolbox
-    tools = toolbox.tools if toolbox else ()
-    prompts, num_dropped = load_prompts(data, tokenizer, max_prompt_tokens=longest, tools=tools)
-    if num_dropped:
-        limit = min(longest, data.max_prompt_tokens or longest)
-        console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
-    if not prompts:
-        raise ConfigError(
-            f"{what}: no prompt of {data.source} is short enough; lower rollout.max_tokens, or raise "
-            "trainer.micro_batch_tokens"
-        )
-    return prompts

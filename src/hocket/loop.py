@@ -1,13 +1,11 @@
 """GRPO on one page: eight numbered lines from prompts to new weights on the servers.
 
 Rank 0 runs this loop; the other ranks follow its trainer (trainer/ranks.py). Each numbered line names the file to read
-next. A server that dies is not seen here: its work is played on the others (pool.py), and `wait_up` brings it back.
+next. If a server dies, pool.py generates its work on the others, and `wait_up` brings it back between two steps.
 """
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hocket.algorithm.kl import KlController
@@ -23,30 +21,28 @@ from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Batch, Plan, Play, collect
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay
-from hocket.sync.publish import Publisher
-from hocket.system import run_in_thread
+from hocket.sync.publish import Metrics, Publisher
+from hocket.system import run_in_thread, timed
 from hocket.trainer.trainer import Trainer
 from hocket.types import Group
-
-Metrics = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training run: the parts that the loop brings together, each usable without the others."""
+    """One training run: the parts that the loop connects, each usable without the others."""
 
     config: Config
     servers: ServerPool
-    stream: PromptStream  # draws the prompts, and is told the fate of each
-    play: Play  # plays one episode
+    stream: PromptStream  # draws prompts, and records the fate of each
+    play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
-    shape: Callable[[Group], Shaped]  # rewards as they are trained, and why a group has no signal
-    batches: Callable[[NewBatch], Pipeline | Replay]  # has them gathered ahead of training, or reads recorded ones
+    shape: Callable[[Group], Shaped]  # a group's rewards as they are trained, and the reason if it has no signal
+    batches: Callable[[NewBatch], Pipeline | Replay]  # gathers batches ahead of training, or reads recorded ones
     trainer: Trainer
     kl: KlController  # coefficient of a KL in the rewards
     publisher: Publisher
     evaluation: Evaluation
-    folder: RunFolder  # its history says how far the run is
+    folder: RunFolder  # metrics, rollouts and ledger; its history says which step comes next
     checkpoints: Checkpoints
     console: Console
 
@@ -79,11 +75,25 @@ class Run:
         """Gather one batch; the pipeline calls this up to max_staleness steps ahead of training."""
         return await collect(
             plan,
-            self.stream.take,  # 1 prompts    data/stream.py
-            self.play,  # 2 rollouts   rollout/episodes.py, agents.py
-            self.scorer.score,  # 3 scores     rewards/scorer.py
+            self.stream.take,  # 1 prompts  data/stream.py
+            self.play,  # 2 rollouts  rollout/episodes.py, agents.py
+            self.scorer.score,  # 3 scores  rewards/scorer.py
             informative=lambda group: self.shape(group).reason is None,
         )
+
+    async def update(self, step: int, groups: Sequence[Shaped]) -> Metrics:
+        """Update the policy on groups with a signal; no other line changes the trainer's weights."""
+        metrics: Metrics = {}
+        self.console.progress(step, "training")
+        sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
+        with timed(metrics, "time/measure"):  # log-probs of the reference, values of the critic
+            measured = await run_in_thread(self.trainer.measure, sequences)
+        # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
+        samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
+        self.kl.update(shaping.get("rollout/kl"), len(samples))
+        # 5 loss, 6 update; if either is not finite, the batch is kept in a file  algorithm/losses.py, trainer/step.py
+        stats = await run_in_thread(self.trainer.step, samples, keep=self.folder.skipped(step))
+        return metrics | shaping | train_metrics(stats)
 
     async def learn(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
         """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""
@@ -98,48 +108,26 @@ class Run:
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
             if groups:
                 with timed(metrics, "time/sync"):
-                    metrics |= await self.publisher.publish()  # 7 weights    sync/publish.py
+                    metrics |= await self.publisher.publish()  # 7 weights  sync/publish.py
         return metrics | turn
-
-    async def update(self, step: int, groups: Sequence[Shaped]) -> Metrics:
-        """Update the policy on the groups."""
-        metrics: Metrics = {}
-        self.console.progress(step, "training")
-        with timed(metrics, "time/measure"):  # log-probs of the reference, values of the critic
-            sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
-            measured = await run_in_thread(self.trainer.measure, sequences)
-        algorithm = self.config.algorithm
-        samples, shaping = train_samples(groups, measured, algorithm, self.kl.coef)  # 4 advantages    algorithm/
-        self.kl.update(shaping.get("rollout/kl"), len(samples))
-        keep = self.folder.skipped(step)  # where a step that is not finite leaves its batch
-        stats = await run_in_thread(self.trainer.step, samples, keep=keep)  # 5 batches, 6 update    trainer/
-        return metrics | shaping | train_metrics(stats)
 
     async def evaluate(self, step: int) -> Metrics:
         """Return the eval/* metrics of the weights that the servers hold; empty without held-out prompts."""
+        if not self.evaluation.datasets:
+            return {}
         metrics: Metrics = {}
-        if self.evaluation.datasets:
-            self.console.progress(step, "held-out evaluation")
-            with timed(metrics, "time/eval"):
-                measured, groups = await self.evaluation.run(f"eval {step}")
-            self.folder.rollouts(f"eval_{step:06d}", groups)
-            metrics |= measured
-        return metrics
+        self.console.progress(step, "held-out evaluation")
+        with timed(metrics, "time/eval"):
+            measured, groups = await self.evaluation.run(f"eval {step}")
+        self.folder.rollouts(f"eval_{step:06d}", groups)
+        return metrics | measured
 
     def record(self, step: int, shaped: Sequence[Shaped], metrics: Metrics) -> None:
         """Settle the prompts; write metrics, ledger and checkpoint of the step."""
+        skipped = metrics.get("train/skipped", 0.0) > 0
         for one in shaped:
             if one.group.draw is not None:  # a replay draws nothing
-                skipped = metrics.get("train/skipped", 0.0) > 0
                 self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, skipped=skipped))
-        self.folder.finish(step, metrics, self.stream.entries())  # 8 records    observe/run_folder.py
+        self.folder.finish(step, metrics, self.stream.entries())  # 8 records  observe/run_folder.py
         self.checkpoints.complete(step, metrics)
         self.console.step(step, metrics)
-
-
-@contextmanager
-def timed(metrics: Metrics, name: str) -> Iterator[None]:
-    """Add the wall seconds of its body to `metrics` under `name`."""
-    start = time.perf_counter()
-    yield
-    metrics[name] = time.perf_counter() - start

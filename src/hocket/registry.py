@@ -53,15 +53,8 @@ class Registry(Generic[T]):
         Raise ConfigError if the name or an option is wrong. `section` of the config has the options beside its `keys`.
         """
         target: Any = self.get(name)
-        signature = inspect.signature(target).replace(return_annotation=inspect.Signature.empty)
-        called = f"{self.kind} {name}{signature}"
-        for option in options:
-            if option not in signature.parameters:
-                close = nearest(option, [*signature.parameters, *keys])
-                raise ConfigError(f"{called} has no option {option!r}{close}")
-        for parameter in signature.parameters.values():
-            if parameter.default is parameter.empty and parameter.name not in options:
-                raise ConfigError(f"{called} needs the option {parameter.name!r}: set {section}.{parameter.name}")
+        called = f"{self.kind} {name}"
+        check_options(called, inspect.signature(target), options, section=section, keys=keys)
         make = functools.partial(target, **options)
         try:
             make()
@@ -72,6 +65,22 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Return all registered names, sorted."""
         return sorted(self._items)
+
+
+def check_options(
+    called: str, signature: inspect.Signature, options: Iterable[str], *, section: str, keys: Iterable[str]
+) -> None:
+    """Raise ConfigError if a parameter of `called` is missing in `options` and `keys`, or an option is no parameter."""
+    named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
+    called += str(signature.replace(return_annotation=inspect.Signature.empty))
+    known = [*keys, *options]
+    for option in options:
+        if option not in named and len(named) == len(signature.parameters):  # there is no **options
+            raise ConfigError(f"{called} has no option {option!r}{nearest(option, [*named, *keys])}")
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in known:
+            close = nearest(name, keys)
+            raise ConfigError(f"{called} needs the option {name!r}{close}: set {section}.{name}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

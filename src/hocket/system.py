@@ -1,10 +1,11 @@
-"""Run threads and tasks, write files atomically, derive seeds, measure free memory. Standard library only."""
+"""Run threads and tasks, write files atomically, derive seeds, measure time and memory. Standard library only."""
 
 import asyncio
 import functools
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -114,6 +115,14 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     path.rename(partial)
     shutil.rmtree(partial)
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the wall seconds of the body to `metrics` under `name`."""
+    start = time.perf_counter()
+    yield
+    metrics[name] = time.perf_counter() - start
 
 
 def seed_of(*parts: object) -> int:

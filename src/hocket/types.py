@@ -1,4 +1,4 @@
-"""What flows between the stages: frozen values whose lengths are checked. t: the tokens of a sequence, prompt first.
+"""Define what flows between the stages: frozen values of checked lengths. t: tokens of a sequence, prompt first.
 
 Token ids are the truth; text is for rewards and people and is never encoded again.
 """
@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
-InFlight = Literal["keep", "drain", "abort"]
-"""Fate of requests that run while new weights are loaded: go on with them, end before, or be aborted."""
-Message = Mapping[str, Any]
-"""One chat message, {"role": ..., "content": ...}."""
-VersionSpan = tuple[int, int, int]
-"""(weight version, start, end): the version that sampled tokens start..end of a completion."""
+InFlight = Literal["keep", "drain", "abort"]  # requests that run while weights load: go on, end before, are aborted
+Message = Mapping[str, Any]  # one chat message, {"role": ..., "content": ...}
+VersionSpan = tuple[int, int, int]  # (weight version, start, end): it sampled tokens start..end of a completion
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +18,12 @@ class Prompt:
     """One row of the data, rendered once."""
 
     id: str  # stable name of the row within its source, "source:row"
-    token_ids: tuple[int, ...]  # the rendered prompt, ready for the engine
+    token_ids: tuple[int, ...]  # the rendered prompt, ready for the engine; never empty
     messages: tuple[Message, ...] | None = None  # the chat it was rendered from; None for plain text
     text: str = ""  # for rewards and people: the last user message, or the plain text
     answer: str | None = None  # the reference that rewards compare with
     difficulty: float | None = None  # of data.difficulty_column; the higher, the harder
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
-
-    def __post_init__(self) -> None:
-        if not self.token_ids:
-            raise ValueError(f"prompt {self.id} has no tokens")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +31,7 @@ class TokenSequence:
     """One flat sequence, prompt first, exactly as the engine read and sampled it."""
 
     token_ids: tuple[int, ...]  # [t]
-    mask: tuple[bool, ...]  # [t] True where the policy sampled the token; False for prompt and environment tokens
+    mask: tuple[bool, ...]  # [t] True where the policy sampled the token: only those are trained
     logprobs: tuple[float, ...]  # [t] the engine's log-prob of each sampled token; 0.0 where the mask is False
     finish_reason: FinishReason = "stop"  # of the last turn; "length" where a limit cut the episode off
     version_min: int = 0  # oldest and newest weight version that sampled one of its tokens; 0 without any
@@ -63,18 +56,13 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """What is scored: what the policy wrote in its last turn, or what an agent returned."""
+        """Text to score: of the policy's last turn, or an agent's result."""
         return self.sequences[-1].text
 
     @property
     def finish_reason(self) -> FinishReason:
-        """How the last turn ended: "length" where a limit cut the episode off."""
+        """End of the last turn: "length" where a limit cut the episode off."""
         return self.sequences[-1].finish_reason
-
-    @property
-    def turns(self) -> int:
-        """Model turns of the whole episode."""
-        return sum(sequence.turns for sequence in self.sequences)
 
     @property
     def num_sampled(self) -> int:
@@ -121,8 +109,8 @@ class TrainSample:
     id: str = ""  # of the sequence, for reports
 
     def __post_init__(self) -> None:
-        optional = {name: getattr(self, name) for name in ("ref_logprobs", "values", "returns") if getattr(self, name)}
-        check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **optional)
+        given = {name: column for name in ("ref_logprobs", "values", "returns") if (column := getattr(self, name))}
+        check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **given)
         if len(self.sequence.token_ids) < 2:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")
 

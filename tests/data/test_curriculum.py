@@ -9,7 +9,7 @@ import pytest
 
 from hocket import config as config_module
 from hocket.config import CurriculumConfig
-from hocket.data import Candidates, Plan, PromptStream
+from hocket.data import Candidates, EpochPlan, PromptStream
 from hocket.data.curriculum import NUM_RECENT, Curriculum, PassRates, Shuffle, Sorted, Staged, Window, bind
 from hocket.data.stream import Outcome
 from hocket.errors import ConfigError
@@ -48,7 +48,9 @@ def test_shuffle_keeps_the_order_of_the_members_and_sorted_goes_from_easy_to_har
 def test_window_plays_what_is_within_its_bounds_or_not_measured_and_says_why_not() -> None:
     rates = {0: (0, 0.0), 1: (0, 0.2), 2: (0, 0.8), 3: (0, 0.875)}
     plan = Window().plan(candidates(5, rates=rates, epoch=1))
-    assert plan == Plan(order=[4, 2, 1], why={0: "too hard: pass rate below 0.2", 3: "too easy: pass rate above 0.8"})
+    assert plan == EpochPlan(
+        order=[4, 2, 1], why={0: "too hard: pass rate below 0.2", 3: "too easy: pass rate above 0.8"}
+    )
     # measured again after long enough:
     rates = {0: (0, 0.0), 1: (1, 1.0), 2: (1, 0.5)}
     played = [Window(rest=2).plan(candidates(3, rates=rates, epoch=epoch)).order for epoch in (1, 2, 3, 4)]
@@ -81,11 +83,13 @@ def test_stages_are_cut_at_their_bounds_and_added_to_the_candidates() -> None:
     staged = Staged([1, 2], steps=10)
     levels = {0: 1.0, 1: 1.5, 2: 2.0, 3: 2.5, 4: 0.5}
     second, third = "stage 2 has not begun", "stage 3 has not begun"
-    assert staged.plan(candidates(5, difficulties=levels)) == Plan(order=[4, 0], why={1: second, 2: second, 3: third})
+    assert staged.plan(candidates(5, difficulties=levels)) == EpochPlan(
+        order=[4, 0], why={1: second, 2: second, 3: third}
+    )
     assert [staged.moves_on(step) for step in (9, 10, 10, 19)] == [False, True, False, False]
     assert staged.plan(candidates(5, difficulties=levels)).order == [4, 2, 1, 0]
     assert staged.moves_on(20)
-    assert staged.plan(candidates(5, difficulties=levels)) == Plan(order=[4, 3, 2, 1, 0])
+    assert staged.plan(candidates(5, difficulties=levels)) == EpochPlan(order=[4, 3, 2, 1, 0])
     assert not staged.moves_on(99)
 
 
@@ -211,8 +215,10 @@ def test_a_curriculum_may_hand_out_its_own_state_and_plan_with_any_kind_of_numbe
         def __init__(self) -> None:
             self.times = [0] * 6
 
-        def plan(self, candidates: Candidates) -> Plan:
-            return Plan(order=list(numpy.array(sorted(candidates.members, key=lambda i: (self.times[i], i)))), why={})
+        def plan(self, candidates: Candidates) -> EpochPlan:
+            return EpochPlan(
+                order=list(numpy.array(sorted(candidates.members, key=lambda i: (self.times[i], i)))), why={}
+            )
 
         def measured(self, index: int, pass_rate: float) -> None:
             self.times[index] += int(pass_rate)

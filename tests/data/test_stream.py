@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hocket.data import Candidates, Curriculum, Plan, PromptStream
+from hocket.data import Candidates, Curriculum, EpochPlan, PromptStream
 from hocket.data.curriculum import Sorted, Staged, Window
 from hocket.data.ledger import accounts
 from hocket.data.stream import Outcome
@@ -137,8 +137,8 @@ def test_a_plan_that_makes_no_sense_names_its_curriculum() -> None:
         def __init__(self, *order: int) -> None:
             self.order = order
 
-        def plan(self, candidates: Candidates) -> Plan:
-            return Plan(order=self.order)
+        def plan(self, candidates: Candidates) -> EpochPlan:
+            return EpochPlan(order=self.order)
 
     for order in ((0, 0), (0, 7)):
         with pytest.raises(DataError, match="the curriculum Odd plans a prompt twice, or one that is no member"):

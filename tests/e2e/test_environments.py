@@ -98,7 +98,7 @@ async def test_the_logprobs_of_several_turns_are_those_of_the_whole_sequence(por
     for rollout in rollouts:  # the model says what the environment heard, and the hints are true
         text = tokens.decode(rollout.sequences[0].token_ids)
         said = "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in rollout.sequences[0].dialogue)
-        assert rollout.turns == 1 or rollout.finish_reason == "length" or text.endswith(said)
+        assert rollout.sequences[-1].turns == 1 or rollout.finish_reason == "length" or text.endswith(said)
     for score in (score for group in groups for score in group.scores):
         assert score.error is None
         assert 0.0 <= score.total <= 1.0

@@ -1,5 +1,5 @@
+import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -49,12 +49,7 @@ def make_rollout() -> Callable[..., Rollout]:
 @pytest.fixture
 def scorer_of() -> Iterator[Callable[..., RewardScorer]]:
     """Makes scorers from rewards.functions and closes them."""
-    scorers: list[RewardScorer] = []
-
-    def make(functions: dict[str, Any], **settings: Any) -> RewardScorer:
-        scorers.append(RewardScorer(RewardsConfig.model_validate({"functions": functions, **settings})))
-        return scorers[-1]
-
-    yield make
-    for scorer in scorers:
-        scorer.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda functions, **settings: stack.enter_context(
+            RewardScorer(RewardsConfig.model_validate({"functions": functions, **settings}))
+        )

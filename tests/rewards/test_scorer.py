@@ -135,7 +135,7 @@ async def test_closing_ends_workers_that_are_busy(scorer_of: Scorers, make_rollo
     scorer = scorer_of({"picky": 1.0}, timeout_s=3600)
     score = asyncio.create_task(scorer.score(make_rollout("child")))
     await _until(lambda: bool(_sleepers(plugin)), score)
-    await asyncio.get_running_loop().run_in_executor(None, scorer.close)
+    await asyncio.get_running_loop().run_in_executor(None, scorer.__exit__)
     assert (await score).error is not None
     await _until(lambda: not _sleepers(plugin))
     refused = await scorer_error(scorer, make_rollout("fine"))

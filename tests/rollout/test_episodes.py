@@ -199,7 +199,7 @@ async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_an
         (sequence,) = rollout.sequences
         turns, rewards = turns_of[rollout.prompt.token_ids[1:4]], gave[rollout.prompt.id]
         assert len(sequence.token_ids) == len(sequence.mask) == len(sequence.logprobs) <= 80
-        assert rollout.turns == len(turns) >= 1
+        assert rollout.sequences[-1].turns == len(turns) >= 1
         mask = [False] * len(sequence.token_ids)
         for turn in turns:
             # Every context is the sequence up to there, and what was sampled follows it just as it was sampled.
@@ -216,7 +216,7 @@ async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_an
         assert score.total == pytest.approx(sum(rewards))
         cut = rewards[-1] == -1.0 or turns[-1].completion.finish_reason == "length"
         assert rollout.finish_reason == ("length" if cut else "stop")
-        ends.add((rewards[-1] == -1.0, rollout.turns == 6, rollout.finish_reason))
+        ends.add((rewards[-1] == -1.0, rollout.sequences[-1].turns == 6, rollout.finish_reason))
     assert ends >= {(False, False, "stop"), (False, False, "length"), (True, True, "length"), (True, False, "length")}
 
 
@@ -280,9 +280,9 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
         assert any(cause in error for error in errors), cause
     for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
         assert (score.error is None) == math.isfinite(score.total)  # an error is never a number
-        assert score.error is not None or score.total == rollout.turns
+        assert score.error is not None or score.total == rollout.sequences[-1].turns
         assert sum(rollout.sequences[0].mask) == rollout.num_sampled
-        assert rollout.turns or rollout.sequences[0].version_min == 0
+        assert rollout.sequences[-1].turns or rollout.sequences[0].version_min == 0
     assert closed == {1: 500}  # every environment, once
     stream = PromptStream([group.rollouts[0].prompt for group in groups], seed=0)
     by_id = {group.rollouts[0].prompt.id: group for group in groups}
@@ -422,7 +422,7 @@ async def test_an_environment_whose_first_words_leave_no_room_is_an_error(render
 
     (group,) = await played(Long, renderer, FakeEngine(), num_prompts=1)
     assert "leaves no room" in (group.scores[0].error or "")
-    assert group.rollouts[0].turns == 0
+    assert group.rollouts[0].sequences[-1].turns == 0
     assert group.rollouts[0].sequences[0].token_ids == group.rollouts[0].prompt.token_ids
 
 
@@ -433,7 +433,7 @@ async def test_a_role_that_the_template_refuses_is_the_episodes_error(renderer: 
 
     (group,) = await played(Wrong, renderer, FakeEngine(), num_prompts=1)
     assert "roles are system, user, assistant and tool" in (group.scores[0].error or "")
-    assert group.rollouts[0].turns == 1
+    assert group.rollouts[0].sequences[-1].turns == 1
 
 
 async def test_half_a_surrogate_pair_is_told_as_a_question_mark(renderer: Renderer) -> None:
@@ -473,7 +473,7 @@ async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(rende
         assert group.scores[0].error is None
         told = [message["content"] for message in group.rollouts[0].sequences[0].dialogue if message["role"] == "tool"]
         assert told == ["error: no result within 0.3 s"] * 3  # nobody reads the fourth
-        assert (group.rollouts[0].turns, group.rollouts[0].finish_reason) == (4, "length")
+        assert (group.rollouts[0].sequences[-1].turns, group.rollouts[0].finish_reason) == (4, "length")
 
 
 async def test_a_step_that_misses_its_own_deadline_still_has_that_of_the_episode(renderer: Renderer) -> None:
@@ -525,7 +525,7 @@ async def test_what_no_sequence_can_hold_cuts_the_episode_off_and_is_never_encod
     if (first, kind) == (True, "messages"):
         assert "reset: a prompt of too many tokens leaves no room" in (error or "")
     else:
-        assert (error, rollout.finish_reason, rollout.turns) == (None, "length", 0 if first else 1)
+        assert (error, rollout.finish_reason, rollout.sequences[-1].turns) == (None, "length", 0 if first else 1)
         assert len(rollout.sequences[0].token_ids) <= 6 + 8  # prompt and turn: nothing of the text
 
 
@@ -570,7 +570,7 @@ async def test_an_environment_without_rewards_leaves_them_to_the_reward_function
         batch = await gathered([Prompt(id="p", token_ids=(5, 6))], one, score)
     (rollout,) = batch.groups[0].rollouts
     assert scored == [rollout, rollout]
-    assert (rollout.id, rollout.reward, rollout.turns) == ("s/0/0", None, 1)
+    assert (rollout.id, rollout.reward, rollout.sequences[-1].turns) == ("s/0/0", None, 1)
     done = sampled(seed_of(77, 0, 1), 8)
     assert rollout.sequences[0].token_ids == (5, 6, *done.token_ids)
     assert rollout.sequences[0].mask == (False, False, *[True] * len(done.token_ids))
@@ -599,7 +599,7 @@ async def test_a_single_turn_that_is_late_fails_alone_and_any_other_failure_of_a
     batch = await gathered([prompt], play, no_score, timeout_s=0.05)
     (late,) = batch.groups[0].rollouts
     assert late.error == "the episode was not over within 0.05 s (rollout.timeout_s): it died"
-    assert (late.sequences[0].token_ids, late.num_sampled, late.turns) == ((5, 6), 0, 0)
+    assert (late.sequences[0].token_ids, late.num_sampled, late.sequences[0].turns) == ((5, 6), 0, 0)
     with pytest.raises(ServerError, match="it died"):
         await gathered([prompt], play, no_score)
 

@@ -34,7 +34,7 @@ def group_advantages(
     for members in _groups(rewards_n, group_ids):
         scored = members[~rewards_n[members].isnan()]
         rewards_g, others = rewards_n[scored], max(len(scored) - 1, 1)
-        advantages_g = rewards_g if baseline == "none" else rewards_g - _mean(rewards_g)
+        advantages_g = rewards_g if baseline == "none" else rewards_g - _sum(rewards_g) / max(len(scored), 1)
         if baseline == "leave_one_out":  # R − mean of the others = G / (G − 1) · (R − mean)
             advantages_g = advantages_g * (len(scored) / others)
         if scale == "group":
@@ -46,10 +46,9 @@ def group_advantages(
 
 
 def zero_variance_groups(rewards: Tensor | Sequence[float], group_ids: Tensor | Sequence[int]) -> Tensor:
-    """Return per rollout whether its group has no signal, bool [n].
+    """Return per rollout whether its group has no signal, bool [n]: equal rewards, or fewer than two that are not NaN.
 
-    That is a range of at most 1e-6 over its scored (not NaN) rewards, or fewer than two of them. The rounding noise of
-    a deviation would grow with the size of the rewards.
+    Their range decides: the rounding noise of a deviation would grow with the size of the rewards.
     """
     rewards_n = torch.as_tensor(rewards, dtype=torch.float64)
     silent_n = torch.zeros(len(rewards_n), dtype=torch.bool)
@@ -61,11 +60,8 @@ def zero_variance_groups(rewards: Tensor | Sequence[float], group_ids: Tensor | 
 
 def deviation(values_n: Tensor) -> Tensor:
     """Return the unbiased standard deviation; 0 for fewer than two values."""
-    return (_sum((values_n - _mean(values_n)).square()) / max(len(values_n) - 1, 1)).sqrt()
-
-
-def _mean(values_n: Tensor) -> Tensor:
-    return _sum(values_n) / max(len(values_n), 1)
+    mean = _sum(values_n) / max(len(values_n), 1)
+    return (_sum((values_n - mean).square()) / max(len(values_n) - 1, 1)).sqrt()
 
 
 def _sum(values_n: Tensor) -> Tensor:

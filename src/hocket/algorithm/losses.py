@@ -1,8 +1,10 @@
-"""Compute the policy loss: ratio, clip, correction, aggregate. Suffixes: b rows, t next-token axis.
+"""Compute the policy loss: ratio, clip, aggregate. Suffixes: b rows, t next-token axis.
 
 What differs from the papers: denominators count all micro-batches and ranks of the optimiser step; each objective is
-multiplied by an importance weight between engine and trainer (`correction`); with a correction and one update per
-batch, every ratio is 1 and the clip has no effect. To add a loss: a new `clip` in config/algorithm.py and `_objective`.
+multiplied by an importance weight between engine and trainer (`correction`, ratios.py); with a correction and one
+update per batch, every ratio is 1 and the clip has no effect.
+
+To add a loss: name it in `clip` of config/algorithm.py, and return its objective per token in `_objective`.
 """
 
 import dataclasses
@@ -13,10 +15,8 @@ from torch import Tensor
 
 from hocket.algorithm.diagnostics import policy_metrics
 from hocket.algorithm.kl import kl_penalty
-from hocket.algorithm.ratios import masked_log_ratio, sequence_means, sequence_sums
+from hocket.algorithm.ratios import importance_weight, masked_log_ratio, sequence_means, sequence_sums
 from hocket.config import LossConfig as LossConfig
-
-MAX_SURVIVOR_WEIGHT = 2.0  # cap of a token's importance weight in a sequence that sequence_mask keeps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def policy_loss(
         log_ratio_bt = own_bt + sequence_means(log_ratio_bt.detach(), mask_bt, sample_bt)
     ratio_bt = log_ratio_bt.exp()
     log_importance_bt = masked_log_ratio(trainer_bt, rollout_logprobs_bt, mask_bt)
-    weight_bt = _correction(log_importance_bt, mask_bt, sample_bt, config)
+    weight_bt = importance_weight(log_importance_bt, mask_bt, sample_bt, config)
     advantages_bt = advantages_bt.where(mask_bt, 0.0)
     terms_bt = -weight_bt * _objective(ratio_bt, advantages_bt, logprobs_bt.where(mask_bt, 0.0), config)
     log_reference_bt = None if ref_logprobs_bt is None else masked_log_ratio(logprobs_bt, ref_logprobs_bt, mask_bt)
@@ -86,20 +86,6 @@ def _objective(ratio_bt: Tensor, advantages_bt: Tensor, logprobs_bt: Tensor, con
     if config.dual_clip is None:
         return smaller_bt
     return torch.maximum(smaller_bt, config.dual_clip * advantages_bt).where(advantages_bt < 0, smaller_bt)
-
-
-def _correction(log_importance_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor, config: LossConfig) -> Tensor:
-    """Return the importance weight w per token."""
-    low, high = config.correction_low, config.correction_high
-    importance_bt = log_importance_bt.exp()
-    if config.correction == "none":
-        return torch.ones_like(importance_bt)
-    if config.correction == "truncate":
-        return importance_bt.clamp(low, high)
-    if config.correction == "mask":
-        return importance_bt.where((importance_bt >= low) & (importance_bt <= high), 0.0)
-    mean_bt = sequence_means(log_importance_bt, mask_bt, sample_bt).exp()
-    return importance_bt.clamp(max=MAX_SURVIVOR_WEIGHT).where((mean_bt >= low) & (mean_bt <= high), 0.0)
 
 
 def _shares(trained_bt: Tensor, sample_bt: Tensor, config: LossConfig, num_tokens: int, num_sequences: int) -> Tensor:

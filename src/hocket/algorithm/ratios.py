@@ -1,9 +1,12 @@
-"""Compare log-probabilities: masked log-ratios, and their sums over sequences that are packed into rows."""
+"""Compare log-probabilities: masked log-ratios, importance weights, and sums over sequences packed into rows."""
 
 import torch
 from torch import Tensor
 
+from hocket.config import LossConfig
+
 MAX_LOG_RATIO = 20.0  # e^20 is far outside every clip range and still finite
+MAX_SURVIVOR_WEIGHT = 2.0  # cap of a token's importance weight in a sequence that sequence_mask keeps
 
 
 def masked_log_ratio(numerator_bt: Tensor, denominator_bt: Tensor, mask_bt: Tensor) -> Tensor:
@@ -11,6 +14,20 @@ def masked_log_ratio(numerator_bt: Tensor, denominator_bt: Tensor, mask_bt: Tens
     # Masked before exp: padding may hold -inf, and a mask after exp would turn that into NaN gradients.
     difference_bt = numerator_bt.where(mask_bt, 0.0) - denominator_bt.where(mask_bt, 0.0)
     return difference_bt.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def importance_weight(log_importance_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor, config: LossConfig) -> Tensor:
+    """Return each token's importance weight: trainer over engine probability, limited by `correction`."""
+    low, high = config.correction_low, config.correction_high
+    importance_bt = log_importance_bt.exp()
+    if config.correction == "none":
+        return torch.ones_like(importance_bt)
+    if config.correction == "truncate":
+        return importance_bt.clamp(low, high)
+    if config.correction == "mask":
+        return importance_bt.where((importance_bt >= low) & (importance_bt <= high), 0.0)
+    mean_bt = sequence_means(log_importance_bt, mask_bt, sample_bt).exp()
+    return importance_bt.clamp(max=MAX_SURVIVOR_WEIGHT).where((mean_bt >= low) & (mean_bt <= high), 0.0)
 
 
 def sequence_means(values_bt: Tensor, mask_bt: Tensor, sample_bt: Tensor) -> Tensor:

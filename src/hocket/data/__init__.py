@@ -1,13 +1,13 @@
 """Prompts: read, checked and rendered once, drawn in the order of a curriculum, and accounted for in a ledger."""
 
-from hocket.data.curriculum import Candidates, Curriculum, Plan, curriculum
+from hocket.data.curriculum import Candidates, Curriculum, EpochPlan, curriculum
 from hocket.data.prompts import Renderer, load_demonstrations, load_prompts
 from hocket.data.stream import PromptStream
 
 __all__ = [
     "Candidates",
     "Curriculum",
-    "Plan",
+    "EpochPlan",
     "PromptStream",
     "Renderer",
     "curriculum",

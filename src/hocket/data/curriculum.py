@@ -54,7 +54,7 @@ class Candidates:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class EpochPlan:
     """The members that an epoch plays, in this order; the others are left out, and `why` may give reasons."""
 
     order: Sequence[int]
@@ -66,7 +66,7 @@ class Curriculum:
 
     uses_pass_rates = True  # if False none are kept, unless solved prompts are retired
 
-    def plan(self, candidates: Candidates) -> Plan:
+    def plan(self, candidates: Candidates) -> EpochPlan:
         """Return the plan of the epoch that begins."""
         raise NotImplementedError
 
@@ -102,20 +102,20 @@ class Shuffle(Curriculum):
 
     uses_pass_rates = False
 
-    def plan(self, candidates: Candidates) -> Plan:
-        return Plan(order=candidates.members)
+    def plan(self, candidates: Candidates) -> EpochPlan:
+        return EpochPlan(order=candidates.members)
 
 
 @curriculum("sorted")
 class Sorted(Curriculum):
     """From easy to hard; equals are shuffled, and prompts of unknown difficulty come last."""
 
-    def plan(self, candidates: Candidates) -> Plan:
+    def plan(self, candidates: Candidates) -> EpochPlan:
         def rank(index: int) -> float:
             difficulty = candidates.difficulty(index)
             return math.inf if difficulty is None else difficulty
 
-        return Plan(order=sorted(candidates.members, key=rank))
+        return EpochPlan(order=sorted(candidates.members, key=rank))
 
 
 @curriculum("window")
@@ -132,7 +132,7 @@ class Window(Curriculum):
             raise ValueError(f"rest={rest} must be a number of epochs, at least 0")
         self._low, self._high, self._rest = low, high, rest
 
-    def plan(self, candidates: Candidates) -> Plan:
+    def plan(self, candidates: Candidates) -> EpochPlan:
         why, measured = {}, candidates.measured
         for index in candidates.members:
             rate = measured.rates[index]
@@ -145,7 +145,7 @@ class Window(Curriculum):
         if len(why) == len(candidates.members):
             oldest = min(measured.epochs[index] for index in why)
             why = {index: reason for index, reason in why.items() if measured.epochs[index] > oldest}
-        return Plan(order=[index for index in candidates.members if index not in why], why=why)
+        return EpochPlan(order=[index for index in candidates.members if index not in why], why=why)
 
 
 @curriculum("staged")
@@ -171,7 +171,7 @@ class Staged(Curriculum):
         self._stage, self._since = 0, 0
         self._recent: collections.deque[float] = collections.deque(maxlen=NUM_RECENT)
 
-    def plan(self, candidates: Candidates) -> Plan:
+    def plan(self, candidates: Candidates) -> EpochPlan:
         known = {i: d for i in candidates.members if (d := candidates.difficulty(i)) is not None}
         stages = {index: bisect.bisect_left(self._bounds, difficulty) for index, difficulty in known.items()}
         if stages and self._stage not in stages.values():  # it is empty, or all of its prompts are retired
@@ -179,7 +179,7 @@ class Staged(Curriculum):
             self._recent.clear()
         self._newest = frozenset(index for index, stage in stages.items() if stage == self._stage)
         why = {i: f"stage {stage + 1} has not begun" for i, stage in stages.items() if stage > self._stage}
-        return Plan(order=[index for index in candidates.members if index not in why], why=why)
+        return EpochPlan(order=[index for index in candidates.members if index not in why], why=why)
 
     def moves_on(self, step: int) -> bool:
         if self._stage == len(self._bounds):

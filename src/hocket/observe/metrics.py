@@ -79,15 +79,10 @@ METRICS = (
         high=0.25,
         advice="rewards slow the run down: make them faster, or lower rewards.timeout_s",
     ),
-    Metric(
-        "pipeline/wait_for_policy", "share of the time since the last step began in which rollouts waited for weights"
-    ),
+    Metric("pipeline/wait_for_policy", "share of the time since the last step began that rollouts waited for weights"),
     Metric("pipeline/queued_groups", "scored groups that were ready when the trainer asked for its batch"),
     Metric("rollout/oversampling", "algorithm.oversampling: prompts played for the step / rollout.prompts_per_step"),
-    Metric(
-        "eval/accuracy",
-        "held-out prompts: mean of the reward function eval.reward",
-    ),
+    Metric("eval/accuracy", "held-out prompts: mean of the reward function eval.reward"),
     Metric("eval/pass@K", "eval.samples: unbiased chance that one of K samples has a reward of 1 (arXiv 2107.03374)"),
     Metric(
         "eval/reward_errors",
@@ -185,9 +180,7 @@ METRICS = (
     Metric("sync/changed", "sync.delta: share of the weights whose bits changed; missing for a full version"),
     Metric("step/tokens_per_s", "throughput: trained tokens per second of time/step − time/eval"),
     Metric("time/generate", "seconds that the step waited for sampled tokens"),
-    Metric(
-        "time/batch", "seconds from the batch's start to its last token; overlaps earlier steps if max_staleness > 0"
-    ),
+    Metric("time/batch", "seconds from batch start to last token; overlaps earlier steps if max_staleness > 0"),
     Metric("time/reward", "seconds that the step then waited for scores alone"),
     Metric("time/turn", "launch.share_gpu: seconds until the server has left the GPU and the trainer is on it"),
     Metric("time/measure", "seconds of the forward passes before the update: reference and critic"),
@@ -230,7 +223,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "rollout/tokens": float(sum(lengths)),
     }
-    turns = [rollout.turns for rollout in rollouts]
+    turns = [sum(sequence.turns for sequence in rollout.sequences) for rollout in rollouts]
     if max(turns) > 1:
         metrics["rollout/turns_mean"] = statistics.fmean(turns)
     if any(len(rollout.sequences) > 1 for rollout in rollouts):

@@ -21,6 +21,7 @@ from hocket.system import flush, write_atomically
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
+COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "logprobs")  # of a sequence to its row
 
 
 class RunFolder:
@@ -175,7 +176,7 @@ def lines_of(groups: Iterable[Group]) -> str:
 
 
 def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
-    *others, last = map(_sequence, rollout.sequence_ids, rollout.sequences)
+    *others, last = map(_sequence_row, rollout.sequence_ids, rollout.sequences)
     return {
         "id": rollout.id,
         "group_id": group.id,
@@ -191,19 +192,10 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
     }
 
 
-def _sequence(name: str, sequence: TokenSequence) -> dict[str, Any]:
-    dialogue = {"dialogue": sequence.dialogue} if sequence.dialogue else {}
-    return dialogue | {
-        "id": name,
-        "completion": sequence.text,
-        "finish_reason": sequence.finish_reason,
-        "turns": sequence.turns,
-        "version_min": sequence.version_min,
-        "version_max": sequence.version_max,
-        "token_ids": sequence.token_ids,
-        "logprobs": sequence.logprobs,
-        "mask": [int(sampled) for sampled in sequence.mask],
-    }
+def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
+    row = {"id": name, "completion": sequence.text, **{field: getattr(sequence, field) for field in COPIED}}
+    row |= {"mask": [int(sampled) for sampled in sequence.mask]}
+    return row | ({"dialogue": sequence.dialogue} if sequence.dialogue else {})
 
 
 def groups_of(lines: Iterable[str]) -> list[Group]:
@@ -215,33 +207,25 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
     groups = []
     for group_id, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
         rows = list(together)
-        groups.append(Group(id=group_id, rollouts=tuple(map(_rollout, rows)), scores=tuple(map(_score, rows))))
+        scores = (
+            Score(total=math.nan if row["reward"] is None else row["reward"], parts=row["parts"], error=row["error"])
+            for row in rows
+        )
+        groups.append(Group(id=group_id, rollouts=tuple(map(_rollout, rows)), scores=tuple(scores)))
     return groups
 
 
 def _rollout(row: Mapping[str, Any]) -> Rollout:
-    sequences = tuple(map(_read_sequence, (*row.get("others", ()), row)))
+    sequences = tuple(map(_sequence, (*row.get("others", ()), row)))
     last = sequences[-1]
-    prompt_length = last.mask.index(True) if True in last.mask else len(last.mask)
-    token_ids = last.token_ids[:prompt_length]
+    token_ids = last.token_ids[: last.mask.index(True)] if any(last.mask) else last.token_ids
     prompt = Prompt(id=row["prompt_id"], token_ids=token_ids, text=row["prompt"], answer=row["answer"])
     return Rollout(id=row["id"], prompt=prompt, sequences=sequences)
 
 
-def _read_sequence(row: Mapping[str, Any]) -> TokenSequence:
-    return TokenSequence(
-        token_ids=tuple(row["token_ids"]),
-        mask=tuple(bool(sampled) for sampled in row["mask"]),
-        logprobs=tuple(row["logprobs"]),
-        finish_reason=row["finish_reason"],
-        version_min=row["version_min"],
-        version_max=row["version_max"],
-        turns=row.get("turns", 1),
-        text=row["completion"],
-        dialogue=tuple(row.get("dialogue", ())),
-    )
-
-
-def _score(row: Mapping[str, Any]) -> Score:
-    total = math.nan if row["reward"] is None else row["reward"]
-    return Score(total=total, parts=row["parts"], error=row["error"])
+def _sequence(row: Mapping[str, Any]) -> TokenSequence:
+    fields: dict[str, Any] = {
+        field: tuple(row[field]) if isinstance(row[field], list) else row[field] for field in COPIED
+    }
+    mask, dialogue = tuple(map(bool, row["mask"])), tuple(row.get("dialogue", ()))
+    return TokenSequence(**fields, mask=mask, text=row["completion"], dialogue=dialogue)

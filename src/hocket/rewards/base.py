@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from hocket.errors import ConfigError
-from hocket.registry import Registry, nearest
+from hocket.registry import Registry, check_options
 from hocket.types import Rollout, Score
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -98,22 +98,12 @@ def bind(name: str, weight: float, options: Mapping[str, Any]) -> Reward:
     for package in found.imports:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reward {name!r} needs the package {package}, which is not installed")
-    signature = inspect.signature(found.function)
-    called = f"reward {name}{signature}"
+    signature, called = inspect.signature(found.function), f"reward {name}"
     if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in signature.parameters.values()):
         raise ConfigError(f"{called}: arguments are given by name, so none may be positional-only or starred")
     if taken := _ARGUMENTS.keys() & options.keys():
         raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
-    named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
-    for option in options:
-        if option not in named and len(named) == len(signature.parameters):  # there is no **options
-            raise ConfigError(f"{called} has no option {option!r}{nearest(option, named)}")
-    for needed in (p.name for p in named.values() if p.default is p.empty):
-        if needed not in _ARGUMENTS and needed not in options:
-            raise ConfigError(
-                f"{called} needs the option {needed!r}: set rewards.functions.{name}.{needed}; "
-                f"arguments from the rollout are {', '.join(_ARGUMENTS)}"
-            )
+    check_options(called, signature, options, section=f"rewards.functions.{name}", keys=_ARGUMENTS)
     asks_for = tuple(argument for argument in signature.parameters if argument in _ARGUMENTS)
     return dataclasses.replace(found, weight=weight, options=dict(options), asks_for=asks_for)
 

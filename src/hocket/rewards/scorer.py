@@ -12,11 +12,14 @@ import json
 import math
 import os
 import pickle
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hocket.config import RewardsConfig
@@ -24,7 +27,6 @@ from hocket.errors import ConfigError, RewardError
 from hocket.processes import die_with_parent
 from hocket.registry import PLUGIN_PREFIX, load_plugins
 from hocket.rewards.base import REWARDS, Reward, as_score, bind, call, failure
-from hocket.system import run_in_thread
 from hocket.types import Group, Rollout, Score
 
 MAX_WORKERS = 4
@@ -53,10 +55,6 @@ class RewardScorer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the worker processes, busy ones too."""
         self._workers.close()
 
     async def score(self, rollout: Rollout) -> Score:
@@ -112,69 +110,59 @@ class RewardScorer:
 
 
 class Workers:
-    """Up to MAX_WORKERS processes, started when needed and replaced when lost; for one event loop at a time."""
+    """Up to MAX_WORKERS processes, started when needed and replaced when lost; each is asked from a thread."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = tuple(dict.fromkeys(modules))
-        self._idle: list[Worker] = []
-        self._alive: set[Worker] = set()
+        # Never shut down: a worker dies with the thread that started it.
+        self._threads = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1), "reward")
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._started: list[Worker] = []
         self._unusable: str | None = None  # why no worker can be started any more
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Score:
-        """Return the score of a call; an exception is an error in it. Raise NoResultError if it hangs or exits."""
+        """Return the score of a call; an exception is an error in it. Raise NoResultError if it hangs or exits.
+
+        A cancelled call goes on in its worker, up to the deadline.
+        """
         request = pickle.dumps((name, arguments))
-        if self._loop is not asyncio.get_running_loop():
-            self._loop = asyncio.get_running_loop()
-            self._places = asyncio.Semaphore(min(MAX_WORKERS, os.cpu_count() or 1))
-        async with self._places:
-            worker = self._idle.pop() if self._idle else await self._start()
-            score = await self._ask(worker, request, timeout_s)
-            self._idle.append(worker)
-            return score
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, request, timeout_s)
 
     def close(self) -> None:
         """Kill all workers, also busy ones; their callers get an error. May be called from any thread."""
         self._unusable = "the rewards are closed"
-        for worker in [*self._alive]:
+        for worker in self._started:
             worker.kill()
-        for worker in self._idle:
-            worker.socket.close()
-        self._idle.clear()
 
-    async def _start(self) -> "Worker":
+    def _call(self, request: bytes, timeout_s: float) -> Score:
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = self._start()
+        score = worker.ask(request, timeout_s)
+        self._idle.put(worker)
+        return score
+
+    def _start(self) -> "Worker":
         if self._unusable is None:
             worker = Worker(self._modules)
-            self._alive.add(worker)
+            self._started.append(worker)
             try:
-                problem = (await self._ask(worker, b"", START_TIMEOUT_S)).error
+                problem = worker.ask(b"", START_TIMEOUT_S).error
             except NoResultError as error:
                 problem = str(error)
             if problem is None and self._unusable is None:
                 return worker
+            worker.kill()
             self._unusable = self._unusable or f"its worker process can't load it: {problem}"  # nor can the next one
-            await self._end(worker)
         raise NoResultError(self._unusable)
-
-    async def _ask(self, worker: "Worker", request: bytes, timeout_s: float) -> Score:
-        try:
-            return await worker.ask(request, timeout_s)
-        except BaseException:  # lost, or cancelled: then the answer would be taken for that of the next call
-            await self._end(worker)
-            raise
-
-    async def _end(self, worker: "Worker") -> None:
-        self._alive.discard(worker)
-        await run_in_thread(worker.kill)
-        worker.socket.close()
 
 
 class Worker:
     """A process that has loaded modules (names, or paths of plugins) and calls their rewards, one at a time."""
 
     def __init__(self, modules: Iterable[str]) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.socket.setblocking(False)
+        self._socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *modules],
             pass_fds=[theirs.fileno()],
@@ -185,37 +173,40 @@ class Worker:
         )
         theirs.close()
 
-    async def ask(self, request: bytes, timeout_s: float) -> Score:
+    def ask(self, request: bytes, timeout_s: float) -> Score:
         """Send a pickled (reward name, arguments) and return the answer; its first answer, to b"", is about loading.
 
-        Raise NoResultError if it hangs, ends, or answers anything but a score.
+        Raise NoResultError and end the process if it hangs, ends, or answers anything but a score.
         """
-        loop, answer = asyncio.get_running_loop(), b""
+        deadline, answer = time.monotonic() + timeout_s, b""
         try:
-            async with asyncio.timeout(timeout_s):
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reading tells how it ended
-                    await loop.sock_sendall(self.socket, request)
-                while not answer.endswith(b"\n"):
-                    if not (received := await loop.sock_recv(self.socket, 1 << 16)):
-                        raise EOFError
-                    answer += received
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(request)
+            while not answer.endswith(b"\n"):
+                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+                if not (received := self._socket.recv(1 << 16)):
+                    raise EOFError
+                answer += received
             return as_score(Score(**json.loads(answer)))
         except TimeoutError:
-            raise NoResultError(f"no result within {timeout_s:g} s; its worker process was ended") from None
+            problem = f"no result within {timeout_s:g} s; its worker process was ended"
         except (EOFError, OSError):
-            try:
-                code = f" with exit code {await run_in_thread(self._process.wait, 1)}"
-            except subprocess.TimeoutExpired:
-                code = ""
-            raise NoResultError(f"its worker process ended{code}") from None
-        except (ValueError, TypeError) as error:
-            raise NoResultError("its worker process answered with something else than a result") from error
+            problem = "its worker process ended"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                problem += f" with exit code {self._process.wait(1)}"
+        except (ValueError, TypeError):
+            problem = "its worker process answered with something else than a result"
+        self.kill()
+        raise NoResultError(problem)
 
     def kill(self) -> None:
         """End the process and all that it started."""
+        if self._socket.fileno() < 0:
+            return  # killed before; by now the pid may be another process's
         with contextlib.suppress(ProcessLookupError):  # it ended by itself and left nothing
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=_KILL_TIMEOUT_S)
+        self._socket.close()
 
 
 def work() -> None:

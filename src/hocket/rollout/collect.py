@@ -1,7 +1,7 @@
 """Gather one batch: play the episodes of its prompts, score each as it ends, return complete groups.
 
-Rollouts are waited for, never thrown away because they are slow: that would favour short answers. So the prompts of a
-batch are the next ones of the stream, whichever episodes are fast.
+No rollout is thrown away because it is slow: that would favour short answers. The prompts of a batch are always the
+next ones of the stream, whichever episodes end first.
 """
 
 import asyncio
@@ -50,12 +50,9 @@ class Seat:
     deadline: Deadline
 
 
-Take = Callable[[int], Mapping[int, Prompt]]
-"""Draws that many prompts, by the number of their draw; fewer where there are no more."""
-Play = Callable[[Prompt, Seat], Awaitable[Rollout]]
-"""Plays one episode. Raises only ServerError; any other failure is `Rollout.error`."""
-ScoreOne = Callable[[Rollout], Awaitable[Score]]
-"""Scores one rollout. Never raises: a failure is `Score.error`."""
+Take = Callable[[int], Mapping[int, Prompt]]  # draws n prompts, {number of the draw: prompt}; fewer at the end
+Play = Callable[[Prompt, Seat], Awaitable[Rollout]]  # raises only ServerError; other failures are `Rollout.error`
+ScoreOne = Callable[[Rollout], Awaitable[Score]]  # never raises; failures are `Score.error`
 
 
 async def collect(
@@ -93,13 +90,8 @@ def _begin_group(
     done: dict[int, tuple[Rollout, Score]] = {}
 
     async def one(sample: int) -> None:
-        seat = Seat(
-            id=f"{group}/{sample}",
-            group=group,
-            number=index * size + sample,
-            sampling=plan.sampling,
-            deadline=plan.deadline,
-        )
+        number = index * size + sample
+        seat = Seat(id=f"{group}/{sample}", group=group, number=number, sampling=plan.sampling, deadline=plan.deadline)
         try:
             rollout = await play(prompt, seat)
             plan.batch.generated = time.perf_counter()

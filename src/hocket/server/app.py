@@ -68,12 +68,14 @@ def assemble(
 
 
 class _Route(APIRoute):
-    """Refuse wrong bodies in hocket's form of errors; those of vLLM's routes keep vLLM's."""
+    """Read bodies as JSON whatever Content-Type says (`curl -d`); refuse wrong ones in hocket's form of errors."""
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
+            others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+            request.scope["headers"] = [*others, (b"content-type", b"application/json")]
             try:
                 return await handle(request)
             except RequestValidationError as error:

@@ -51,7 +51,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         message = f"prompts.{where[1]}: a prompt must be text, a list of token ids, or a list of chat messages"
         return invalid(message, "token ids are whole numbers from 0, messages are objects")
     if not where:
-        return invalid(f"body: {first['msg']}", "send one JSON object with the header Content-Type: application/json")
+        return invalid(f"body: {first['msg']}", "send one JSON object")
     wrong = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return invalid(f"{'.'.join(map(str, where))}: {wrong}{more}", "the fields and their types are listed at /docs")

@@ -2,9 +2,9 @@
 
     write version v+1 → load it on every server → compare checksums → compare log-probs
 
-How the bytes travel is the `Transport`: files, NCCL, or a wrapper around one of them. A server that dies meanwhile is
-taken out of the pool and the others go on; bring_up.py gives it the current version when it answers again. A version
-that arrives with another checksum, or is refused, stops the run.
+A `Transport` moves the bytes: files, NCCL, or a wrapper around one of them. A server that dies meanwhile leaves the
+pool and the others go on; bring_up.py gives it the current version when it answers again. A version that a server
+refuses, or that arrives with another checksum, stops the run.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from hocket.client import ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.pool import Member, ServerPool
 from hocket.protocol import ReloadResponse
-from hocket.sync.versions import Versions
+from hocket.sync.disk import Versions
 
 Answer = ReloadResponse | HocketError
 Metrics = dict[str, float]
@@ -55,20 +55,16 @@ class Publisher:
 
     @asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:
-        """Hold the trainer and yield the metrics of getting it; its body ends with `publish`, if it `publishes`."""
-        async with self.lock:
+        """Hold the trainer and yield the metrics of getting it; the body ends with `publish`, if it `publishes`."""
+        async with self.lock, self.trainer_turn(publishes) as metrics:
             self.is_training = True  # no server is brought up meanwhile, as long as another one is up
             try:
-                async with self.trainer_turn(publishes) as metrics:
-                    yield metrics
+                yield metrics
             finally:
                 self.is_training = False
 
     async def publish(self) -> Metrics:
-        """Make the trainer's weights the next version on every server that is up; call it within `training`.
-
-        Raises SyncError if the version can't be written, is refused, or arrives as something else.
-        """
+        """Make the trainer's weights the next version on every server that is up; call it within `training`."""
         self.versions.advance()
         metrics = await self.deliver(self.pool.up)
         gaps = []
@@ -83,24 +79,21 @@ class Publisher:
         return metrics | {"sync/servers": float(len(self.pool.up))}
 
     async def deliver(self, members: Sequence[Member]) -> Metrics:
-        """Send the current version to these servers; those that took it may work, those that failed are out."""
-        delivery = await self.transport.deliver(self.versions.current, [member.server for member in members])
-        for member, checksum, answer in zip(members, delivery.checksums, delivery.answers, strict=True):
-            self._accept(member, checksum, answer)
-        return delivery.metrics
-
-    def _accept(self, member: Member, checksum: str, answer: Answer) -> None:
+        """Send the current version; mark servers ready or lost. Raises SyncError if one refuses it or holds another."""
         version = self.versions.current
-        if isinstance(answer, ServerError) and answer.refused:
-            raise SyncError(f"weight version {version} was refused: {answer}") from answer
-        if isinstance(answer, HocketError):
-            self.pool.mark_lost(member, str(answer))
-        elif (answer.version, answer.checksum) != (version, checksum):
-            raise SyncError(
-                f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but version {version} "
-                f"with checksum {checksum} was published. Is this its only trainer?"
-            )
-        elif member.session not in (None, answer.session):
-            self.pool.mark_lost(member, "it was started again")
-        else:
-            member.mark_ready(answer.session)
+        delivery = await self.transport.deliver(version, [member.server for member in members])
+        for member, checksum, answer in zip(members, delivery.checksums, delivery.answers, strict=True):
+            if isinstance(answer, ServerError) and answer.refused:
+                raise SyncError(f"weight version {version} was refused: {answer}") from answer
+            if isinstance(answer, HocketError):
+                self.pool.mark_lost(member, str(answer))
+            elif (answer.version, answer.checksum) != (version, checksum):
+                raise SyncError(
+                    f"{member.url} holds version {answer.version} with checksum {answer.checksum}, but version "
+                    f"{version} with checksum {checksum} was published. Is this its only trainer?"
+                )
+            elif member.session not in (None, answer.session):
+                self.pool.mark_lost(member, "it was started again")
+            else:
+                member.mark_ready(answer.session)
+        return delivery.metrics
