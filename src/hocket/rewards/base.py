@@ -118,15 +118,15 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Score:
 
 def as_score(returned: Any) -> Score:
     """Return the unweighted score for a function's return value; an error if that is no finite number."""
+    if isinstance(returned, Score) and returned.error is not None:
+        return returned
+    total, parts = (returned.total, returned.parts) if isinstance(returned, Score) else (returned, {})
     try:
-        if isinstance(returned, Score):
-            return returned if returned.error is not None else _score(returned.total, returned.parts)
-        if not isinstance(returned, Mapping):
-            return _score(returned, {})
-        if not returned:
-            raise ValueError("returned no parts")
-        parts = {str(name): _number(value) for name, value in returned.items()}
-        return Score(total=math.fsum(parts.values()), parts=parts)
+        if isinstance(returned, Mapping):
+            if not returned:
+                raise ValueError("returned no parts")
+            total, parts = math.fsum(map(_number, returned.values())), returned
+        return Score(total=_number(total), parts={str(name): _number(value) for name, value in parts.items()})
     except ValueError as error:
         return Score(total=math.nan, error=str(error))
 
@@ -138,10 +138,6 @@ def failure(error: Exception) -> Score:
         trace = trace.tb_next
     line = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
     return Score(total=math.nan, error=f"{type(error).__name__}: {error}{line}")
-
-
-def _score(total: Any, parts: Mapping[Any, Any]) -> Score:
-    return Score(total=_number(total), parts={str(name): _number(value) for name, value in parts.items()})
 
 
 def _number(value: Any) -> float:
