@@ -56,11 +56,7 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
 
 
 def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], dict[str, TensorSpec]]:
-    """Return the tensors of a bucket, as views of it, and their specs.
-
-    Raises:
-        SyncError: a tensor's bytes do not match its checksum.
-    """
+    """Return the tensors of a bucket, as views of it, and their specs. Raises SyncError where a checksum differs."""
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
     for (name, spec), checksum in zip(specs.items(), checksums.tolist(), strict=True):
@@ -99,7 +95,7 @@ class WeightGroup:
                 self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
 
     def announce(self, what: str) -> None:
-        """Tell the other ranks, without waiting for them, that this one has reached `what`."""
+        """Announce to the other ranks that this one has reached `what`; return at once."""
         self._own_store.set(f"{what}/{self.rank}", "1")
 
     def broadcast(self, flat: Tensor) -> None:

@@ -15,10 +15,9 @@ from hocket.errors import ServerError, SyncError
 from hocket.protocol import ReloadRequest, ReloadResponse, TensorSpec
 from hocket.server.errors import ApiError
 from hocket.server.versions import ModelShapes, PatchedCopy
-from hocket.sync.disk import VersionFolders
+from hocket.sync.disk import VersionFolders, Versions
 from hocket.sync.publish import Delivery
 from hocket.sync.transports import DiskTransport
-from hocket.sync.versions import Versions
 
 SHAPES = {"a": (40, 50), "b": (9,)}
 GONE = ServerError("can't reach it", code="unreachable")
