@@ -15,7 +15,7 @@ client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")  # whos
 
 @agent("guess")
 async def guess(task: Task) -> float:
-    """Returns how near the last guess was: 1 where the number is found, 0 from a distance of 10 on."""
+    """Return how near the last guess was: 1 where the number is found, 0 from a distance of 10 on."""
     policy = client.with_options(base_url=task.base_url, api_key=task.api_key)
     number, reward = int(task.answer or ""), 0.0
     chat: list[Any] = list(task.messages)

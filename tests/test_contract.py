@@ -153,6 +153,13 @@ def test_the_operating_system_is_asked_in_one_place(call: str) -> None:
     assert set(users) == {"hocket.processes" if call == "prctl" else "hocket.system"}
 
 
+def test_no_class_name_stands_for_two_things() -> None:
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+    found = [(node.name, name) for name in trees for node in ast.walk(trees[name]) if isinstance(node, ast.ClassDef)]
+    names = [name for name, _ in found]
+    assert [pair for pair in found if names.count(pair[0]) > 1] == []
+
+
 def test_the_import_reader_sees_every_way_to_import(tmp_path: Path) -> None:
     file = tmp_path / "module.py"
     file.write_text(

@@ -29,11 +29,10 @@ from hocket.rollout.episodes import player
 from hocket.rollout.evaluate import EVAL_STEP, MAIN, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import Canary, bring_up
-from hocket.sync.disk import VersionFolders
+from hocket.sync.disk import VersionFolders, Versions
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
-from hocket.sync.versions import Versions
 from hocket.system import write_atomically
 from hocket.types import Prompt
 

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as distributed
@@ -24,7 +24,6 @@ from hocket.protocol import TensorLayout, TensorSpec
 
 dist: Any = distributed  # whose type stubs name only some of its public classes
 Store = Any
-Backend = Literal["nccl", "gloo"]
 Named = Sequence[tuple[str, Tensor]]
 
 JOINING = "joining"  # what a rank announces before it connects with the others
@@ -56,11 +55,7 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
 
 
 def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], dict[str, TensorSpec]]:
-    """Return the tensors of a bucket, as views of it, and their specs.
-
-    Raises:
-        SyncError: a tensor's bytes do not match its checksum.
-    """
+    """Return the tensors of a bucket, as views of it, and their specs. Raises SyncError where a checksum differs."""
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
     for (name, spec), checksum in zip(specs.items(), checksums.tolist(), strict=True):
@@ -77,8 +72,7 @@ class WeightGroup:
     name: str  # of this attempt, the same on all ranks and never used before
     rank: int
     size: int
-    backend: Backend
-    device: torch.device
+    device: torch.device  # a GPU has NCCL broadcast, a CPU gloo
     address: str  # of this machine, as the others can reach it
     timeout_s: float  # deadline of joining, and of every later wait
 
@@ -86,7 +80,7 @@ class WeightGroup:
         self._own_store = dist.PrefixStore(self.name, self.store)
         self.announce(JOINING)
         timeout = datetime.timedelta(seconds=self.timeout_s)
-        if self.backend == "gloo":
+        if self.device.type == "cpu":
             gloo = dist.ProcessGroupGloo._Options()
             gloo._timeout = timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
@@ -99,7 +93,7 @@ class WeightGroup:
                 self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
 
     def announce(self, what: str) -> None:
-        """Tell the other ranks, without waiting for them, that this one has reached `what`."""
+        """Announce to the other ranks that this one has reached `what`; return at once."""
         self._own_store.set(f"{what}/{self.rank}", "1")
 
     def broadcast(self, flat: Tensor) -> None:

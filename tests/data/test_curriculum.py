@@ -61,24 +61,6 @@ def test_window_plays_what_is_within_its_bounds_or_not_measured_and_says_why_not
     assert sorted(plan.why) == [0, 3]
 
 
-def test_a_hopeless_prompt_becomes_learnable_later() -> None:
-    stream = PromptStream([Prompt(id=str(i), token_ids=(1,)) for i in range(2)], 0, Window(rest=1))
-    played = []
-    for epoch in range(5):
-        for draw, prompt in stream.take(2 if epoch in (0, 2, 3, 4) else 1).items():
-            played.append((epoch_of(stream, draw), prompt.id))
-            rate = 0.5 if prompt.id == "1" or epoch >= 2 else 0.0
-            stream.settle(draw, Outcome(state="trained", pass_rate=rate))
-    assert sorted(played) == sorted(
-        [(0, "0"), (1, "1"), *((e, i) for e in (0, 2, 3, 4) for i in "01" if (e, i) != (0, "0"))]
-    )
-    changes = [entry for entry in stream.entries() if "draw" not in entry]
-    assert [(entry["epoch"], entry["prompt"], entry["state"]) for entry in changes] == [
-        (1, "0", "skipped"),
-        (2, "0", "back"),
-    ]
-
-
 def test_stages_are_cut_at_their_bounds_and_added_to_the_candidates() -> None:
     staged = Staged([1, 2], steps=10)
     levels = {0: 1.0, 1: 1.5, 2: 2.0, 3: 2.5, 4: 0.5}
@@ -125,6 +107,13 @@ def test_of_a_large_stage_the_latest_64_pass_rates_count() -> None:
 def test_a_stage_without_prompts_is_passed_over_and_unknown_ones_are_played_first() -> None:
     staged = Staged([1, 2], pass_rate=0.5)
     assert staged.plan(candidates(2, difficulties={0: 1.5, 1: 3.0})).order == [0]
+    staged = Staged([1, 2, 3], steps=10)  # none of the prompts has a difficulty from 1 to 2
+    levels = {0: 1.0, 1: 2.5, 2: 3.5}
+    assert staged.plan(candidates(3, difficulties=levels)).order == [0]
+    assert staged.moves_on(10)
+    assert staged.plan(candidates(3, difficulties=levels)).order == [1, 0]
+    assert staged.moves_on(20)
+    assert staged.plan(candidates(3, difficulties=levels)).order == [2, 1, 0]
     # by pass rates: difficulties 0.25 and 0.75, the third is not measured yet
     staged = Staged([0.5], pass_rate=0.5)
     assert staged.plan(candidates(3)).order == [2, 1, 0]
@@ -192,18 +181,6 @@ def test_pass_rates_come_back_as_they_were_and_cost_nothing_until_there_are_some
     late.record(0, 4, 0.5)
     late.record(0, 3, 1.0)  # of an older epoch: it replaces no newer one
     assert (late.rates, late.epochs, late.streaks) == ([0.5], [4], [1])
-
-
-def test_a_stage_that_nobody_is_in_holds_nobody_up() -> None:
-    levels = {i: float(level) for i, level in enumerate([1, 2, 4, 5] * 3)}
-    prompts = [Prompt(id=f"p{i}", token_ids=(1,), difficulty=level) for i, level in levels.items()]
-    stream = PromptStream(prompts, seed=0, curriculum=Staged(bounds=[1, 2, 3, 4], pass_rate=0.9))  # none has level 3
-    played = set()
-    for _ in range(30):
-        for draw, prompt in stream.take(4).items():
-            played.add(prompt.difficulty)
-            stream.settle(draw, Outcome(state="trained", pass_rate=1.0))
-    assert played == {1.0, 2.0, 4.0, 5.0}
 
 
 def test_a_curriculum_may_hand_out_its_own_state_and_plan_with_any_kind_of_number() -> None:

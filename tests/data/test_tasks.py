@@ -105,14 +105,6 @@ def test_the_policy_that_sorts_has_the_shape_that_its_kernels_need_and_ends_its_
     assert tokenizer.apply_chat_template(messages)["input_ids"][-1] == tokenizer.eos_token_id
 
 
-def test_the_template_knows_three_roles(tokenizer: Any) -> None:
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert rendered == "<|system|>s<|end|><|user|>u<|end|><|assistant|>"
-    with pytest.raises(Exception, match="roles are system, user and assistant"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
-
-
 def test_the_template_shows_the_calculator_as_the_demonstrations_do(tools_tokenizer: Any) -> None:
     toolbox = bind("tools", {"tools": ["calculate"], "parser": "hermes"})().toolbox
     assert toolbox is not None

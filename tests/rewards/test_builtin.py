@@ -4,7 +4,6 @@ from collections.abc import Callable
 import pytest
 
 from hocket.rewards import RewardScorer, builtin
-from hocket.rewards.base import REWARDS
 from hocket.types import Rollout
 
 Make = Callable[..., Rollout]
@@ -102,7 +101,3 @@ async def test_math_that_takes_for_ever_is_an_error_and_the_next_one_is_scored(
     assert slow.error == "math: no result within 1 s; its worker process was ended"
     scorer._timeout_s = 120  # this one is not about the speed of the machine
     assert (await scorer.score(make_rollout("7", answer="7"))).total == 1.0
-
-
-def test_the_names_that_ship_are_these() -> None:
-    assert {"env", "exact_match", "length", "think_format", "math", "random"} <= set(REWARDS.names())

@@ -20,7 +20,7 @@ from hocket.config import load
 from hocket.protocol import AdapterConfig, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api
 from hocket.server.errors import ApiError
-from hocket.server.sessions import TOO_LONG, RecordedSession, SampledCall
+from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
 from hocket.types import InFlight
 
@@ -192,7 +192,7 @@ async def test_pieces_of_a_stream_are_recorded_as_one_call(last: str | None, val
         yield piece([7, 8], [-0.5, -0.25], "ab", None)
         yield piece([9], [value], "c", last)
 
-    session = RecordedSession(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
+    session = OpenSession(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
     call = session.begin([1], 4)
     told: list[Any] = []
     with pytest.raises(ApiError, match=completion) if isinstance(completion, str) else contextlib.nullcontext():

@@ -15,10 +15,10 @@ from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, Trai
 from hocket.pool import ServerPool
 from hocket.protocol import Completion, Health, ReloadResponse, SamplingParams
 from hocket.sync.bring_up import Canary, bring_up
+from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import own_gpu
 from hocket.sync.publish import Delivery, Publisher
 from hocket.sync.transports import WithFallback
-from hocket.sync.versions import Versions
 from hocket.types import Prompt, TokenSequence, TrainSample
 
 URLS = ("http://a", "http://b")

@@ -28,12 +28,7 @@ class TooLongError(ValueError):
 
 
 def load_prompts(
-    data: DataConfig,
-    tokenizer: Any,
-    *,
-    max_prompt_tokens: int,
-    seed: int = 0,
-    tools: Sequence[Mapping[str, Any]] = (),
+    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int = 0, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[tuple[Prompt, ...], int]:
     """Return the prompts of `data.source`, and how many were dropped because they are too long; none is ever cut.
 

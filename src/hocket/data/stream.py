@@ -108,8 +108,6 @@ class PromptStream:
 
         Raise DataError if the prompts or the seed are others.
         """
-        if state.keys() != self.state().keys():
-            raise DataError("can't resume: another version of hocket wrote the checkpoint; use that, or a new run.dir")
         for key, value in self._identity.items():
             if state[key] != value:
                 raise DataError(

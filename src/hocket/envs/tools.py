@@ -99,7 +99,7 @@ def calculate(expression: str) -> str:
 
     Args:
         expression: Numbers with + - * / // % and brackets.
-    """
+    """  # noqa: D401 - the policies that ship were trained on these words
     if len(expression) > MAX_EXPRESSION:
         raise ValueError(f"an expression has at most {MAX_EXPRESSION} characters")
     value = _value(ast.parse(expression.strip(), mode="eval").body)

@@ -50,13 +50,12 @@ def render(
 
 def sample_groups(rows: Sequence[Record]) -> list[dict[str, Any]]:
     """Return prompt, best and worst rollout of the groups whose rewards differ most."""
-    groups = [list(group) for _, group in groupby(rows, key=lambda row: row.get("group_id"))]
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: row["group_id"])]
     return [_sample(group) for group in sorted(groups, key=_spread, reverse=True)[:NUM_GROUPS]]
 
 
 def _reward(row: Record) -> float:
-    value = row.get("reward")
-    return float(value) if isinstance(value, int | float) else -math.inf
+    return -math.inf if row["reward"] is None else float(row["reward"])
 
 
 def _spread(group: Sequence[Record]) -> float:
@@ -69,20 +68,18 @@ def _sample(group: Sequence[Record]) -> dict[str, Any]:
     best, worst = max(scored, key=_reward), min(scored, key=_reward)
     titles = {"best": best, "worst": worst} if worst is not best else {"all alike" if scored[1:] else "only one": best}
     return {
-        "prompt": _cut(best.get("prompt", ""), MAX_CHARACTERS),
-        "answer": None if best.get("answer") is None else _cut(best["answer"], 200),
+        "prompt": _cut(best["prompt"], MAX_CHARACTERS),
+        "answer": None if best["answer"] is None else _cut(best["answer"], 200),
         "rollouts": [
             {
                 "title": title,
-                "completion": _cut(row.get("completion", ""), MAX_CHARACTERS),
-                "parts": row["parts"] if isinstance(row.get("parts"), dict) else {},
-                **{key: row.get(key) for key in ("error", "reward", "num_tokens", "finish_reason")},
+                "completion": _cut(row["completion"], MAX_CHARACTERS),
+                **{key: row[key] for key in ("parts", "error", "reward", "num_tokens", "finish_reason")},
             }
             for title, row in titles.items()
         ],
     }
 
 
-def _cut(text: object, limit: int) -> str:
-    plain = str(text)
-    return plain if len(plain) <= limit else f"{plain[:limit]} … ({len(plain) - limit} more characters)"
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit} more characters)"

@@ -1,26 +1,9 @@
 """Register reward functions, check the options of the config against them, and read their results.
 
-    from hocket.rewards import reward
-
-    @reward("vowels")
-    def vowels(completion, answer, share=0.5):
-        ...
-        return 1.0
-
-Arguments are given by name, and only those the function names:
-
-    completion      text that the policy wrote, without the end-of-sequence token
-    prompt          text of the last user message, or the plain prompt
-    messages        the whole chat, or None for a plain prompt
-    answer          the reference answer, or None
-    token_ids       tokens that the policy sampled in the whole episode, end-of-sequence tokens included
-    finish_reason   "stop", "length" or "abort"
-    meta            the row's other columns
-    rollout         everything (hocket.types.Rollout)
-
-Every other argument is an option, set in the config beside the weight: `vowels: {weight: 1.0, share: 0.4}`. The
-function returns a number, a dict of named numbers that add up to its value, or a hocket.types.Score. An exception,
-None, and a number that is not finite make the rollout's score an error; they never count as 0.
+A function gets its arguments by name, and only those of `_ARGUMENTS` that it names; every other argument is an option,
+set in the config beside the weight (`vowels: {weight: 1.0, share: 0.4}`). It returns a number, a dict of named numbers
+that add up to its value, or a hocket.types.Score. An exception, None, and a number that is not finite make the
+rollout's score an error; they never count as 0.
 """
 
 import dataclasses
@@ -38,15 +21,15 @@ from hocket.types import Rollout, Score
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
-    "completion": lambda rollout: rollout.text,
-    "prompt": lambda rollout: rollout.prompt.text,
-    "messages": lambda rollout: rollout.prompt.messages,
-    "answer": lambda rollout: rollout.prompt.answer,
-    "token_ids": lambda rollout: tuple(
+    "completion": lambda rollout: rollout.text,  # what the policy wrote, without the end-of-sequence token
+    "prompt": lambda rollout: rollout.prompt.text,  # of the last user message, or the plain prompt
+    "messages": lambda rollout: rollout.prompt.messages,  # the whole chat; None for a plain prompt
+    "answer": lambda rollout: rollout.prompt.answer,  # the reference answer, or None
+    "token_ids": lambda rollout: tuple(  # sampled in the whole episode, end-of-sequence tokens included
         t for one in rollout.sequences for t, sampled in zip(one.token_ids, one.mask, strict=True) if sampled
     ),
-    "finish_reason": lambda rollout: rollout.finish_reason,
-    "meta": lambda rollout: rollout.prompt.meta,
+    "finish_reason": lambda rollout: rollout.finish_reason,  # "stop", "length" or "abort"
+    "meta": lambda rollout: rollout.prompt.meta,  # the row's other columns
     "rollout": lambda rollout: rollout,
 }
 
@@ -118,15 +101,15 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Score:
 
 def as_score(returned: Any) -> Score:
     """Return the unweighted score for a function's return value; an error if that is no finite number."""
+    if isinstance(returned, Score) and returned.error is not None:
+        return returned
+    total, parts = (returned.total, returned.parts) if isinstance(returned, Score) else (returned, {})
     try:
-        if isinstance(returned, Score):
-            return returned if returned.error is not None else _score(returned.total, returned.parts)
-        if not isinstance(returned, Mapping):
-            return _score(returned, {})
-        if not returned:
-            raise ValueError("returned no parts")
-        parts = {str(name): _number(value) for name, value in returned.items()}
-        return Score(total=math.fsum(parts.values()), parts=parts)
+        if isinstance(returned, Mapping):
+            if not returned:
+                raise ValueError("returned no parts")
+            total, parts = math.fsum(map(_number, returned.values())), returned
+        return Score(total=_number(total), parts={str(name): _number(value) for name, value in parts.items()})
     except ValueError as error:
         return Score(total=math.nan, error=str(error))
 
@@ -138,10 +121,6 @@ def failure(error: Exception) -> Score:
         trace = trace.tb_next
     line = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
     return Score(total=math.nan, error=f"{type(error).__name__}: {error}{line}")
-
-
-def _score(total: Any, parts: Mapping[Any, Any]) -> Score:
-    return Score(total=_number(total), parts={str(name): _number(value) for name, value in parts.items()})
 
 
 def _number(value: Any) -> float:

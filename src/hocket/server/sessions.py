@@ -23,7 +23,7 @@ from hocket.server.middleware import replay
 from hocket.system import seed_of
 from hocket.types import FinishReason, VersionSpan
 
-CURRENT: ContextVar["RecordedSession | None"] = ContextVar("session", default=None)
+CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)
 """The session of the request that is being served."""
 MAX_SESSIONS = 4096
 ROUTES = frozenset({("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models")})
@@ -68,7 +68,7 @@ class SampledCall:
         return AgentCall(prompt_token_ids=prompt, seed=self.sampling.seed, completion=completion)
 
 
-class RecordedSession:
+class OpenSession:
     """The calls of one episode."""
 
     def __init__(self, request: SessionRequest) -> None:
@@ -161,19 +161,19 @@ class OpenSessions:
     """All sessions of a server, at most MAX_SESSIONS; idle ones are forgotten."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, RecordedSession] = {}
+        self._sessions: dict[str, OpenSession] = {}
 
-    def open(self, request: SessionRequest) -> RecordedSession:
+    def open(self, request: SessionRequest) -> OpenSession:
         """Return a new session. Raises ApiError where there are too many."""
         self._sessions = {session.id: session for session in self._sessions.values() if not session.idle}
         if len(self._sessions) >= MAX_SESSIONS:
             message = f"there are {MAX_SESSIONS} sessions, which is the limit"
             raise ApiError(503, "too_many_sessions", message, "DELETE those that have ended, or lower env.concurrency")
-        session = RecordedSession(request)
+        session = OpenSession(request)
         self._sessions[session.id] = session
         return session
 
-    def get(self, session_id: str) -> RecordedSession:
+    def get(self, session_id: str) -> OpenSession:
         """Return a session. Raises ApiError where there is none, or it was idle for too long."""
         session = self._sessions.get(session_id)
         if session is None or session.idle:
@@ -189,7 +189,7 @@ class OpenSessions:
         session = self._sessions.get(match["id"]) if match is not None else None
         return session is not None and hmac.compare_digest(session.key.encode(), key)
 
-    def close(self, session_id: str) -> RecordedSession:
+    def close(self, session_id: str) -> OpenSession:
         """Forget a session and return it. Raises ApiError where there is none."""
         session = self.get(session_id)
         session.closed = True
@@ -251,7 +251,7 @@ class RouteSessions:
 
 
 @contextlib.contextmanager
-def _current(session: RecordedSession | None) -> Iterator[None]:
+def _current(session: OpenSession | None) -> Iterator[None]:
     token = CURRENT.set(session)
     try:
         yield
@@ -259,7 +259,7 @@ def _current(session: RecordedSession | None) -> Iterator[None]:
         CURRENT.reset(token)
 
 
-def _watched(send: Send, session: RecordedSession) -> Send:
+def _watched(send: Send, session: OpenSession) -> Send:
     """Return a send that marks the session as cut off where vLLM itself refuses a prompt as too long."""
     refused = False
 

@@ -24,7 +24,7 @@ from hocket.protocol import AdapterConfig, SamplingParams, Toolbox, ToolCall
 from hocket.server import versions
 from hocket.server.engine_process import allow_amx, die_with_server
 from hocket.server.errors import ApiError
-from hocket.server.sessions import CURRENT, RecordedSession, SampledCall
+from hocket.server.sessions import CURRENT, OpenSession, SampledCall
 from hocket.types import InFlight, VersionSpan
 
 logger = logging.getLogger("hocket")
@@ -307,9 +307,7 @@ async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> Asyn
             raise ApiError(503, "aborted", message, "or have the agent ask again")
 
 
-async def recorded(
-    outputs: AsyncGenerator[Any, None], session: RecordedSession, call: SampledCall
-) -> AsyncIterator[Any]:
+async def recorded(outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall) -> AsyncIterator[Any]:
     """Yield and record a call's outputs; a call that is left early is not recorded as completed.
 
     Raises:

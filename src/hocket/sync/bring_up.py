@@ -26,27 +26,22 @@ async def bring_up(
     member: Member,
     health: Health,
 ) -> None:
-    """Give a server that has come, or come back, the current version, whatever it held before.
+    """Give a server that came, or came back, the current version, whatever it held before.
 
-    Where the trainer is at work and other servers are up, nothing happens: the pool asks again soon.
-
-    Args:
-        check_model: raises TrainerError where the server serves another model than the trainer's.
-
-    Raises:
-        SyncError: the server refused the version, or does not compute with it.
+    Nothing happens while the trainer is at work and other servers are up: the pool asks again soon. Raises TrainerError
+    if the server serves another model (`check_model`), SyncError if it refuses the version or computes with another.
     """
     if publisher.is_training and publisher.pool.up:
         member.out = "the trainer is at work"
         return
     async with publisher.lock:
         if member.session is not None:
-            return  # a look at the same time has brought it up
+            return  # brought up while this waited for the lock
         check_model(health)
         publisher.versions.begin(health.version)
         metrics = await publisher.deliver([member])
         if member.session is None:
-            return  # `member.out` has the reason
+            return  # lost: `member.out` has the reason
         gap = await publisher.check(member, publisher.versions.current)
     say(
         f"server {member.url} holds version {publisher.versions.current}: {health.dtype}, "
@@ -70,12 +65,7 @@ class Canary:
     trainer_turn: TrainerTurn
 
     async def check(self, member: Member, version: int) -> float:
-        """Return the mean |Δ log-prob| of completions that the server samples with this version.
-
-        Raises:
-            ServerError: the server could not complete the prompts.
-            SyncError: the mean is above sync.max_logprob_gap.
-        """
+        """Return the mean |Δ log-prob| of completions that the server samples; SyncError above sync.max_logprob_gap."""
         samples = await self._completions(member)
         if not samples:
             return 0.0
@@ -84,10 +74,9 @@ class Canary:
         if not gap <= self.sync.max_logprob_gap:
             raise SyncError(
                 f"{member.url} and the trainer disagree on version {version}: mean |Δ log-prob| {gap:.3g} is more than "
-                f"sync.max_logprob_gap={self.sync.max_logprob_gap:g}, although the checksums agree. Likely: the "
-                f"engine computes with something else than it was sent (a stale copy of a tied output head, another "
-                f"precision or quantization; compare model.dtype on both sides), or another attention or rotary "
-                f"setting than the trainer. Restart the server; if the gap stays, try model.dtype=float32"
+                f"sync.max_logprob_gap={self.sync.max_logprob_gap:g}, although the checksums agree. Likely: a stale "
+                f"copy of a tied output head, or another precision, quantization, attention or rotary setting in the "
+                f"engine. Compare model.dtype on both sides and restart the server; else try model.dtype=float32"
             )
         return gap
 
@@ -99,14 +88,10 @@ class Canary:
         samples = []
         async for index, _, completion in answers:
             context, sampled = contexts[index], completion.token_ids
-            samples.append(
-                TrainSample(
-                    sequence=TokenSequence(
-                        token_ids=context + sampled,
-                        mask=(False,) * len(context) + (True,) * len(sampled),
-                        logprobs=(0.0,) * len(context) + completion.logprobs,
-                    ),
-                    advantages=(0.0,) * (len(context) + len(sampled)),
-                )
+            sequence = TokenSequence(
+                token_ids=context + sampled,
+                mask=(False,) * len(context) + (True,) * len(sampled),
+                logprobs=(0.0,) * len(context) + completion.logprobs,
             )
+            samples.append(TrainSample(sequence=sequence, advantages=(0.0,) * len(sequence.token_ids)))
         return samples

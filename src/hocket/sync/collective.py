@@ -56,7 +56,7 @@ class CollectiveTransport:
     _unreachable: dict[ServerClient, str] = dataclasses.field(default_factory=dict)  # sessions slow to join
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
-        """Load the version into the servers, as `Transport.deliver`; connect with them where that is not done yet."""
+        """Load the version into the servers, as `Transport.deliver`; connect with new ones first."""
         start = time.perf_counter()
         self._buckets = self._buckets or self.trainer.layout(self.sync.bucket_mib << 20)
         joined = await asyncio.gather(*map(self._link, servers))
@@ -69,7 +69,8 @@ class CollectiveTransport:
             checksum = await run_in_thread(self._send, links)
         except BaseException:  # of the trainer: the servers need not wait for what will not come
             for link in links:
-                link.cancel()
+                link.group.close()
+                link.answer.cancel()
             raise
         answers = [await link.outcome() if isinstance(link, _Link) else link for link in joined]
         metrics = {
@@ -85,7 +86,7 @@ class CollectiveTransport:
             link.group.close()
 
     def _send(self, links: "Sequence[_Link]") -> str:
-        """Send the trainer's weights to all, each bucket while the next one is made; return the checksum."""
+        """Send the trainer's weights to all, each bucket while the next is made; return the checksum."""
         specs: dict[str, TensorSpec] = {}
         with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
             running: list[concurrent.futures.Future[None]] = []
@@ -103,7 +104,7 @@ class CollectiveTransport:
         return manifest.total_checksum(specs)
 
     async def _link(self, server: ServerClient) -> "_Link | HocketError":
-        """Return the connection to a server: a new one where there was none, or the server was started again."""
+        """Return the connection to a server: a new one if there was none, or the server was started again."""
         try:
             health = await server.health()
             if self._unreachable.get(server) == health.session:
@@ -121,32 +122,32 @@ class CollectiveTransport:
 
     async def _join(self, server: ServerClient, health: Health) -> "_Link":
         start = time.monotonic()
-        timeout_s, mine = self.sync.timeout_s, self.trainer.device
+        timeout_s, name, device = self.sync.timeout_s, secrets.token_hex(8), self.trainer.device
+        if health.device != "cuda":
+            device = torch.device("cpu")
         parts = urlsplit(server.url)
         address = weight_group.address_towards(parts.hostname or "", parts.port or 80)
         store = weight_group.make_store(address, timeout_s)
-        backend: weight_group.Backend = "nccl" if health.device == mine.type == "cuda" else "gloo"
         request = GroupRequest(
-            session=secrets.token_hex(8),
+            session=name,
             host=address,
             port=store.port,
-            backend=backend,
-            device=weight_group.gpu_id(mine) if backend == "nccl" else None,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            device=weight_group.gpu_id(device),
             timeout_s=timeout_s,
         )
         joining = asyncio.create_task(server.init_weight_group(request, timeout_s=READY_SHARE * timeout_s))
         joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, even if not awaited
         try:
-            if not await _announced(store, request.session, weight_group.JOINING, health.workers, joining):
+            if not await _announced(store, name, weight_group.JOINING, health.workers, joining):
                 joining.result()  # raises the server's reason
             group = await run_in_thread(
                 weight_group.WeightGroup,
                 store=store,
-                name=request.session,
+                name=name,
                 rank=0,
                 size=1 + health.workers,
-                backend=backend,
-                device=mine if backend == "nccl" else torch.device("cpu"),
+                device=device,
                 address=address,
                 timeout_s=BUCKET_SHARE * timeout_s,
             )
@@ -194,7 +195,7 @@ class _Link:
             return error
 
     async def wait_ready(self) -> None:
-        """Return once the workers are about to receive, the server has answered already, or it has been too long."""
+        """Wait until the workers are about to receive, the server has answered, or the deadline is over."""
         what, seconds = weight_group.receiving(self.transfers), READY_SHARE * self.sync.timeout_s
         try:
             async with asyncio.timeout(seconds):
@@ -223,20 +224,15 @@ class _Link:
                 self.failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")
 
     async def outcome(self) -> Answer:
-        """Return the server's answer, or all that is known of what went wrong: first what the server says itself."""
+        """Return the server's answer; if it names no cause itself, join it to the failure seen from this end."""
         if self.failure is not None:
-            self.group.close()  # the workers need not wait any longer either: their error comes now
+            self.group.close()  # the workers stop waiting, too: their error comes now
         answer = await self.answer
         if self.failure is None or (isinstance(answer, ServerError) and answer.status is not None):
             return answer
         if isinstance(answer, HocketError):
             return type(self.failure)(f"{self.failure}; {answer}")
         return self.failure
-
-    def cancel(self) -> None:
-        """Leave the group, and do not wait for the server's answer."""
-        self.group.close()
-        self.answer.cancel()
 
 
 async def _announced(store: Any, name: str, what: str, workers: int, until: "asyncio.Future[Any]") -> bool:

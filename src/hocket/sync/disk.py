@@ -1,13 +1,14 @@
-"""Write weight versions below the run folder: full ones in weights/v000012, deltas in deltas/v000012.
+"""Number the weight versions of a run and write them below its folder: weights/v000012 in full, deltas/v000012.
 
 A full version is a complete Hugging Face model, or a PEFT adapter; its manifest is of the tensors in the trainer's
 memory, so that a server also notices what went wrong while they were written. A delta has the manifest of the same
 weights, but only the elements that changed since the previous version (hocket.delta).
 """
 
+import contextlib
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from hocket import delta, manifest
 from hocket.config import SyncConfig
 from hocket.errors import SyncError
-from hocket.protocol import BaseVersion, Content, Manifest
+from hocket.protocol import BaseVersion, Manifest
 from hocket.system import atomic_folder, remove_folder
 
 FULL_EVERY = 50  # versions; the others are deltas with sync.delta
@@ -34,16 +35,11 @@ class WrittenVersion:
     folder: Path
     checksum: str
     num_bytes: int
-    changed: float | None  # a delta's share of elements whose bits differ from the previous version
+    changed: float | None = None  # a delta's share of elements whose bits differ from the previous version
 
 
 class VersionFolders:
-    """Write weight versions, and remove old ones.
-
-    Args:
-        run_dir: versions lie below it.
-        sync: delta, keep and bucket_mib are used.
-    """
+    """Write weight versions below `run_dir`, and remove old ones; SyncError where one can't be written."""
 
     def __init__(self, run_dir: Path, trainer: "Trainer", sync: SyncConfig) -> None:
         self._run_dir = run_dir.resolve()
@@ -55,11 +51,7 @@ class VersionFolders:
         self._last: dict[str, torch.Tensor] = {}  # and its tensors, on the CPU
 
     def full(self, version: int) -> WrittenVersion:
-        """Write the trainer's weights as a full version, unless that is the last one written.
-
-        Raises:
-            SyncError: it could not be written.
-        """
+        """Write the trainer's weights as a full version, unless that is the last one written."""
         if self._full is None or self._full.version != version:
             keep = self._sync.delta and (self._base is None or self._base.version != version)
             if keep:
@@ -67,11 +59,14 @@ class VersionFolders:
 
             def fill(folder: Path) -> Manifest:
                 specs = self._trainer.export(folder)
-                content: Content = "adapter" if (folder / manifest.ADAPTER_FILE).is_file() else "weights"
                 if keep:  # copies: what was read may still be the file
                     self._last = {name: tensor.clone() for name, tensor in manifest.tensors(folder)}
-                checksum = manifest.total_checksum(specs)
-                return Manifest(version=version, content=content, tensors=specs, checksum=checksum)
+                return Manifest(
+                    version=version,
+                    content="adapter" if (folder / manifest.ADAPTER_FILE).is_file() else "weights",
+                    tensors=specs,
+                    checksum=manifest.total_checksum(specs),
+                )
 
             self._full = self._write("weights", version, fill)
             if keep:
@@ -79,11 +74,7 @@ class VersionFolders:
         return self._full
 
     def delta(self, version: int) -> WrittenVersion | None:
-        """Write what changed since the previous version; return None where this one must be sent in full.
-
-        Raises:
-            SyncError: it could not be written.
-        """
+        """Write what changed since the previous version; return None where this one must be sent in full."""
         if self._delta is not None and self._delta.version == version:
             return self._delta
         base = self._base
@@ -119,10 +110,9 @@ class VersionFolders:
                 manifest.write(partial, made)
                 num_bytes = sum(path.stat().st_size for path in partial.iterdir())
         except (OSError, SafetensorError) as error:
-            raise SyncError(
-                f"can't write weight version {version} to {folder}: {error}. Free space there, or set run.dir"
-            ) from error
-        return WrittenVersion(version, folder, made.checksum, num_bytes, changed=None)
+            message = f"can't write weight version {version} to {folder}: {error}. Free space there, or set run.dir"
+            raise SyncError(message) from error
+        return WrittenVersion(version, folder, made.checksum, num_bytes)
 
     def check(self, written: WrittenVersion) -> None:
         """Raise SyncError unless the files of a full version hold the weights that were written to them."""
@@ -136,22 +126,46 @@ class VersionFolders:
                 "or the disk is failing. Set another run.dir"
             )
 
-    def prune(self) -> list[str]:
-        """Remove all but the newest sync.keep folders of both kinds; return the reasons why one could not be removed.
-
-        Servers may be loading: the newest delta is kept, and the newest full version, which it changes.
-        """
-        failures = []
+    def prune(self) -> None:
+        """Remove all but the newest sync.keep folders of both kinds: servers may be loading those."""
         for parent in (self._run_dir / "weights", self._run_dir / "deltas"):
             for old in sorted(parent.glob("v*"))[: -self._sync.keep]:
-                try:
+                with contextlib.suppress(OSError):  # it is tried again after the next version
                     remove_folder(old)
-                except OSError as error:
-                    failures.append(f"can't remove the old version {old}: {error}")
-        return failures
 
     def remove_above(self, version: int) -> None:
         """Remove newer versions, of steps that a resumed run takes again."""
         for folder in [*self._run_dir.glob("weights/v*"), *self._run_dir.glob("deltas/v*")]:
             if int(folder.name[1:]) > version:
                 shutil.rmtree(folder)
+
+
+@dataclasses.dataclass
+class Versions:
+    """Number the weight versions of a run, over resumes and servers that were used before."""
+
+    folders: VersionFolders
+    current: int = 0  # 0 before the first version
+    _before: int = 0  # the newest version that the run had published before it was resumed
+
+    def begin(self, held: int) -> None:
+        """Choose the number of the first version: above those that the run published and a server holds."""
+        self.current = self.current or max(held, self._before) + 1
+
+    def advance(self) -> None:
+        """Go to the next version."""
+        self.current = max(self.current, self._before) + 1
+
+    def save(self) -> Path:
+        """Return the folder with the current version as a complete model; write it if it is not there."""
+        self.current = self.current or self._before
+        return self.folders.full(self.current).folder
+
+    def state(self) -> dict[str, int]:
+        """Return the current version, ready for JSON."""
+        return {"version": self.current}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue after a saved version; newer ones, of steps that are taken again, are removed from the disk."""
+        self._before = state["version"]
+        self.folders.remove_above(state["version"])

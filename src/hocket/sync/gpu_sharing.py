@@ -6,7 +6,6 @@ trainer  │ on the GPU         │ off, once it has written     │ off
 """
 
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from hocket.pool import ServerPool
 from hocket.protocol import Memory, ReloadResponse, SleepRequest, WakeRequest
 from hocket.sync.disk import VersionFolders
 from hocket.sync.publish import Delivery, Metrics, Transport
+from hocket.system import timed
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -32,7 +32,7 @@ def own_gpu(publishes: bool) -> AbstractAsyncContextManager[Metrics]:
 
 @dataclasses.dataclass(frozen=True)
 class SharedGpu:
-    """Wrap the disk transport so that server and trainer are never on the GPU together."""
+    """Wrap the disk transport: server and trainer are never on the GPU together."""
 
     disk: Transport
     folders: VersionFolders
@@ -44,10 +44,11 @@ class SharedGpu:
     @asynccontextmanager
     async def trainer_turn(self, publishes: bool) -> AsyncIterator[Metrics]:
         """Give the trainer the GPU while the server sleeps; without new weights the server gets it back then."""
-        start = time.perf_counter()
-        await put_to_sleep(self.pool, self.sync, keep=self.keep or not publishes)
-        self.trainer.onload()
-        yield {"time/turn": time.perf_counter() - start}
+        metrics: Metrics = {}
+        with timed(metrics, "time/turn"):
+            await put_to_sleep(self.pool, self.sync, keep=self.keep or not publishes)
+            self.trainer.onload()
+        yield metrics
         if not publishes:
             self.trainer.offload()
             await self._wake("weights")
@@ -55,17 +56,17 @@ class SharedGpu:
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
         """Load the version into the server, as `Transport.deliver`, and leave the GPU to it."""
-        start = time.perf_counter()
-        self.folders.full(version)
-        self.trainer.offload()
-        await self._wake("weights")
-        prepared_s = time.perf_counter() - start
+        metrics: Metrics = {}
+        with timed(metrics, "sync/prepare_s"):
+            self.folders.full(version)
+            self.trainer.offload()
+            await self._wake("weights")
         delivery = await self.disk.deliver(version, servers)
+        metrics["sync/prepare_s"] += delivery.metrics["sync/prepare_s"]
         loaded = any(isinstance(answer, ReloadResponse) for answer in delivery.answers)
         gone = await self._wake("kv_cache") if loaded else {}
         answers = [gone.get(server, answer) for server, answer in zip(servers, delivery.answers, strict=True)]
-        metrics = delivery.metrics | {"sync/prepare_s": prepared_s + delivery.metrics["sync/prepare_s"]}
-        return Delivery(checksums=delivery.checksums, answers=answers, metrics=metrics)
+        return Delivery(checksums=delivery.checksums, answers=answers, metrics=delivery.metrics | metrics)
 
     async def _wake(self, tag: Memory) -> dict[ServerClient, ServerError]:
         request = WakeRequest(tags=[tag])
@@ -73,13 +74,13 @@ class SharedGpu:
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
-    """Have every server leave the GPU; `keep`: its weights go to the CPU's memory, else all must be loaded again."""
+    """Make every server leave the GPU; with `keep` its weights go to the CPU's memory, else they must be sent again."""
     request = SleepRequest(level=1 if keep else 2, in_flight=sync.in_flight)
     await _ask(pool, lambda server: server.sleep(request, timeout_s=sync.timeout_s))
 
 
 async def _ask(pool: ServerPool, ask: Callable[[ServerClient], Awaitable[object]]) -> dict[ServerClient, ServerError]:
-    """Ask every server; mark those as lost that are gone, and return their errors. Raises SyncError for any other."""
+    """Ask every server; mark those lost that are gone, and return their errors. Raises SyncError for other errors."""
     gone = {}
     for member in pool.members:
         try:

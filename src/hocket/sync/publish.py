@@ -17,7 +17,7 @@ from hocket.client import ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.pool import Member, ServerPool
 from hocket.protocol import ReloadResponse
-from hocket.sync.versions import Versions
+from hocket.sync.disk import Versions
 
 Answer = ReloadResponse | HocketError
 Metrics = dict[str, float]

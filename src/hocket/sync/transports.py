@@ -21,10 +21,7 @@ from hocket.system import run_in_thread
 
 @dataclasses.dataclass
 class DiskTransport:
-    """Write a version to the disk and have all servers load it at the same time.
-
-    With sync.delta that is a delta; a server that can't use it gets the full version.
-    """
+    """Write a version, have all servers load it at once, and send the full one where a delta does not load."""
 
     folders: VersionFolders
     root: Path  # which the servers see, too; versions are named relative to it
@@ -37,9 +34,7 @@ class DiskTransport:
         start = time.perf_counter()
         first = await run_in_thread(lambda: self.folders.delta(version) or self.folders.full(version))
         prepared = time.perf_counter()
-        answers, failures = await asyncio.gather(self._load(first, servers), run_in_thread(self.folders.prune))
-        for failure in failures:
-            self.say(failure)
+        answers, _ = await asyncio.gather(self._load(first, servers), run_in_thread(self.folders.prune))
         num_bytes = first.num_bytes * max(len(servers), 1)
         metrics = {} if first.changed is None else {"sync/changed": first.changed}
         failed = [server for server in servers if _has_failed(answers[server])]
@@ -100,6 +95,6 @@ class WithFallback:
 
 
 def _has_failed(answer: Answer) -> bool:
-    """Return whether a server that answers has not taken a version: it may take it in another way."""
+    """Return whether a server that answers did not load a version: it may load it in another way."""
     silent = isinstance(answer, ServerError) and answer.code in ("unreachable", "timeout")
     return isinstance(answer, HocketError) and not silent
