@@ -130,7 +130,7 @@ class Ranks:
     def deadline(self, doing: str) -> Iterator[None]:
         """Context that raises failed communication as a TrainerError which names `doing` and the cause.
 
-        Any other error within it is told to the other ranks, and ends them.
+        Any other error within it ends the other ranks, which name it too.
         """
         try:
             yield
