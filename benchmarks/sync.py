@@ -105,7 +105,6 @@ def join(store: Any, rank: int) -> weight_group.WeightGroup:
         name="floor",
         rank=rank,
         size=2,
-        backend="gloo",
         device=torch.device("cpu"),
         address="127.0.0.1",
         timeout_s=60,

@@ -124,6 +124,13 @@ class Stalling(httpx.AsyncByteStream):
         await asyncio.sleep(60)
 
 
+async def test_a_text_with_a_line_separator_is_one_line_of_the_stream() -> None:
+    line = {"prompt": 0, "index": 0, "completion": COMPLETION | {"text": "a\u2028b"}}
+    content = json.dumps(line, ensure_ascii=False).encode() + b"\n" + lines(END)
+    ((_, _, completion),) = await generate(client(lambda request: httpx.Response(200, content=content)))
+    assert completion.text == "a\u2028b"
+
+
 async def test_a_stream_that_stalls_ends_at_the_deadline() -> None:
     async with client(lambda _: httpx.Response(200, stream=Stalling())) as server:
         with pytest.raises(ServerError, match=r"/generate did not finish in 0.1 s") as raised:

@@ -63,12 +63,9 @@ def test_each_correction_has_a_range_of_its_own_until_one_is_set(overrides: list
     assert (found.correction_low, found.correction_high) == bounds
 
 
-def test_a_presets_kl_can_be_switched_off_with_one_word() -> None:
+def test_a_presets_kl_can_be_switched_off_and_without_a_group_one_rollout_is_enough() -> None:
     for word in ("off", "'off'"):  # YAML 1.1 reads the first one as false
         assert algorithm("preset=reinforce_pp", f"kl={word}").kl == "off"
-
-
-def test_without_a_group_one_rollout_per_prompt_is_enough() -> None:
     assert config.load(None, ["rollout.group_size=1", "algorithm.preset=reinforce_pp"]).rollout.group_size == 1
 
 
@@ -104,18 +101,16 @@ def test_a_combination_that_means_nothing_is_refused_with_the_fix(overrides: lis
     assert answer in str(caught.value)
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.glob("config/**/*.yaml")), ids=lambda path: path.name)
-def test_every_shipped_config_loads_and_names_what_exists(file: Path) -> None:
-    loaded = config.load(file)
-    for path in (loaded.data.source, loaded.eval.data.source, *loaded.plugins):
-        if path.endswith((".jsonl", ".parquet", ".py")):
-            assert (ROOT / path).is_file(), path
-    if loaded.model.path.startswith("checkpoints/"):
-        assert (ROOT / loaded.model.path / "config.json").is_file()
-
-
-def test_configs_are_shipped() -> None:
-    assert {"quickstart.yaml", "gsm8k_1gpu.yaml"} <= {path.name for path in ROOT.glob("config/**/*.yaml")}
+def test_every_shipped_config_loads_and_names_what_exists() -> None:
+    files = list(ROOT.glob("config/**/*.yaml"))
+    assert {"quickstart.yaml", "gsm8k_1gpu.yaml"} <= {path.name for path in files}
+    for file in files:
+        loaded = config.load(file)
+        for path in (loaded.data.source, loaded.eval.data.source, *loaded.plugins):
+            if path.endswith((".jsonl", ".parquet", ".py")):
+                assert (ROOT / path).is_file(), path
+        if loaded.model.path.startswith("checkpoints/"):
+            assert (ROOT / loaded.model.path / "config.json").is_file()
 
 
 def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> None:

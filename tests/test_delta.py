@@ -23,21 +23,13 @@ def size(change: delta.Change) -> int:
     return sum(part.nbytes for part in change.parts.values())
 
 
-def test_changed_elements_are_their_positions_and_their_values() -> None:
-    old = torch.zeros(2, 10, dtype=torch.bfloat16).repeat(1, 100)
-    change = delta.encode(old, changed(old, [3, 12]))
-    assert change.count == 2
-    assert delta._positions(change.parts["gaps"], count=2).tolist() == [3, 12]
-    assert change.parts["values"].tolist() == [1.0, 1.0]
-    assert change.parts["values"].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("at", [[0], [255, 256], [65_535, 65_536], [1000, 3000, 199_999]])
 def test_gaps_may_be_of_any_length(at: list[int]) -> None:
     old = torch.zeros(200_000)
-    parts = delta.encode(old, changed(old, at)).parts
-    assert delta._positions(parts["gaps"], count=len(at)).tolist() == at
-    assert torch.equal(delta.apply(old, parts), changed(old, at))
+    change = delta.encode(old, changed(old, at))
+    assert (change.count, sorted(change.parts)) == (len(at), ["gaps", "values"])
+    assert change.parts["values"].tolist() == [1.0] * len(at)
+    assert torch.equal(delta.apply(old, change.parts), changed(old, at))
 
 
 def test_a_tensor_that_did_not_change_takes_nothing() -> None:
@@ -146,13 +138,3 @@ def test_a_change_of_a_tensor_that_no_file_holds_is_an_error(tmp_path: Path) -> 
     delta.save({"b": delta.encode(torch.zeros(4), torch.ones(4))}, folder)
     with pytest.raises(KeyError, match="no tensor 'b' to change"):
         delta.patch(tmp_path, folder)
-
-
-def test_nothing_changed_is_a_delta_too(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
-    before = (tmp_path / "model.safetensors").read_bytes()
-    folder = tmp_path / "delta"
-    folder.mkdir()
-    delta.save({"a": delta.encode(torch.zeros(4), torch.zeros(4))}, folder)
-    delta.patch(tmp_path, folder)
-    assert (tmp_path / "model.safetensors").read_bytes() == before

@@ -19,7 +19,7 @@ from hocket.batcher import Batcher
 from hocket.errors import ServerError, SyncError
 from hocket.pool import Deadline, Member, ServerPool
 from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SamplingParams, SessionRequest, Toolbox
-from hocket.system import gather_or_cancel
+from hocket.system import cancel
 
 SEED = 1000
 SAMPLING = SamplingParams(max_tokens=10)
@@ -190,17 +190,23 @@ async def play(
     batcher, deadline = batcher or Batcher(pool), Deadline(timeout_s)
     pairs = [(i, j) for i in range(len(prompts)) for j in range(n)]
     async with asyncio.timeout(20):
-        done = await gather_or_cancel(
-            batcher.ask(
-                prompts[i],
-                sampling,
-                seed=SEED + i * n + j,
-                deadline=deadline,
-                group=f"g/{prompts[i][0]}",
-                place=f"step 1/{i}/{j} (prompt p{i})",
+        asks = [
+            asyncio.create_task(
+                batcher.ask(
+                    prompts[i],
+                    sampling,
+                    seed=SEED + i * n + j,
+                    deadline=deadline,
+                    group=f"g/{prompts[i][0]}",
+                    place=f"step 1/{i}/{j} (prompt p{i})",
+                )
             )
             for i, j in pairs
-        )
+        ]
+        try:
+            done = await asyncio.gather(*asks)
+        finally:
+            await cancel(asks)
     return dict(zip(pairs, done, strict=True))
 
 

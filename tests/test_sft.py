@@ -20,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning
 ROWS = [((1, 2, 3), (4, 5, 11)), ((6,), (7, 11)), ((2, 2), (8, 9, 10, 11))]
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    folder = tmp_path / "start"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "start"
     vocabulary = {f"t{i}": i for i in range(11)} | {"<eos>": 11}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -70,11 +70,7 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_unmasked_tokens() -> None:
 
 def test_only_the_response_is_trained() -> None:
     assert sft.demonstration((1, 2), (3, 4, 5)) == TrainSample(
-        sequence=TokenSequence(
-            token_ids=(1, 2, 3, 4, 5),
-            mask=(False, False, True, True, True),
-            logprobs=(0.0,) * 5,
-        ),
+        sequence=TokenSequence(token_ids=(1, 2, 3, 4, 5), mask=(False, False, True, True, True), logprobs=(0.0,) * 5),
         advantages=(0.0,) * 5,
     )
 
@@ -170,4 +166,4 @@ def test_the_output_replaces_a_model_but_nothing_else(model: str, rows: list[Any
     (output / "thesis.txt").rename(output / "config.json")
     sft.run(make_config(model, tmp_path, f"sft.output={output}", "trainer.steps=2"))
     assert math.isfinite(cross_entropy(output))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "start"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

@@ -69,14 +69,7 @@ def test_a_flipped_byte_is_found_and_its_tensor_named(place: int, name: str) -> 
 
 def join(store: Any, rank: int, *, timeout_s: float = 10.0, name: str = "g", size: int = 2) -> weight_group.WeightGroup:
     return weight_group.WeightGroup(
-        store=store,
-        name=name,
-        rank=rank,
-        size=size,
-        backend="gloo",
-        device=CPU,
-        address="127.0.0.1",
-        timeout_s=timeout_s,
+        store=store, name=name, rank=rank, size=size, device=CPU, address="127.0.0.1", timeout_s=timeout_s
     )
 
 

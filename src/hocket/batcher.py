@@ -32,7 +32,7 @@ class Turn:
     """One model turn that waits for its completion."""
 
     token_ids: tuple[int, ...]
-    sampling: SamplingParams  # without a seed
+    sampling: SamplingParams  # its seed plays no part
     seed: int
     deadline: Deadline
     group: str  # turns of one group go to one server, whose prefix cache has what they share

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import pydantic
@@ -42,7 +42,10 @@ from hocket.system import run_in_thread
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
-_STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(StreamLine | StreamEnd)
+# Left to right: pydantic's own choice tries both on each of thousands of lines, and takes three times as long.
+_STREAM: pydantic.TypeAdapter[StreamLine | StreamEnd] = pydantic.TypeAdapter(
+    Annotated[StreamLine | StreamEnd, pydantic.Field(union_mode="left_to_right")]
+)
 HEALTH_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
 JSON = {"Content-Type": "application/json"}
@@ -140,7 +143,7 @@ class ServerClient:
             if response.is_error:
                 await response.aread()
                 self._raise_for_error(response)
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 item = _STREAM.validate_json(line)
                 if isinstance(item, StreamEnd):
                     if item.error is not None:
@@ -240,6 +243,15 @@ class ServerClient:
             message = f"{response.request.url} answered {status}: {response.text[:200]!r}"
             raise ServerError(message, code="protocol", status=status) from None
         raise ServerError(f"{response.request.url} answered {status}: {_text(error)}", code=error.code, status=status)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield the lines of an answer; httpx's own would also end at a U+2028 in a text."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,20 +43,17 @@ async def as_completed(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGen
         for _ in tasks:
             yield (await ended.get()).result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
 
 
-async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at once and return their results in order; the first failure cancels the others."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks that run and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    if running := [task for task in tasks if not task.done()]:
+        await asyncio.wait(running)
+    for task in tasks:
+        task.cancelled() or task.exception()  # or asyncio reports it as overlooked
 
 
 def flush(path: Path) -> None:

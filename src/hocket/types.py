@@ -117,6 +117,6 @@ class TrainSample:
 
 def check_lengths(**fields: Sequence[Any]) -> None:
     """Raise ValueError unless all fields have the same length."""
-    lengths = {name: len(value) for name, value in fields.items()}
-    if len(set(lengths.values())) > 1:
+    if len(set(map(len, fields.values()))) > 1:
+        lengths = {name: len(value) for name, value in fields.items()}
         raise ValueError(f"fields must have equal lengths, got {lengths}")

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as distributed
@@ -24,7 +24,6 @@ from hocket.protocol import TensorLayout, TensorSpec
 
 dist: Any = distributed  # whose type stubs name only some of its public classes
 Store = Any
-Backend = Literal["nccl", "gloo"]
 Named = Sequence[tuple[str, Tensor]]
 
 JOINING = "joining"  # what a rank announces before it connects with the others
@@ -73,8 +72,7 @@ class WeightGroup:
     name: str  # of this attempt, the same on all ranks and never used before
     rank: int
     size: int
-    backend: Backend
-    device: torch.device
+    device: torch.device  # a GPU has NCCL broadcast, a CPU gloo
     address: str  # of this machine, as the others can reach it
     timeout_s: float  # deadline of joining, and of every later wait
 
@@ -82,7 +80,7 @@ class WeightGroup:
         self._own_store = dist.PrefixStore(self.name, self.store)
         self.announce(JOINING)
         timeout = datetime.timedelta(seconds=self.timeout_s)
-        if self.backend == "gloo":
+        if self.device.type == "cpu":
             gloo = dist.ProcessGroupGloo._Options()
             gloo._timeout = timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,65 +10,56 @@ from hocket.algorithm.by_token import discounted_returns, gae, token_rewards, wh
 NAN = math.nan
 
 
-def test_rewards_are_centred_and_divided_by_the_unbiased_deviation_of_their_group() -> None:
-    # group 0: mean 2, deviations −1 0 1, unbiased variance (1 + 0 + 1) / 2 = 1
-    # group 1: mean 5, deviations −3 3, unbiased variance 18 / 1, std 4.2426…
-    advantages = group_advantages([1.0, 2.0, 8.0, 3.0, 2.0], [0, 0, 1, 0, 1], eps=0.0)
-    expected = torch.tensor([-1.0, 0.0, 3 / math.sqrt(18), 1.0, -3 / math.sqrt(18)])
-    torch.testing.assert_close(advantages, expected)
+@pytest.mark.parametrize(
+    ("rewards", "group_ids", "knobs", "expected"),
+    [
+        # group 0: mean 2, deviations −1 0 1, unbiased variance (1 + 0 + 1) / 2 = 1
+        # group 1: mean 5, deviations −3 3, unbiased variance 18 / 1, std 4.2426…
+        (
+            [1.0, 2.0, 8.0, 3.0, 2.0],
+            [0, 0, 1, 0, 1],
+            {"eps": 0.0},
+            [-1.0, 0.0, 3 / math.sqrt(18), 1.0, -3 / math.sqrt(18)],
+        ),
+        # eps is added to the deviation
+        ([1.0, 2.0, 3.0], [0, 0, 0], {"eps": 1.0}, [-0.5, 0.0, 0.5]),
+        # only centred
+        ([1.0, 4.0, 10.0], [7, 7, 7], {"scale": "none"}, [-4.0, -1.0, 5.0]),
+        # a failed rollout leaves mean and deviation: mean 1, unbiased std √2
+        ([0.0, NAN, 2.0], [0, 0, 0], {"eps": 0.0}, [-1 / math.sqrt(2), 0.0, 1 / math.sqrt(2)]),
+        # equal rewards, or one alone: zero, not NaN
+        ([0.3] * 8, [0] * 8, {}, [0.0] * 8),
+        ([1.0, NAN, NAN], [0, 1, 1], {}, [0.0] * 3),
+        # small differences of large rewards survive
+        ([1e6, 1e6 + 1e-3], [0, 0], {"scale": "none"}, [-5e-4, 5e-4]),
+        # minus the mean of the others, a failed one aside: 1 − (2 + 6)/2 = −3, 2 − (1 + 6)/2, 6 − (1 + 2)/2
+        ([1.0, 2.0, NAN, 6.0], [4] * 4, {"baseline": "leave_one_out", "scale": "none"}, [-3.0, -1.5, 0.0, 4.5]),
+        # all centred rewards −1 1 | −3 3: mean 0, unbiased variance (1 + 1 + 9 + 9) / 3
+        (
+            [0.0, 2.0, 4.0, 10.0, NAN],
+            [0, 0, 1, 1, 1],
+            {"scale": "batch", "eps": 0.0},
+            [value / math.sqrt(20 / 3) for value in (-1.0, 1.0, -3.0, 3.0, 0.0)],
+        ),
+        # without a baseline the reward stays, and is divided around its mean 2: deviations ∓1, unbiased deviation √2
+        ([1.0, 3.0], [0, 1], {"baseline": "none", "scale": "none"}, [1.0, 3.0]),
+        ([1.0, 3.0], [0, 1], {"baseline": "none", "scale": "batch", "eps": 0.0}, [1 / math.sqrt(2), 3 / math.sqrt(2)]),
+    ],
+)
+def test_advantages_by_hand(
+    rewards: list[float], group_ids: list[int], knobs: dict[str, Any], expected: list[float]
+) -> None:
+    found = group_advantages(rewards, group_ids, **knobs)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-def test_eps_is_added_to_the_deviation() -> None:
-    torch.testing.assert_close(group_advantages([1.0, 2.0, 3.0], [0, 0, 0], eps=1.0), torch.tensor([-0.5, 0.0, 0.5]))
-
-
-def test_scale_none_only_centres() -> None:
-    advantages = group_advantages([1.0, 4.0, 10.0], [7, 7, 7], scale="none")
-    torch.testing.assert_close(advantages, torch.tensor([-4.0, -1.0, 5.0]))
-
-
-def test_a_failed_rollout_leaves_mean_and_deviation() -> None:
-    advantages = group_advantages([0.0, NAN, 2.0], [0, 0, 0], eps=0.0)  # mean 1, unbiased std √2
-    torch.testing.assert_close(advantages, torch.tensor([-1 / math.sqrt(2), 0.0, 1 / math.sqrt(2)]))
-
-
-def test_equal_rewards_have_advantage_zero_not_nan() -> None:
-    assert group_advantages([0.3] * 8, [0] * 8).tolist() == [0.0] * 8
-    assert group_advantages([1.0, NAN, NAN], [0, 1, 1]).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_small_differences_of_large_rewards_survive() -> None:
-    advantages = group_advantages([1e6, 1e6 + 1e-3], [0, 0], scale="none")
-    torch.testing.assert_close(advantages, torch.tensor([-5e-4, 5e-4]), rtol=1e-5, atol=0)
-
-
-def test_lists_of_different_length_are_refused() -> None:
+def test_lists_of_different_length_and_unknown_knobs_are_refused() -> None:
     with pytest.raises(ValueError, match="equal lists"):
         group_advantages([1.0, 2.0], [0])
     with pytest.raises(ValueError, match="unknown advantage"):
         group_advantages([1.0], [0], scale="rank")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown advantage"):
         group_advantages([1.0], [0], baseline="critic")
-
-
-def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
-    # 1 − (2 + 6)/2 = −3, 2 − (1 + 6)/2 = −1.5, 6 − (1 + 2)/2 = 4.5; the failed one is nobody's other
-    advantages = group_advantages([1.0, 2.0, NAN, 6.0], [4] * 4, baseline="leave_one_out", scale="none")
-    torch.testing.assert_close(advantages, torch.tensor([-3.0, -1.5, 0.0, 4.5]))
-
-
-def test_batch_scale_divides_by_the_unbiased_deviation_of_all_centred_rewards() -> None:
-    # centred: −1 1 | −3 3, mean 0, unbiased variance (1 + 1 + 9 + 9) / 3
-    advantages = group_advantages([0.0, 2.0, 4.0, 10.0, NAN], [0, 0, 1, 1, 1], scale="batch", eps=0.0)
-    deviation = math.sqrt(20 / 3)
-    torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0, -3.0, 3.0, 0.0]) / deviation)
-
-
-def test_without_a_baseline_the_reward_stays_and_is_divided_around_its_mean() -> None:
-    assert group_advantages([1.0, 3.0], [0, 1], baseline="none", scale="none").tolist() == [1.0, 3.0]
-    # around their mean 2: deviations ∓1, unbiased deviation √2
-    advantages = group_advantages([1.0, 3.0], [0, 1], baseline="none", scale="batch", eps=0.0)
-    torch.testing.assert_close(advantages, torch.tensor([1.0, 3.0]) / math.sqrt(2))
 
 
 def test_the_last_token_earns_the_reward_and_each_pays_its_penalty() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from hocket import config as config_module
 from hocket.algorithm.diagnostics import effective_sample_size
 from hocket.algorithm.losses import LossConfig, policy_loss
-from hocket.config.algorithm import CORRECTION_RANGES, PRESETS, Correction, PresetName
+from hocket.config.algorithm import PRESETS, Correction, PresetName
 
 RATIO = torch.tensor([[1.0, 1.5, 0.5], [1.1, 0.7, 1.0]])
 ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
@@ -30,23 +30,6 @@ def test_clipped_loss_of_a_hand_worked_batch() -> None:
     torch.testing.assert_close(output.metrics["clip_high"], torch.tensor(0.2))
     torch.testing.assert_close(output.metrics["clip_low"], torch.tensor(0.2))
     torch.testing.assert_close(output.metrics["ratio_mean"], torch.tensor(4.8 / 5))
-
-
-def test_micro_batches_with_a_global_denominator_add_up() -> None:
-    total = 0.0
-    for row in (slice(0, 1), slice(1, 2)):
-        logprobs = RATIO[row].log()
-        output = policy_loss(
-            logprobs, torch.zeros(1, 3), ADVANTAGES[row], MASK[row], config=PPO, num_tokens=5, num_sequences=2
-        )
-        total += output.loss.item()
-    assert total == pytest.approx(-0.16)
-
-
-def test_without_old_and_correction_the_ratio_is_against_the_rollout() -> None:
-    logprobs = RATIO.log().requires_grad_()
-    output = policy_loss(logprobs, torch.zeros(2, 3), ADVANTAGES, MASK, config=PPO, num_tokens=5, num_sequences=2)
-    torch.testing.assert_close(output.loss, torch.tensor(-0.16))
 
 
 def test_truncation_weighs_each_token_by_the_capped_detached_engine_ratio() -> None:
@@ -269,6 +252,7 @@ def packed_loss(
     )
     output.loss.backward()
     assert logprobs.grad is not None
+    assert all(math.isfinite(value) for value in output.metrics.values())  # whatever the padding holds
     slopes = {}
     for row, members in enumerate(rows):
         start = 0
@@ -316,16 +300,6 @@ def test_loss_and_gradient_equal_a_plain_implementation_however_sequences_are_pa
         assert [value for i in every for value in found[i]] == pytest.approx(slopes, rel=1e-12, abs=1e-15)
 
 
-def test_a_sequence_ratio_lets_advantages_differ_within_a_sequence() -> None:
-    # s = exp((ln 1.5 + ln 1.2) / 2) = √1.8 for both tokens: slopes −s·A / 2
-    logprobs = torch.tensor([[1.5, 1.2]]).log().requires_grad_()
-    config = LossConfig(correction="none", ratio="sequence", clip="none")
-    mask, advantages = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -3.0]])
-    output = policy_loss(logprobs, torch.zeros(1, 2), advantages, mask, config=config, num_tokens=2, num_sequences=1)
-    output.loss.backward()
-    torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, 3.0]]) * math.sqrt(1.8) / 2)
-
-
 def test_a_row_of_the_table_has_the_published_numbers_and_takes_changes() -> None:
     gspo = LossConfig.preset("gspo", clip_high=5e-4)
     assert (gspo.ratio, gspo.clip_low, gspo.clip_high, gspo.correction) == ("sequence", 3e-4, 5e-4, "none")
@@ -338,26 +312,6 @@ def test_the_runs_settings_become_the_losses_knobs() -> None:
     settings = config_module.load(None, ["algorithm.preset=dr_grpo"])
     assert settings.algorithm.loss(max_tokens=99) == LossConfig.preset("dr_grpo", constant_length=99)
     assert config_module.Config().algorithm.loss(max_tokens=9) == LossConfig(constant_length=9)
-
-
-@pytest.mark.parametrize("wrong", [{"clip": "x"}, {"aggregate": "x"}, {"correction": "x"}])
-def test_an_unknown_knob_is_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}\\n  Input should be"):
-        LossConfig(**wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("correction", ["none", "truncate", "mask", "sequence_mask"])
-def test_padding_may_hold_anything(correction: Correction) -> None:
-    rollout = torch.tensor([[-1.0, -math.inf, math.nan]])
-    logprobs = torch.tensor([[-1.0, -math.inf, -math.inf]], requires_grad=True)
-    advantages, mask = torch.tensor([[1.0, math.nan, 5.0]]), torch.tensor([[True, False, False]])
-    low, high = CORRECTION_RANGES[correction]
-    config = LossConfig(correction=correction, correction_low=low, correction_high=high)
-    output = policy_loss(logprobs, rollout, advantages, mask, config=config, num_tokens=1, num_sequences=1)
-    output.loss.backward()
-    torch.testing.assert_close(output.loss, torch.tensor(-1.0))
-    torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, 0.0, 0.0]]))
-    assert all(math.isfinite(value) for value in output.metrics.values())
 
 
 def test_a_batch_without_trained_tokens_has_loss_zero_and_zero_gradient() -> None:
@@ -380,22 +334,3 @@ def test_extreme_ratios_stay_finite() -> None:
     assert math.isfinite(output.loss.item())
     assert logprobs.grad is not None
     assert logprobs.grad.isfinite().all()
-
-
-def test_inputs_are_not_changed() -> None:
-    tensors = [RATIO.log(), torch.zeros(2, 3), ADVANTAGES.clone(), MASK.clone()]
-    copies = [tensor.clone() for tensor in tensors]
-    policy_loss(*tensors, config=LossConfig(), num_tokens=5, num_sequences=2)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
-
-
-def test_each_correction_has_bounds_of_its_own_where_none_are_set() -> None:
-    assert [
-        (config.correction_low, config.correction_high)
-        for config in (
-            LossConfig(),
-            LossConfig(correction="mask"),
-            LossConfig.preset("grpo", correction="sequence_mask"),
-            LossConfig(correction="mask", correction_high=3.0),
-        )
-    ] == [(0.0, 2.0), (0.5, 5.0), (0.99, 1.01), (0.5, 3.0)]

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import dataclasses
+import functools
 import math
 import random
 import threading
@@ -25,7 +26,7 @@ from hocket.pool import Deadline
 from hocket.protocol import Completion, SamplingParams, ToolCall
 from hocket.rollout.budget import TokenBudget
 from hocket.rollout.episode import Limits
-from hocket.rollout.episodes import Episodes
+from hocket.rollout.episodes import Episodes, single_turn
 from hocket.system import seed_of
 from hocket.types import FinishReason, Group, Message, Prompt, Rollout, Score
 
@@ -66,7 +67,6 @@ class FakeEngine:
         group: str,
         place: str,
     ) -> Completion:
-        assert sampling.seed is None
         assert place.startswith(f"{group}/")
         context = list(token_ids)
         self.running += 1
@@ -566,9 +566,10 @@ async def test_an_environment_without_rewards_leaves_them_to_the_reward_function
 
     limits = Limits(max_turns=6, max_length=256, timeout_s=5.0)
     play = Episodes(make=SingleTurn, renderer=renderer, limits=limits, ask=FakeEngine().ask).play
-    batch = await gathered([Prompt(id="p", token_ids=(5, 6))], play, score)
+    for one in (play, functools.partial(single_turn, ask=FakeEngine().ask)):  # the short way gives the same
+        batch = await gathered([Prompt(id="p", token_ids=(5, 6))], one, score)
     (rollout,) = batch.groups[0].rollouts
-    assert scored == [rollout]
+    assert scored == [rollout, rollout]
     assert (rollout.id, rollout.reward, rollout.sequences[-1].turns) == ("s/0/0", None, 1)
     done = sampled(seed_of(77, 0, 1), 8)
     assert rollout.sequences[0].token_ids == (5, 6, *done.token_ids)
@@ -584,3 +585,24 @@ async def test_a_completion_without_tokens_is_an_error(renderer: Renderer) -> No
 
     with pytest.raises(ServerError, match="without tokens"):
         await played(SingleTurn, renderer, Empty(), num_prompts=1)
+    with pytest.raises(ServerError, match="without tokens"):
+        await gathered([Prompt(id="p", token_ids=(5, 6))], functools.partial(single_turn, ask=Empty().ask), no_score)
+
+
+async def test_a_single_turn_that_is_late_fails_alone_and_any_other_failure_of_a_server_is_raised() -> None:
+    class Dead(FakeEngine):
+        async def ask(self, *args: Any, **rest: Any) -> Completion:
+            await asyncio.sleep(rest["deadline"].left_s if rest["deadline"].seconds < 1 else 0)
+            raise ServerError("it died", code="timeout")
+
+    play, prompt = functools.partial(single_turn, ask=Dead().ask), Prompt(id="p", token_ids=(5, 6))
+    batch = await gathered([prompt], play, no_score, timeout_s=0.05)
+    (late,) = batch.groups[0].rollouts
+    assert late.error == "the episode was not over within 0.05 s (rollout.timeout_s): it died"
+    assert (late.sequences[0].token_ids, late.num_sampled, late.sequences[0].turns) == ((5, 6), 0, 0)
+    with pytest.raises(ServerError, match="it died"):
+        await gathered([prompt], play, no_score)
+
+
+async def no_score(rollout: Rollout) -> Score:
+    return Score(total=math.nan, error=rollout.error)

@@ -207,28 +207,26 @@ async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Pa
     assert_same(server, disk.trainer)
 
 
-async def test_a_chain_of_deltas_ends_bit_by_bit_where_a_full_version_would(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path, "sync.delta=true", "sync.keep=1"), servers()
+@pytest.mark.parametrize(
+    ("full_every", "keep", "full", "left"),
+    [
+        (50, 1, [1], ["deltas/v000007", "weights/v000001"]),
+        (3, 2, [1, 3, 6], ["deltas/v000005", "deltas/v000007", "weights/v000003", "weights/v000006"]),
+    ],
+)
+async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_version_would(
+    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch, full_every: int, keep: int, full: Any, left: Any
+) -> None:
+    monkeypatch.setattr("hocket.sync.disk.FULL_EVERY", full_every)
+    disk, server = Disk(tmp_path, "sync.delta=true", f"sync.keep={keep}"), servers()
     for version in range(1, 8):
         disk.trainer.step(version, 100 * version)
         delivery = await disk.deliver(version, server)
         assert [answer.checksum for answer in delivery.answers] == delivery.checksums
         assert_same(server, disk.trainer)
-    assert server.names == ["weights/v000001", *(f"deltas/v00000{version}" for version in range(2, 8))]
-    assert (disk.trainer.exports, disk.names()) == (1, ["deltas/v000007", "weights/v000001"])
-
-
-async def test_one_version_in_full_every_is_full_and_the_newest_of_both_are_kept(
-    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hocket.sync.disk.FULL_EVERY", 3)
-    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
-    for version in range(1, 8):
-        disk.trainer.step(version)
-        await disk.deliver(version, server)
-    assert [name.startswith("deltas") for name in server.names] == [False, True, False, True, True, False, True]
-    assert disk.names() == ["deltas/v000005", "deltas/v000007", "weights/v000003", "weights/v000006"]  # sync.keep=2
-    assert_same(server, disk.trainer)
+    kinds = ["weights" if version in full else "deltas" for version in range(1, 8)]
+    assert server.names == [f"{kind}/v00000{version}" for version, kind in enumerate(kinds, 1)]
+    assert (disk.trainer.exports, disk.names()) == (len(full), left)  # the newest of both kinds are kept
 
 
 async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp_path: Path, servers: Any) -> None:

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,52 +19,39 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
+# Of two layers, with random weights large enough that every part of a model matters.
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 62,
+    "eos_token_id": 63,
+    "initializer_range": 0.2,
+}
+
+
 def make_model(folder: Path, *, tied: bool) -> str:
-    """Writes a Qwen2 of two layers with random weights large enough that every part of it matters."""
+    """Writes a Qwen2."""
     make_tokenizer().save_pretrained(folder)
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        pad_token_id=62,
-        eos_token_id=63,
-        initializer_range=0.2,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).save_pretrained(folder)
     return str(folder)
 
 
 def make_experts(folder: Path) -> str:
-    """Writes a Qwen3-MoE of two layers with four experts, with the same tokenizer and random weights."""
+    """Writes a Qwen3-MoE with four experts."""
     make_tokenizer().save_pretrained(folder)
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        pad_token_id=62,
-        eos_token_id=63,
-        initializer_range=0.2,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(folder)
     return str(folder)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     ranks = Ranks(timeout_s=60)
     yield ranks

@@ -1,84 +1,43 @@
 """The critic: it learns what it is told to expect, beside a policy that may have to wait for it."""
 
 import dataclasses
-import json
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer import builders
+from tests.trainer.worker import load, save
 from transformers import AutoModel
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
-from hocket.errors import ConfigError, TrainerError
+from hocket.errors import TrainerError
 from hocket.observe.metrics import StepStats
 from hocket.trainer.critic import explained_variance, value_loss
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 Returns = Callable[[tuple[int, ...]], list[float]]
+ROLLOUTS = builders.make_rollouts(12, longest=14, seed=3)
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
-    defaults = (
-        "model.dtype=float32",
-        "trainer.learning_rate=1e-3",
-        "trainer.micro_batch_tokens=40",
-        "algorithm.preset=ppo",
-        "critic.learning_rate=3e-3",
-    )
-    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks)
-
-
-def save(trainer: Trainer, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    rest = trainer.state(lambda bucket: write_bucket(folder, bucket))
-    (folder / "rest.json").write_text(json.dumps(rest))
-
-
-def load(trainer: Trainer, folder: Path) -> None:
-    trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
-
-
-def make_rollouts() -> list[TokenSequence]:
-    rng = random.Random(3)
-    rollouts = []
-    for _ in range(12):
-        token_ids = tuple(rng.randrange(62) for _ in range(rng.randint(4, 14)))
-        mask = tuple(index >= 2 and index != 4 for index in range(len(token_ids)))
-        logprobs = tuple(-3.0 if m else 0.0 for m in mask)
-        rollouts.append(TokenSequence(token_ids=token_ids, mask=mask, logprobs=logprobs))
-    return rollouts
-
-
-ROLLOUTS = make_rollouts()
+    return builders.make_trainer(ranks, model, "algorithm.preset=ppo", "critic.learning_rate=3e-3", *settings)
 
 
 def make_samples(trainer: Trainer, returns: Returns) -> list[TrainSample]:
     """Returns the rollouts with the critic's values of now, and what it should have said of each token."""
     samples = []
     for rollout, measured in zip(ROLLOUTS, trainer.measure(ROLLOUTS), strict=True):
-        wanted = returns(rollout.token_ids)
-        samples.append(
-            TrainSample(
-                sequence=rollout,
-                advantages=tuple(0.5 if m else 0.0 for m in rollout.mask),
-                values=measured.values,
-                returns=tuple(value if m else 0.0 for value, m in zip(wanted, rollout.mask, strict=True)),
-            )
-        )
+        wanted = zip(returns(rollout.token_ids), rollout.mask, strict=True)
+        targets = tuple(value if m else 0.0 for value, m in wanted)
+        samples.append(builders.sample_of(rollout, 0.5, values=measured.values, returns=targets))
     return samples
-
-
-def always_two(token_ids: tuple[int, ...]) -> list[float]:
-    return [2.0] * len(token_ids)
 
 
 def by_first_token(token_ids: tuple[int, ...]) -> list[float]:
@@ -105,35 +64,6 @@ def test_the_value_loss_takes_the_worse_of_free_and_clipped_and_has_no_slope_whe
     output.loss.backward()
     torch.testing.assert_close(output.loss, torch.tensor(0.5 * (2.25 + 9 + 0.64) / 4))
     torch.testing.assert_close(values.grad, torch.tensor([[0.0, -3.0, -0.8, 0.0]]) / 4)
-
-
-def test_a_critic_begins_at_zero_and_learns_a_constant(ranks: Ranks, tied_model: str) -> None:
-    with make_trainer(ranks, tied_model, "critic.learning_rate=1e-2") as trainer:
-        assert all(set(measured.values) == {0.0} for measured in trainer.measure(ROLLOUTS))
-        stats = train(trainer, always_two, 40)
-        values = [
-            v
-            for r, m in zip(ROLLOUTS, trainer.measure(ROLLOUTS), strict=True)
-            for v, on in zip(m.values, r.mask, strict=True)
-            if on
-        ]
-    first, last = stats[0].critic, stats[-1].critic
-    assert first["loss"] == pytest.approx(2.0)  # ½ (0 − 2)²
-    assert (first["value_mean"], first["return_mean"]) == pytest.approx((0.0, 2.0))
-    assert math.isnan(first["explained_variance"]), "there is no variance to explain"
-    assert last["value_mean"] == pytest.approx(2.0, abs=0.1)
-    assert all(value == pytest.approx(2.0, abs=0.3) for value in values)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_critic_learns_what_the_text_before_a_token_tells(ranks: Ranks, tied_model: str, stage: int) -> None:
-    with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}", "critic.learning_rate=1e-2") as trainer:
-        stats = train(trainer, by_first_token, 12)
-    assert stats[0].critic["loss"] == pytest.approx(0.5)
-    assert stats[0].critic["explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert stats[-1].critic["explained_variance"] > 0.9
-    assert stats[-1].critic["loss"] < 0.05
-    assert min(s.critic["grad_norm"] for s in stats) > 0
 
 
 def test_a_critic_is_trained_as_plain_torch_would_train_it(
@@ -245,11 +175,6 @@ def test_a_critic_may_start_from_another_model_and_stays_whole_beside_an_adapter
             stats = train(trainer, by_first_token, 10)
             assert stats[-1].critic["explained_variance"] > 0.5
             assert stats[-1].grad_norm > 0
-
-
-def test_a_critic_with_another_vocabulary_is_refused(ranks: Ranks, tied_model: str) -> None:
-    with pytest.raises(ConfigError, match=r"critic\.path=checkpoints/tiny-sort has another vocabulary than model"):
-        make_trainer(ranks, tied_model, "critic.path=checkpoints/tiny-sort")
 
 
 def test_a_trainer_without_need_of_a_critic_has_none(ranks: Ranks, tied_model: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.kept import read_batch
+from tests.trainer import builders
+from tests.trainer.builders import read_batch
 from torch import Tensor
 
-from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
@@ -22,30 +22,18 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
 
+SAMPLES = [
+    builders.sample_of(builders.sequence(range(first, first + 9)), advantage, id=f"step 1/0/{first}")
+    for first, advantage in ((0, 1.0), (10, -1.0), (20, 0.5))
+]
+
+
 def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
-    defaults = ("model.dtype=float32", "trainer.learning_rate=1e-3", "trainer.micro_batch_tokens=20")
-    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks, loss=loss)
-
-
-def sample(first: int, advantage: float = 1.0) -> TrainSample:
-    """Nine tokens, the last seven of them trained."""
-    return TrainSample(
-        sequence=TokenSequence(
-            token_ids=tuple(range(first, first + 9)),
-            mask=(False, False, *[True] * 7),
-            logprobs=(0.0, 0.0, *[-3.0] * 7),
-        ),
-        advantages=(0.0, 0.0, *[advantage] * 7),
-        id=f"step 1/0/{first}",
-    )
-
-
-SAMPLES = [sample(0), sample(10, -1.0), sample(20, 0.5)]
+    return builders.make_trainer(ranks, model, "trainer.micro_batch_tokens=20", *settings, loss=loss)
 
 
 def bad_loss(when: Callable[[], bool], value: float = math.inf) -> BatchLoss:
@@ -129,31 +117,6 @@ def test_a_fluke_is_made_good_by_the_second_try(ranks: Ranks, tied_model: str, s
             norms.append((stats.loss, stats.grad_norm, [float(tensor.sum()) for tensor in weights(trainer)]))
     assert norms[0] == norms[1]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_with_an_optimizer_in_the_memory_of_the_cpu_a_skipped_step_does_not_skip_the_next(
-    ranks: Ranks, tied_model: str, stage: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = engine.deepspeed_config
-
-    def offloading(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        values = original(*args, **kwargs)
-        values["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        return values | {"zero_force_ds_cpu_optimizer": False}
-
-    monkeypatch.setattr(engine, "deepspeed_config", offloading)
-    bad = False
-    settings = (f"trainer.zero_stage={stage}", f"model.dtype={dtype}")
-    with make_trainer(ranks, tied_model, *settings, loss=bad_loss(lambda: bad, math.nan)) as trainer:
-        assert not trainer.step(SAMPLES).skipped
-        bad = True
-        assert trainer.step(SAMPLES).skipped
-        bad = False
-        before = weights(trainer)
-        assert [trainer.step(SAMPLES).skipped for _ in range(3)] == [False] * 3
-        assert any(not torch.equal(old, new) for old, new in zip(before, weights(trainer), strict=True))
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this CPU can't multiply in float16")

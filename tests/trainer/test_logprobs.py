@@ -57,15 +57,6 @@ def test_without_a_mask_every_position_is_computed(inputs: Inputs) -> None:
     torch.testing.assert_close(logprobs, full.gather(-1, targets[..., None]).squeeze(-1))
 
 
-def test_logits_exist_for_one_chunk_at_a_time(inputs: Inputs) -> None:
-    hidden, head, targets, mask = inputs
-    sizes: list[int] = []
-    head.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
-    token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=7, mask_bt=mask)
-    assert max(sizes) <= 7
-    assert sum(sizes) == mask.sum()
-
-
 def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backward() -> None:
     head = torch.nn.Linear(4, 2000, bias=False)
     peaks = []

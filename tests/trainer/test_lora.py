@@ -1,6 +1,5 @@
 """An adapter beside frozen weights: what moves, what is published, and that it is PEFT's."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,10 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer import builders
+from tests.trainer.builders import make_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hocket import config as config_module
 from hocket import tokenizer as tokenizers
 from hocket import weight_group
 from hocket.errors import ConfigError
@@ -19,7 +19,6 @@ from hocket.trainer.engine import gathered
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
-from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 IDS = torch.arange(12)[None]
@@ -27,23 +26,7 @@ LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
-    defaults = ("model.dtype=float32", "trainer.learning_rate=1e-2", "trainer.micro_batch_tokens=40", "model.lora={}")
-    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks)
-
-
-def make_samples() -> list[TrainSample]:
-    rng = random.Random(5)
-    return [
-        TrainSample(
-            sequence=TokenSequence(
-                token_ids=tuple(rng.randrange(62) for _ in range(9)),
-                mask=(False, False, *[True] * 7),
-                logprobs=(0.0, 0.0, *[-3.0] * 7),
-            ),
-            advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
-        )
-        for _ in range(5)
-    ]
+    return builders.make_trainer(ranks, model, "trainer.learning_rate=1e-2", "model.lora={}", *settings)
 
 
 def with_peft(base: str, folder: Path) -> Any:
@@ -141,17 +124,6 @@ def test_what_is_no_adapter_or_one_of_another_model_is_not_merged(
     assert not (tmp_path / "out").exists()
 
 
-def test_zero_stages_train_the_same_adapter(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
-    for stage in range(4):
-        with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}") as trainer:
-            for _ in range(3):
-                trainer.step(make_samples())
-            trainer.export(tmp_path / str(stage))
-    first, *others = (load_file(tmp_path / str(stage) / "adapter_model.safetensors") for stage in range(4))
-    for other in others:
-        assert all(torch.allclose(first[name], other[name], atol=1e-4) for name in first)
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_recomputed_activations_give_the_same_gradients(ranks: Ranks, tied_model: str, stage: int) -> None:
     norms = []
@@ -163,7 +135,7 @@ def test_recomputed_activations_give_the_same_gradients(ranks: Ranks, tied_model
     assert norms[0][0] > 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_bfloat16_adapter_has_float32_master_weights(
     ranks: Ranks, tied_model: str, stage: int, tmp_path: Path
 ) -> None:

@@ -1,86 +1,36 @@
 """The reference policy against transformers' own log-probs, wherever it comes from and whatever the policy does."""
 
 import dataclasses
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from tests.trainer import builders
+from tests.trainer.builders import logprobs_of
+from tests.trainer.worker import save
 from transformers import AutoModelForCausalLM
 
-from hocket import config as config_module
 from hocket.algorithm.samples import Measured
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import SavedTensors, write_bucket
+from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+ROLLOUTS = builders.make_rollouts(9, longest=20, seed=1)
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
-    defaults = (
-        "model.dtype=float32",
-        "trainer.learning_rate=1e-2",
-        "trainer.micro_batch_tokens=40",
-        "algorithm.preset=reinforce_pp",
-    )
-    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks)
-
-
-def save(trainer: Trainer, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    rest = trainer.state(lambda bucket: write_bucket(folder, bucket))
-    (folder / "rest.json").write_text(json.dumps(rest))
-
-
-def load(trainer: Trainer, folder: Path) -> None:
-    trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
-
-
-def make_rollouts() -> list[TokenSequence]:
-    """Nine of 4 to 20 tokens: two of a prompt, then sampled ones with a token of somebody else among them."""
-    rng = random.Random(1)
-    rollouts = []
-    for _ in range(9):
-        token_ids = tuple(rng.randrange(62) for _ in range(rng.randint(4, 20)))
-        mask = tuple(index >= 2 and index != 4 for index in range(len(token_ids)))
-        logprobs = tuple(-3.0 if m else 0.0 for m in mask)
-        rollouts.append(TokenSequence(token_ids=token_ids, mask=mask, logprobs=logprobs))
-    return rollouts
-
-
-ROLLOUTS = make_rollouts()
-
-
-def constant(advantage: float, mask: tuple[bool, ...]) -> tuple[float, ...]:
-    return tuple(advantage if m else 0.0 for m in mask)
+    defaults = ("trainer.learning_rate=1e-2", "algorithm.preset=reinforce_pp")
+    return builders.make_trainer(ranks, model, *defaults, *settings)
 
 
 def make_samples() -> list[TrainSample]:
     rng = random.Random(2)
-    return [
-        TrainSample(
-            sequence=rollout,
-            advantages=constant(rng.gauss(0, 1), rollout.mask),
-        )
-        for rollout in ROLLOUTS
-    ]
-
-
-@torch.no_grad()
-def logprobs_of(folder: str | Path, dtype: torch.dtype = torch.float32) -> list[list[float]]:
-    """Returns transformers' log-probs of the sampled tokens, each sequence alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    found = []
-    for rollout in ROLLOUTS:
-        full = model(torch.tensor([rollout.token_ids])).logits[0, :-1].float().log_softmax(dim=-1)
-        of_tokens = full.gather(-1, torch.tensor(rollout.token_ids[1:])[:, None])[:, 0].tolist()
-        found.append([0.0, *(value if m else 0.0 for value, m in zip(of_tokens, rollout.mask[1:], strict=True))])
-    return found
+    return [builders.sample_of(rollout, rng.gauss(0, 1)) for rollout in ROLLOUTS]
 
 
 def assert_close(measured: Sequence[Measured], expected: Sequence[Sequence[float]], atol: float = 1e-5) -> None:
@@ -94,7 +44,7 @@ def test_the_start_stays_the_reference_while_the_policy_moves(
     ranks: Ranks, tied_model: str, stage: int, tokens: int, tmp_path: Path
 ) -> None:
     settings = (f"trainer.zero_stage={stage}", f"trainer.micro_batch_tokens={tokens}", "trainer.logprob_chunk_tokens=7")
-    expected = logprobs_of(tied_model)
+    expected = logprobs_of(tied_model, ROLLOUTS)
     with make_trainer(ranks, tied_model, *settings) as trainer:
         for _ in range(3):
             assert_close(trainer.measure(ROLLOUTS), expected)
@@ -104,7 +54,7 @@ def test_the_start_stays_the_reference_while_the_policy_moves(
     assert_close(measured, expected)
     moved = max(
         abs(a - b)
-        for one, other in zip(logprobs_of(tmp_path / "policy"), expected, strict=True)
+        for one, other in zip(logprobs_of(tmp_path / "policy", ROLLOUTS), expected, strict=True)
         for a, b in zip(one, other, strict=True)
     )
     assert moved > 0.5
@@ -148,14 +98,13 @@ def test_another_model_can_be_the_reference_beside_an_adapter_too(
     for settings in ((), ("model.lora={}",)):
         with make_trainer(ranks, tied_model, f"algorithm.reference={untied_model}", *settings) as trainer:
             trainer.step(make_samples())
-            assert_close(trainer.measure(ROLLOUTS), logprobs_of(untied_model))
+            assert_close(trainer.measure(ROLLOUTS), logprobs_of(untied_model, ROLLOUTS))
 
 
-def test_a_reference_with_another_vocabulary_is_refused(ranks: Ranks, tied_model: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"algorithm\.reference=checkpoints/tiny-sort has another vocabulary than model"
-    ):
-        make_trainer(ranks, tied_model, "algorithm.reference=checkpoints/tiny-sort")
+@pytest.mark.parametrize(("preset", "key"), [("reinforce_pp", "algorithm.reference"), ("ppo", "critic.path")])
+def test_a_model_with_another_vocabulary_is_refused(ranks: Ranks, tied_model: str, preset: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}=checkpoints/tiny-sort has another vocabulary than model"):
+        make_trainer(ranks, tied_model, f"algorithm.preset={preset}", f"{key}=checkpoints/tiny-sort")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -183,6 +132,7 @@ def test_a_rollout_that_nothing_is_asked_of_may_be_longer_than_a_micro_batch(ran
         assert trainer.measure([cut]) == [Measured()]
         with pytest.raises(TrainerError, match=f"a sequence of {len(second.token_ids)} tokens doesn't fit"):
             trainer.measure([first, second])
+        assert trainer.measure([first]) == [alone]  # it goes on
 
 
 def test_a_checkpoint_does_not_hold_the_reference(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
@@ -197,13 +147,3 @@ def test_without_a_divergence_there_is_nothing_to_measure_and_no_second_model(ra
         assert trainer.models.engines.keys() == {"policy"}
     with make_trainer(ranks, tied_model) as trainer:
         assert trainer.measure([]) == []
-
-
-def test_a_rollout_that_fits_into_no_micro_batch_is_refused_and_the_trainer_goes_on(
-    ranks: Ranks, tied_model: str
-) -> None:
-    with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=10") as trainer:
-        with pytest.raises(TrainerError, match=r"trainer\.micro_batch_tokens"):
-            trainer.measure(ROLLOUTS)
-        short = [rollout for rollout in ROLLOUTS if len(rollout.token_ids) <= 11]
-        assert len(trainer.measure(short)) == len(short) > 0

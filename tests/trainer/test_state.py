@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer.builders import make_samples
 from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
@@ -18,7 +18,6 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.ranks import Ranks, randomness, restore_randomness
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
-from hocket.types import TokenSequence, TrainSample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 IDS = torch.arange(12)[None]
@@ -28,21 +27,6 @@ def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Con
     defaults = ("model.dtype=float32", "trainer.learning_rate=1e-2", "trainer.micro_batch_tokens=40")
     places = (f"run.dir={tmp_path}/runs/a", f"model.path={model}")
     return config_module.load(None, [*defaults, *places, *settings])
-
-
-def make_samples() -> list[TrainSample]:
-    rng = random.Random(5)
-    return [
-        TrainSample(
-            sequence=TokenSequence(
-                token_ids=tuple(rng.randrange(62) for _ in range(9)),
-                mask=(False, False, *[True] * 7),
-                logprobs=(0.0, 0.0, *[-3.0] * 7),
-            ),
-            advantages=(0.0, 0.0, *[rng.gauss(0, 1)] * 7),
-        )
-        for _ in range(5)
-    ]
 
 
 def save(trainer: Trainer, config: config_module.Config) -> Path:

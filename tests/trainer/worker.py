@@ -12,8 +12,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -67,6 +68,9 @@ MATRIX = {
 """Ways to take the same steps in float32; every name says what is not as in SETTINGS."""
 
 
+STAGES = {stage: (f"trainer.zero_stage={stage}",) for stage in range(4)}
+
+
 def constant(advantage: float, mask: tuple[bool, ...]) -> tuple[float, ...]:
     return tuple(advantage if m else 0.0 for m in mask)
 
@@ -118,46 +122,49 @@ def load(trainer: Trainer, folder: Path) -> None:
     trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
 
 
-def resumes(model: str, output: Path, ranks: Ranks) -> None:
-    """Each ZeRO stage takes up what 3 - this number of ranks saved at this stage and at the next, and goes on."""
-    stages = output.parents[1] / str(3 - ranks.size) / output.name.replace("resumes", "stages")
-    for stage in range(4):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
+def led(
+    model: str, ranks: Ranks, variants: Mapping[Any, Sequence[str]], prepare: Callable[[Trainer], None] = lambda _: None
+) -> Iterator[tuple[Any, Trainer]]:
+    """Yields a trainer for each variant's settings on rank 0, which the other ranks follow."""
+    for name, settings in variants.items():
+        trainer = Trainer(make_config(model, *settings), ranks=ranks)
+        prepare(trainer)
         if not trainer.is_main:
             trainer.follow()
             continue
         with trainer:
-            for other in (stage, (stage + 1) % 4):
-                load(trainer, stages / str(other) / "checkpoint")
-                again = output / str(stage) / str(other)
-                save(trainer, again)
-                stats = trainer.step(make_samples(4))
-                (again / "stats.json").write_text(json.dumps(dataclasses.asdict(stats)))
+            yield name, trainer
+
+
+def resumes(model: str, output: Path, ranks: Ranks) -> None:
+    """Each ZeRO stage takes up what 3 - this number of ranks saved at this stage and at the next, and goes on."""
+    stages = output.parents[1] / str(3 - ranks.size) / output.name.replace("resumes", "stages")
+    for stage, trainer in led(model, ranks, STAGES):
+        for other in (stage, (stage + 1) % 4):
+            load(trainer, stages / str(other) / "checkpoint")
+            again = output / str(stage) / str(other)
+            save(trainer, again)
+            stats = trainer.step(make_samples(4))
+            (again / "stats.json").write_text(json.dumps(dataclasses.asdict(stats)))
 
 
 def stages(model: str, output: Path, ranks: Ranks) -> None:
     """Three steps, one that is not finite, one more; then back to the checkpoint and that last step again."""
-    for stage in range(4):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
-        bad = make_samples(3)
-        bad[4] = dataclasses.replace(bad[4], advantages=constant(math.nan, bad[4].sequence.mask))
-        break_token(trainer, bad[4].sequence.token_ids[1])
-        if not trainer.is_main:
-            trainer.follow()
-            continue
-        with trainer:
-            folder = output / str(stage)
-            stats = [trainer.step(make_samples(step)) for step in range(3)]
-            trainer.export(folder / "before")
-            stats.append(trainer.step(bad, keep=folder / "skipped.json"))
-            trainer.export(folder / "skipped")
-            save(trainer, folder / "checkpoint")
-            stats.append(trainer.step(make_samples(4)))
-            trainer.export(folder / "after")
-            load(trainer, folder / "checkpoint")
-            stats.append(trainer.step(make_samples(4)))
-            trainer.export(folder / "again")
-            (folder / "stats.json").write_text(json.dumps([dataclasses.asdict(s) for s in stats]))
+    bad = make_samples(3)
+    bad[4] = dataclasses.replace(bad[4], advantages=constant(math.nan, bad[4].sequence.mask))
+    for stage, trainer in led(model, ranks, STAGES, lambda made: break_token(made, bad[4].sequence.token_ids[1])):
+        folder = output / str(stage)
+        stats = [trainer.step(make_samples(step)) for step in range(3)]
+        trainer.export(folder / "before")
+        stats.append(trainer.step(bad, keep=folder / "skipped.json"))
+        trainer.export(folder / "skipped")
+        save(trainer, folder / "checkpoint")
+        stats.append(trainer.step(make_samples(4)))
+        trainer.export(folder / "after")
+        load(trainer, folder / "checkpoint")
+        stats.append(trainer.step(make_samples(4)))
+        trainer.export(folder / "again")
+        (folder / "stats.json").write_text(json.dumps([dataclasses.asdict(s) for s in stats]))
 
 
 def break_token(trainer: Trainer, token: int) -> None:
@@ -175,95 +182,73 @@ def break_token(trainer: Trainer, token: int) -> None:
 def matrix(model: str, output: Path, ranks: Ranks) -> None:
     """Two steps of every cell in MATRIX."""
     assert ranks.smallest(10 - ranks.rank) == 11 - ranks.size
-    for name, settings in MATRIX.items():
-        trainer = Trainer(make_config(model, *settings), ranks=ranks)
-        if not trainer.is_main:
-            trainer.follow()
-            continue
-        with trainer:
-            order = -1 if "reversed" in name else 1
-            stats = [dataclasses.asdict(trainer.step(make_samples(step)[::order])) for step in range(2)]
-            trainer.export(output / name)
-            (output / name / "stats.json").write_text(json.dumps(stats))
+    for name, trainer in led(model, ranks, MATRIX):
+        order = -1 if "reversed" in name else 1
+        stats = [dataclasses.asdict(trainer.step(make_samples(step)[::order])) for step in range(2)]
+        trainer.export(output / name)
+        (output / name / "stats.json").write_text(json.dumps(stats))
 
 
 def streams(model: str, output: Path, ranks: Ranks) -> None:
     """Each ZeRO stage streams its weights after a step, once in pieces to a sink that fails, then as a whole."""
-    for stage in range(4):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}"), ranks=ranks)
-        if not trainer.is_main:
-            trainer.follow()
-            continue
-        with trainer:
-            folder = output / str(stage)
-            folder.mkdir(parents=True)
-            trainer.step(make_samples(0))
-            taken: list[tuple[str, torch.Tensor]] = []
+    for stage, trainer in led(model, ranks, STAGES):
+        folder = output / str(stage)
+        folder.mkdir(parents=True)
+        trainer.step(make_samples(0))
+        taken: list[tuple[str, torch.Tensor]] = []
 
-            def broken(bucket: object) -> None:
-                raise OSError("the wire is cut")
+        def broken(bucket: object) -> None:
+            raise OSError("the wire is cut")
 
-            def take(bucket: Sequence[tuple[str, torch.Tensor]], taken: list[tuple[str, torch.Tensor]] = taken) -> None:
-                taken.extend((name, tensor.clone()) for name, tensor in bucket)
+        def take(bucket: Sequence[tuple[str, torch.Tensor]], taken: list[tuple[str, torch.Tensor]] = taken) -> None:
+            taken.extend((name, tensor.clone()) for name, tensor in bucket)
 
-            try:
-                trainer.stream(4096, broken)
-            except OSError as error:
-                (folder / "failure").write_text(str(error))
-            layout = [item.model_dump() for bucket in trainer.layout(4096) for item in bucket]
-            trainer.stream(4096, take)
-            (folder / "layout.json").write_text(json.dumps(layout))
-            save_file(dict(taken), folder / "streamed.safetensors")
-            (folder / "gap").write_text(repr(trainer.logprob_gap(make_samples(1))))
-            trainer.export(folder / "exported")
+        try:
+            trainer.stream(4096, broken)
+        except OSError as error:
+            (folder / "failure").write_text(str(error))
+        layout = [item.model_dump() for bucket in trainer.layout(4096) for item in bucket]
+        trainer.stream(4096, take)
+        (folder / "layout.json").write_text(json.dumps(layout))
+        save_file(dict(taken), folder / "streamed.safetensors")
+        (folder / "gap").write_text(repr(trainer.logprob_gap(make_samples(1))))
+        trainer.export(folder / "exported")
 
 
 def adapter(model: str, output: Path, ranks: Ranks) -> None:
     """Three steps on an adapter, which is published both ways."""
-    for stage in (1, 2, 3):
-        trainer = Trainer(make_config(model, f"trainer.zero_stage={stage}", "model.lora.rank=4"), ranks=ranks)
-        if not trainer.is_main:
-            trainer.follow()
-            continue
-        with trainer:
-            stats = [dataclasses.asdict(trainer.step(make_samples(step))) for step in range(3)]
-            trainer.export(output / str(stage))
-            streamed: dict[str, torch.Tensor] = {}
-            trainer.stream(4096, lambda named: streamed.update((name, t.clone()) for name, t in named))  # noqa: B023
-            save_file(streamed, output / str(stage) / "streamed")
-            (output / str(stage) / "stats.json").write_text(json.dumps(stats))
+    for stage, trainer in led(model, ranks, {n: (*one, "model.lora.rank=4") for n, one in STAGES.items()}):
+        stats = [dataclasses.asdict(trainer.step(make_samples(step))) for step in range(3)]
+        trainer.export(output / str(stage))
+        streamed: dict[str, torch.Tensor] = {}
+        trainer.stream(4096, lambda named: streamed.update((name, t.clone()) for name, t in named))  # noqa: B023
+        save_file(streamed, output / str(stage) / "streamed")
+        (output / str(stage) / "stats.json").write_text(json.dumps(stats))
 
 
 def beside(model: str, output: Path, ranks: Ranks) -> None:
     """Two steps with a reference and a critic; what is measured around them."""
     kl = ("algorithm.kl=k1", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1")
-    for stage in range(4):
-        trainer = Trainer(
-            make_config(model, "algorithm.preset=ppo", *kl, "critic.learning_rate=1e-2", f"trainer.zero_stage={stage}"),
-            ranks=ranks,
-        )
-        if not trainer.is_main:
-            trainer.follow()
-            continue
-        with trainer:
-            sequences = [sample.sequence for sample in make_samples(0)]
-            seen = [[dataclasses.asdict(measured) for measured in trainer.measure(sequences)]]
-            stats = []
-            for _ in range(2):
-                samples = [
-                    dataclasses.replace(
-                        sample,
-                        ref_logprobs=measured["ref_logprobs"],
-                        values=measured["values"],
-                        returns=tuple(float(m) for m in sample.sequence.mask),
-                    )
-                    for sample, measured in zip(make_samples(0), seen[-1], strict=True)
-                ]
-                stats.append(dataclasses.asdict(trainer.step(samples)))
-                seen.append([dataclasses.asdict(measured) for measured in trainer.measure(sequences)])
-            folder = output / str(stage)
-            trainer.export(folder / "policy")
-            (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
+    ppo = ("algorithm.preset=ppo", *kl, "critic.learning_rate=1e-2")
+    for stage, trainer in led(model, ranks, {n: (*ppo, *one) for n, one in STAGES.items()}):
+        sequences = [sample.sequence for sample in make_samples(0)]
+        seen = [[dataclasses.asdict(measured) for measured in trainer.measure(sequences)]]
+        stats = []
+        for _ in range(2):
+            samples = [
+                dataclasses.replace(
+                    sample,
+                    ref_logprobs=measured["ref_logprobs"],
+                    values=measured["values"],
+                    returns=tuple(float(m) for m in sample.sequence.mask),
+                )
+                for sample, measured in zip(make_samples(0), seen[-1], strict=True)
+            ]
+            stats.append(dataclasses.asdict(trainer.step(samples)))
+            seen.append([dataclasses.asdict(measured) for measured in trainer.measure(sequences)])
+        folder = output / str(stage)
+        trainer.export(folder / "policy")
+        (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
 
 
 def main_fails(model: str, output: Path) -> None:

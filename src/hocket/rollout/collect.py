@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
-from hocket.system import gather_or_cancel
+from hocket.system import cancel
 from hocket.types import Group, Prompt, Rollout, Score
 
 
@@ -59,38 +59,48 @@ async def collect(
     plan: Plan, take: Take, play: Play, score: ScoreOne, *, informative: Callable[[Group], bool] = lambda group: True
 ) -> Batch:
     """Return the first groups of the stream of which `wanted` are informative, or `at_most` groups."""
-    batch, missing = plan.batch, plan.wanted
-    running: set[asyncio.Task[Group]] = set()
+    batch, missing, unfinished = plan.batch, plan.wanted, 0
+    ended: asyncio.Queue[Group | BaseException] = asyncio.Queue()
+    tasks: list[asyncio.Task[None]] = []
     try:
         while True:
             for draw, prompt in take(min(missing, plan.at_most - batch.num_drawn)).items():
-                running.add(asyncio.create_task(_group(plan, draw, batch.num_drawn, prompt, play, score)))
-                batch.num_drawn, missing = batch.num_drawn + 1, missing - 1
-            if not running:
+                tasks += _begin_group(plan, draw, prompt, play, score, ended)
+                batch.num_drawn, missing, unfinished = batch.num_drawn + 1, missing - 1, unfinished + 1
+            if not unfinished:
                 break
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                batch.groups.append(task.result())
-                missing += not informative(task.result())  # the next prompt takes its place
-            running -= done
+            group = await ended.get()
+            if isinstance(group, BaseException):
+                raise group
+            batch.groups.append(group)
+            unfinished -= 1
+            missing += not informative(group)  # the next prompt takes its place
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel(tasks)
     batch.groups.sort(key=lambda group: group.draw or 0)
     return batch
 
 
-async def _group(plan: Plan, draw: int, index: int, prompt: Prompt, play: Play, score: ScoreOne) -> Group:
-    """Play and score the episodes of one prompt."""
+def _begin_group(
+    plan: Plan, draw: int, prompt: Prompt, play: Play, score: ScoreOne, ended: "asyncio.Queue[Group | BaseException]"
+) -> list["asyncio.Task[None]"]:
+    """Start the episodes of one prompt, a task each; the last to end puts the group into the queue."""
+    index, size = plan.batch.num_drawn, plan.group_size
     group = f"{plan.label}/{index}"
+    done: dict[int, tuple[Rollout, Score]] = {}
 
-    async def one(sample: int) -> tuple[Rollout, Score]:
-        number = index * plan.group_size + sample
+    async def one(sample: int) -> None:
+        number = index * size + sample
         seat = Seat(id=f"{group}/{sample}", group=group, number=number, sampling=plan.sampling, deadline=plan.deadline)
-        rollout = await play(prompt, seat)
-        plan.batch.generated = time.perf_counter()
-        return rollout, await score(rollout)  # at once, while others are played
+        try:
+            rollout = await play(prompt, seat)
+            plan.batch.generated = time.perf_counter()
+            done[sample] = rollout, await score(rollout)  # at once, while others are played
+        except BaseException as error:
+            ended.put_nowait(error)
+            raise
+        if len(done) == size:
+            rollouts, scores = zip(*(done[sample] for sample in range(size)), strict=True)
+            ended.put_nowait(Group(id=group, rollouts=rollouts, scores=scores, draw=draw))
 
-    rollouts, scores = zip(*await gather_or_cancel(one(sample) for sample in range(plan.group_size)), strict=True)
-    return Group(id=group, rollouts=rollouts, scores=scores, draw=draw)
+    return [asyncio.create_task(one(sample)) for sample in range(size)]

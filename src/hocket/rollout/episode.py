@@ -14,7 +14,7 @@ from typing import Any
 
 from hocket.data import Renderer
 from hocket.data.prompts import TooLongError
-from hocket.envs import Action, Environment, Observation, SingleTurn, Step
+from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.protocol import Completion
 from hocket.rollout.collect import Seat
@@ -23,8 +23,6 @@ from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
 
 Ask = Callable[..., Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
-_IMMEDIATE = {Environment.reset, Environment.truncated, Environment.close, SingleTurn.step}
-"""Methods that return at once; deadlines for them would cost more than all else of a single turn."""
 _RENDERING = ThreadPoolExecutor(1, "render")
 """One thread of its own: two must not use a tokenizer at once, and those of `hocket.system` are the trainer's, too."""
 
@@ -66,9 +64,7 @@ class Transcript:
 
     def add_completion(self, completion: Completion) -> None:
         """Append a turn of the policy. Raise ServerError if it is empty."""
-        if not completion.token_ids or not completion.versions:
-            message = f"the server returned a completion without tokens or versions for prompt {self.prompt.id}"
-            raise ServerError(message, code="protocol")
+        refuse_empty(completion, self.prompt)
         self.token_ids += completion.token_ids
         self.mask += [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs
@@ -90,6 +86,29 @@ class Transcript:
             text=self.text,
             dialogue=tuple(self.dialogue) if self.turns > 1 else (),
         )
+
+
+def one_turn(prompt: Prompt, completion: Completion) -> TokenSequence:
+    """Return the sequence of a Transcript with one turn, at a fifth of its cost. Raise as `refuse_empty`."""
+    refuse_empty(completion, prompt)
+    told, sampled = len(prompt.token_ids), len(completion.token_ids)
+    versions = [version for version, _, _ in completion.versions]
+    return TokenSequence(
+        token_ids=prompt.token_ids + completion.token_ids,
+        mask=(False,) * told + (True,) * sampled,
+        logprobs=(0.0,) * told + completion.logprobs,
+        finish_reason=completion.finish_reason,
+        version_min=min(versions),
+        version_max=max(versions),
+        text=completion.text,
+    )
+
+
+def refuse_empty(completion: Completion, prompt: Prompt) -> None:
+    """Raise ServerError if the completion has no tokens or versions."""
+    if not completion.token_ids or not completion.versions:
+        message = f"the server returned a completion without tokens or versions for prompt {prompt.id}"
+        raise ServerError(message, code="protocol")
 
 
 class Episode:
@@ -171,7 +190,7 @@ class Episode:
         grown(len(transcript.token_ids) + max_tokens)
         return await self._ask(
             transcript.token_ids,
-            sampling.model_copy(update={"max_tokens": max_tokens, "stop": tuple(stop), "seed": None}),
+            sampling.model_copy(update={"max_tokens": max_tokens, "stop": tuple(stop)}),
             seed=self._seed(transcript.turns + 1),
             deadline=self._seat.deadline,
             group=self._seat.group,
@@ -239,8 +258,6 @@ class Episode:
         own_s: float = 0.0,
     ) -> Any:
         """Call a method of the environment within the time that is left; `own_s` of it do not count."""
-        if getattr(method, "__func__", None) in _IMMEDIATE:
-            return await method(*arguments)
         name, start = method.__name__, time.monotonic()
         try:
             async with asyncio.timeout(self._left_s + own_s) as deadline:

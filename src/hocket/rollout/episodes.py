@@ -1,6 +1,7 @@
 """Play the episodes of a run within a bound on their tokens; an episode that fails ends alone."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from hocket.pool import ServerPool
 from hocket.rollout.agents import Agents
 from hocket.rollout.budget import TokenBudget, most_tokens
 from hocket.rollout.collect import Play, Seat
-from hocket.rollout.episode import Ask, Episode, EpisodeError, Limits
+from hocket.rollout.episode import Ask, Episode, EpisodeError, Limits, Transcript, one_turn
+from hocket.system import seed_of
 from hocket.types import Prompt, Rollout
 
 
@@ -37,10 +39,34 @@ class Episodes:
             except EpisodeError as failed:
                 error = f"environment: {failed}"
             except ServerError as failed:
-                if not seat.deadline.over:
-                    raise
-                error = f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
+                error = late(failed, seat)
         return episode.rollout(error)
+
+
+async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
+    """Play what Episodes plays with SingleTurn, at a third of its cost. The prompt must leave room for the turn."""
+    error = None
+    try:
+        completion = await ask(
+            prompt.token_ids,
+            seat.sampling,
+            seed=seed_of(seat.sampling.seed, seat.number, 1),
+            deadline=seat.deadline,
+            group=seat.group,
+            place=f"{seat.id} (prompt {prompt.id})",
+        )
+    except ServerError as failed:
+        error, sequence = late(failed, seat), Transcript(prompt).sequence()
+    else:
+        sequence = one_turn(prompt, completion)
+    return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,), error=error)
+
+
+def late(failed: ServerError, seat: Seat) -> str:
+    """Return the error of an episode that its deadline ended; raise any other failure of the servers."""
+    if not seat.deadline.over:
+        raise failed
+    return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
 
 
 def player(
@@ -54,6 +80,9 @@ def player(
 ) -> Play:
     """Return how the episodes of a run are played on the servers of a pool."""
     made = make()
+    ask = Batcher(pool, tools=made.toolbox).ask
+    if type(made) is SingleTurn:  # prompts leave room for rollout.max_tokens, and the engine queues the turns itself
+        return functools.partial(single_turn, ask=ask)
     limits = Limits(max_turns=env.max_turns, max_length=max_length, timeout_s=env.timeout_s)
     budget = TokenBudget(lambda: pool.kv_tokens)
     if isinstance(made, Agent):
@@ -63,6 +92,6 @@ def player(
         make=make,
         renderer=Renderer(data, tokenizer, tools),
         limits=limits,
-        ask=Batcher(pool, tools=made.toolbox).ask,
-        budget=TokenBudget() if isinstance(made, SingleTurn) else budget,  # the engine queues single turns itself
+        ask=ask,
+        budget=budget,
     ).play

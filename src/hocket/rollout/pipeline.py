@@ -17,7 +17,7 @@ from hocket.observe.run_folder import groups_of
 from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan
-from hocket.system import seed_of
+from hocket.system import cancel, seed_of
 
 NewBatch = Callable[[Plan], Awaitable[Batch]]
 """Gathers the batch of a plan."""
@@ -73,9 +73,7 @@ class Pipeline:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await cancel(self._tasks.values())
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
         """Return the complete batch of a step. Call it when `version`, the weights of the step before, is published.

@@ -94,7 +94,6 @@ class WorkerExtension:
             name=request.session,
             rank=1 + self.rank,
             size=size,
-            backend=request.backend,
             device=device,
             address=weight_group.address_towards(request.host, request.port),
             timeout_s=request.timeout_s,

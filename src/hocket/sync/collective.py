@@ -122,16 +122,19 @@ class CollectiveTransport:
 
     async def _join(self, server: ServerClient, health: Health) -> "_Link":
         start = time.monotonic()
-        timeout_s, mine = self.sync.timeout_s, self.trainer.device
+        timeout_s, name, device = self.sync.timeout_s, secrets.token_hex(8), self.trainer.device
+        if health.device != "cuda":
+            device = torch.device("cpu")
         parts = urlsplit(server.url)
         address = weight_group.address_towards(parts.hostname or "", parts.port or 80)
         store = weight_group.make_store(address, timeout_s)
-        name = secrets.token_hex(8)
-        backend: weight_group.Backend = "nccl" if health.device == mine.type == "cuda" else "gloo"
-        device = mine if backend == "nccl" else torch.device("cpu")
-        gpu = weight_group.gpu_id(device)
         request = GroupRequest(
-            session=name, host=address, port=store.port, backend=backend, device=gpu, timeout_s=timeout_s
+            session=name,
+            host=address,
+            port=store.port,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            device=weight_group.gpu_id(device),
+            timeout_s=timeout_s,
         )
         joining = asyncio.create_task(server.init_weight_group(request, timeout_s=READY_SHARE * timeout_s))
         joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, even if not awaited
@@ -144,7 +147,6 @@ class CollectiveTransport:
                 name=name,
                 rank=0,
                 size=1 + health.workers,
-                backend=backend,
                 device=device,
                 address=address,
                 timeout_s=BUCKET_SHARE * timeout_s,

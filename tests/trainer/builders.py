@@ -1,0 +1,79 @@
+"""What the tests of the trainer build and read in common."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hocket import config as config_module
+from hocket.trainer.guards import NUMBERS
+from hocket.trainer.models import BatchLoss
+from hocket.trainer.ranks import Ranks
+from hocket.trainer.trainer import Trainer
+from hocket.types import TokenSequence, TrainSample
+
+
+def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
+    """Returns a trainer in float32 with small micro-batches, unless the settings say otherwise."""
+    defaults = ("model.dtype=float32", "trainer.learning_rate=1e-3", "trainer.micro_batch_tokens=40")
+    return Trainer(config_module.load(None, [*defaults, f"model.path={model}", *settings]), ranks=ranks, loss=loss)
+
+
+def sequence(token_ids: Sequence[int], mask: Sequence[bool] | int = 2, *, logprob: float = -3.0) -> TokenSequence:
+    """Returns a sequence whose tokens were sampled where the mask says so, or behind a prompt of that length."""
+    if isinstance(mask, int):
+        mask = tuple(index >= mask for index in range(len(token_ids)))
+    return TokenSequence(
+        token_ids=tuple(token_ids), mask=tuple(mask), logprobs=tuple(logprob if m else 0.0 for m in mask)
+    )
+
+
+def sample_of(rollout: TokenSequence, advantage: float = 1.0, **more: Any) -> TrainSample:
+    """Returns a sample with the same advantage for all sampled tokens."""
+    return TrainSample(sequence=rollout, advantages=tuple(advantage if m else 0.0 for m in rollout.mask), **more)
+
+
+def make_samples(count: int = 5) -> list[TrainSample]:
+    """Returns samples of nine random tokens, the last seven of them sampled."""
+    rng = random.Random(count)
+    return [sample_of(sequence([rng.randrange(62) for _ in range(9)]), rng.gauss(0, 1)) for _ in range(count)]
+
+
+def make_rollouts(count: int, *, longest: int, seed: int) -> list[TokenSequence]:
+    """Returns sequences of 4 tokens and more: two of a prompt, then sampled ones around one that was not."""
+    rng = random.Random(seed)
+    ids = [[rng.randrange(62) for _ in range(rng.randint(4, longest))] for _ in range(count)]
+    return [sequence(one, [index >= 2 and index != 4 for index in range(len(one))]) for one in ids]
+
+
+@torch.no_grad()
+def logprobs_of(folder: str | Path, rollouts: Sequence[TokenSequence]) -> list[list[float]]:
+    """Returns transformers' log-probs of the sampled tokens, each sequence alone; 0 where the mask is false."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for rollout in rollouts:
+        full = model(torch.tensor([rollout.token_ids])).logits[0, :-1].log_softmax(dim=-1)
+        of_tokens = full.gather(-1, torch.tensor(rollout.token_ids[1:])[:, None])[:, 0].tolist()
+        found.append([0.0, *(value if m else 0.0 for value, m in zip(of_tokens, rollout.mask[1:], strict=True))])
+    return found
+
+
+def read_batch(path: Path) -> list[TrainSample]:
+    """Reads the samples that guards.keep_batch wrote."""
+    return [
+        TrainSample(
+            id=row["id"],
+            sequence=TokenSequence(
+                token_ids=tuple(row["token_ids"]),
+                mask=tuple(map(bool, row["mask"])),
+                logprobs=tuple(row["rollout_logprobs"]),
+                version_min=row["version_min"],
+            ),
+            **{name: tuple(row[name]) for name in NUMBERS},
+        )
+        for row in json.loads(path.read_text(encoding="utf-8"))["samples"]
+    ]
