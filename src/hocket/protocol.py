@@ -93,7 +93,8 @@ class Completion(Strict):
     text: str  # decoded without the stop token, for rewards and people
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]  # [weight version, start, end] over the tokens
-    tool_calls: tuple[ToolCall, ...] = ()  # found in the text where the request has tools
+    # Found in the text where the request has tools; left out of the answer if there are none.
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
 
     @pydantic.model_validator(mode="after")
     def _one_logprob_per_token(self) -> Self:
