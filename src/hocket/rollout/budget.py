@@ -31,7 +31,7 @@ class TokenBudget:
             raise
 
     def change(self, tokens: int) -> None:
-        """Hold that many tokens more, or less: an episode that has begun never waits for others."""
+        """Add `tokens`, which may be negative, to those held; an episode that has begun never waits for others."""
         self.held += tokens
         while self._queue and (self._queue[0][1].done() or self._fits(self._queue[0][0])):
             wanted, ready = self._queue.popleft()

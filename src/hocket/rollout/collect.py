@@ -59,21 +59,20 @@ async def collect(
     plan: Plan, take: Take, play: Play, score: ScoreOne, *, informative: Callable[[Group], bool] = lambda group: True
 ) -> Batch:
     """Return the first groups of the stream of which `wanted` are informative, or `at_most` groups."""
-    batch, missing, unfinished = plan.batch, plan.wanted, 0
+    batch, missing = plan.batch, plan.wanted
     ended: asyncio.Queue[Group | BaseException] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
     try:
         while True:
             for draw, prompt in take(min(missing, plan.at_most - batch.num_drawn)).items():
                 tasks += _begin_group(plan, draw, prompt, play, score, ended)
-                batch.num_drawn, missing, unfinished = batch.num_drawn + 1, missing - 1, unfinished + 1
-            if not unfinished:
+                batch.num_drawn, missing = batch.num_drawn + 1, missing - 1
+            if batch.num_drawn == len(batch.groups):
                 break
             group = await ended.get()
             if isinstance(group, BaseException):
                 raise group
             batch.groups.append(group)
-            unfinished -= 1
             missing += not informative(group)  # the next prompt takes its place
     finally:
         await cancel(tasks)
