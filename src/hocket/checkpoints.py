@@ -182,10 +182,9 @@ class Checkpoints:
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
         buckets, self._copied, self._buckets = self._buckets, None, []
-        if self._settings.in_background:
-            self._writing = self._thread.submit(self._finish, self._folder(step), state, buckets)
-        else:
-            self._finish(self._folder(step), state, buckets)
+        self._writing = self._thread.submit(self._finish, self._folder(step), state, buckets)
+        if not self._settings.in_background:
+            self._wait()
 
     def _folder(self, step: int) -> Path:
         return self._root / f"step_{step:06d}"
@@ -205,12 +204,8 @@ class Checkpoints:
             (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             (partial / COMPLETE_FILE).touch()
             complete_folder(folder)
-        self._prune()
-
-    def _prune(self) -> None:
-        """Remove all checkpoints but the newest."""
-        for folder in complete(self._config.run_dir)[: -self._settings.keep]:
-            remove_folder(folder)
+        for old in complete(self._config.run_dir)[: -self._settings.keep]:
+            remove_folder(old)
 
     @contextmanager
     def _disk_errors(self, partial: Path) -> Iterator[None]:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from hocket.trainer.batching import TrainBatch
 
-NUM_LINES = 20
-"""Lines of progress of a whole run."""
+NUM_LINES = 20  # of progress in a whole run
 
 
 def run(config: Config) -> None:
@@ -47,7 +46,8 @@ def run(config: Config) -> None:
     load_plugins(config.plugins)  # data.source may be a task of one
     saved = checkpoints.find(config, print)
     output = Path(config.sft.output) if config.sft.output is not None else config.run_dir / "model"
-    if output.exists() and not _is_model(output) and any(output.iterdir()):
+    is_model = any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if output.exists() and not is_model and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another sft.output, or remove it")
     max_length = tokenizers.context_length(config.model)
     rows = data.load_demonstrations(config.data, tokenizers.load(config.model.path), max_length)
@@ -63,9 +63,8 @@ def run(config: Config) -> None:
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
-        num_parameters = f"{trainer.num_parameters:,} parameters"
-        console.say(f"{len(samples)} demonstrations, {num_parameters}, on {trainer.ranks.size} rank(s)")
-        console.say(trainer.memory)
+        size = f"{trainer.num_parameters:,} parameters, on {trainer.ranks.size} rank(s)"
+        console.say(f"{len(samples)} demonstrations, {size}; {trainer.memory}")
         kept = stack.enter_context(Checkpoints(config, trainer.state, parts, last=last))
         order = itertools.islice(in_epochs(samples, config.trainer.seed), last * batch_size, None)
         start, num_tokens = time.perf_counter(), 0
@@ -119,10 +118,9 @@ class Demonstrations:
     """The part of a run that refuses to resume a checkpoint on other demonstrations."""
 
     def __init__(self, samples: Sequence[TrainSample]) -> None:
-        digest = hashlib.sha256()
-        for sample in samples:
-            digest.update(f"{sample.sequence.token_ids}\n{sample.sequence.mask}\n".encode())
-        self._state = {"num_samples": len(samples), "fingerprint": digest.hexdigest()[:16]}
+        trained = "".join(f"{sample.sequence.token_ids}\n{sample.sequence.mask}\n" for sample in samples)
+        fingerprint = hashlib.sha256(trained.encode()).hexdigest()[:16]
+        self._state = {"num_samples": len(samples), "fingerprint": fingerprint}
 
     def state(self) -> dict[str, Any]:
         """Return the identity of the demonstrations, ready for JSON."""
@@ -136,7 +134,3 @@ class Demonstrations:
                     f"can't resume: {key} of the demonstrations was {state[key]} and is {now} now; use the same data "
                     "section, files and tokenizer, or start a new run"
                 )
-
-
-def _is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))

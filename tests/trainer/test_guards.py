@@ -168,7 +168,7 @@ def test_in_float16_neither_a_broken_loss_nor_a_rehearsal_lowers_the_scale(
 
 
 def test_a_folder_keeps_the_newest_batches(tmp_path: Path) -> None:
-    fault = guards.Fault(SAMPLES, computed={}, totals={"loss": math.inf}, gradients=())
+    fault = guards.find_fault(SAMPLES, computed={}, totals={"loss": math.inf}, gradients=())
     for step in range(1, 12):
         guards.keep_batch(tmp_path / f"step_{step:06d}.json", SAMPLES, fault, str)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}.json" for step in range(4, 12)]
@@ -192,14 +192,14 @@ def raise_at(place: str, error: Exception, trainer: Trainer, monkeypatch: pytest
     [
         (
             "logits",
-            r"the logits of 64 tokens \(16 KiB in float32\).*logprob_chunk_tokens=32; or .*tokens=10 \(now 20\)",
+            r"the logits of 64 tokens \(could not allocate 3.*logprob_chunk_tokens=32; or .*tokens=10 \(now 20\)",
         ),
         ("forward", r"the activations of the forward pass.*micro_batch_tokens=10 \(now 20\); or .*checkpointing=true"),
         (
             "backward",
-            r"the gradients of the backward pass \(asked for 3 KiB\).*checkpointing=true; or trainer.zero_stage=3",
+            r"the gradients of the backward pass \(could not allocate 3.*checkpointing=true; or trainer.zero_stage=3",
         ),
-        ("step", r"the optimizer's states \(asked for 3 KiB\); set trainer.zero_stage=3"),
+        ("step", r"the optimizer's states \(could not allocate 3072 bytes\); set trainer.zero_stage=3"),
     ],
 )
 def test_a_full_memory_names_what_it_was_for_and_the_setting(
@@ -234,15 +234,15 @@ def test_torchs_own_message_of_a_full_memory_is_understood() -> None:
         torch.empty(10**16)
     assert guards.is_out_of_memory(caught.value)
     found = guards.out_of_memory(
-        caught.value, TrainerConfig(), micro_batch_tokens=8192, work="export", longest=0, vocab_size=64, on_gpu=True
+        caught.value, TrainerConfig(), micro_batch_tokens=8192, work="export", longest=0, on_gpu=True
     )
-    assert "for the export (asked for 3.64e+04 TiB)" in str(found)
+    assert "for the export (could not allocate 40000000000000000 bytes)" in str(found)
     assert "server.gpu_memory_utilization" in str(found)
 
 
 def test_the_longest_sequence_bounds_the_smaller_micro_batch() -> None:
     config = TrainerConfig(gradient_checkpointing=True)
-    arguments: Any = {"micro_batch_tokens": 100, "work": "step", "vocab_size": 64, "on_gpu": False}
+    arguments: Any = {"micro_batch_tokens": 100, "work": "step", "on_gpu": False}
     error = RuntimeError(CPU_FULL.format(1))
     error.__traceback__ = None
     assert "micro_batch_tokens=70 (now 100)" in str(guards.out_of_memory(error, config, longest=70, **arguments))

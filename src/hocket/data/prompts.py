@@ -28,15 +28,15 @@ class TooLongError(ValueError):
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, seed: int = 0, tools: Sequence[Mapping[str, Any]] = ()
+    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[tuple[Prompt, ...], int]:
     """Return the prompts of `data.source`, and how many were dropped because they are too long; none is ever cut.
 
-    The limit is the lower one of max_prompt_tokens and data.max_prompt_tokens; `seed` is for built-in tasks, `tools` is
-    shown to the model by the chat template. Raise DataError if the source or a row can't be used.
+    The limit is the lower one of max_prompt_tokens and data.max_prompt_tokens; the chat template shows `tools` to the
+    model. Raise DataError if the source or a row can't be used.
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
-    prompts = _load(data, Renderer(data, tokenizer, tools), seed=seed)
+    prompts = _load(data, Renderer(data, tokenizer, tools))
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= longest)
     return kept, len(prompts) - len(kept)
 
@@ -60,9 +60,9 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
     return kept
 
 
-def _load(data: DataConfig, renderer: "Renderer", *, seed: int = 0, with_response: bool = False) -> list[Prompt]:
+def _load(data: DataConfig, renderer: "Renderer", *, with_response: bool = False) -> list[Prompt]:
     places, texts, fields, problems = [], [], [], {}
-    for place, columns in read_rows(data, seed=seed):
+    for place, columns in read_rows(data):
         places.append(place)
         try:
             text, known = renderer.row(columns, with_response=with_response)

@@ -11,17 +11,16 @@ from hocket.data.tasks import NUM_ROWS, TASKS
 from hocket.errors import DataError
 
 
-def read_rows(data: DataConfig, *, seed: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield (place, columns) of the rows of `data.source`, at most `data.limit`, unchecked; `seed` is for tasks.
+def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
+    """Yield (place, columns) of the rows of `data.source`, at most `data.limit`, unchecked.
 
-    A line that is no JSON comes with a ValueError in the place of its columns. Raise DataError if the source can't be
-    read.
+    A line that is no JSON yields a ValueError as its columns. Raise DataError if the source can't be read.
     """
     kind, _, name = data.source.partition(":")
     rows: Iterable[tuple[int, Any]]
     place, limit = f"{data.source}/{data.split}", data.limit
     if kind == "task":
-        rows, limit = enumerate(TASKS.get(name)(data.split, seed)), data.limit or NUM_ROWS
+        rows, limit = enumerate(TASKS.get(name)(data.split, 0)), data.limit or NUM_ROWS
     elif kind == "hf":
         rows = enumerate(_hugging_face(name, data.subset, data.split))
     else:

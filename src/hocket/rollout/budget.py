@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 from hocket.protocol import SamplingParams
 from hocket.types import Prompt
@@ -30,22 +29,6 @@ class TokenBudget:
             if ready.done() and not ready.cancelled():  # it was let in and cancelled at the same moment
                 self.change(-tokens)
             raise
-
-    @asynccontextmanager
-    async def holding(self, tokens: int) -> AsyncIterator[Callable[[int], None]]:
-        """Hold tokens during the body, once there is room; gives a function that sets another number."""
-        held = tokens
-        await self.start(tokens)
-
-        def hold(tokens: int) -> None:
-            nonlocal held
-            self.change(tokens - held)
-            held = tokens
-
-        try:
-            yield hold
-        finally:
-            hold(0)
 
     def change(self, tokens: int) -> None:
         """Hold that many tokens more, or less: an episode that has begun never waits for others."""

@@ -38,12 +38,9 @@ class TrainBatch:
 
     def to(self, device: torch.device) -> "TrainBatch":
         """Return the batch with its tensors on `device`."""
-        tensors = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if isinstance(getattr(self, field.name), Tensor)
-        }
-        return dataclasses.replace(self, **tensors)
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        tensors = {name: v for name, v in values.items() if isinstance(v, Tensor)}
+        return TrainBatch(**values | {name: v.to(device, non_blocking=True) for name, v in tensors.items()})
 
 
 _Numbered = tuple[int, TrainSample]  # with its place among the packed ones
@@ -67,11 +64,7 @@ def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int) -> None:
 
 
 def pack(
-    samples: Sequence[TrainSample],
-    *,
-    micro_batch_tokens: int,
-    num_ranks: int,
-    cost: Callable[[int], float] = float,
+    samples: Sequence[TrainSample], *, micro_batch_tokens: int, num_ranks: int, cost: Callable[[int], float] = float
 ) -> list[list[TrainBatch]]:
     """Return the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
@@ -92,16 +85,14 @@ def pack(
         for share in balance([cost(num_positions(sample)) for sample in samples], num_ranks)
     ]
     trained = [sum(sample.sequence.mask[1:]) for sample in samples]
-    num_tokens, num_sequences = sum(trained), sum(count > 0 for count in trained)
+    counts = {"num_tokens_global": sum(trained), "num_sequences_global": sum(count > 0 for count in trained)}
     optional = [name for name in ("ref_logprobs", "values", "returns") if getattr(samples[0], name)]
     result: list[list[TrainBatch]] = [[] for _ in range(num_ranks)]
     for index in range(max(len(plan) for plan in plans)):
         members = [plan[index] if index < len(plan) else [] for plan in plans]
-        max_tokens = max(sum(sum(sample.sequence.mask[1:]) for _, sample in row) for row in members)
+        counts["max_tokens"] = max(sum(trained[place] for place, _ in row) for row in members)
         for rank, row in enumerate(members):
-            result[rank].append(
-                _tensors(row, optional, num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=max_tokens)
-            )
+            result[rank].append(_tensors(row, optional, counts))
     return result
 
 
@@ -156,9 +147,7 @@ def _fill(samples: Sequence[_Numbered], micro_batch_tokens: int, cost: Callable[
     return sorted(micro_batches, key=lambda row: -sum(cost(num_positions(sample)) for _, sample in row))
 
 
-def _tensors(
-    row: Sequence[_Numbered], optional: Sequence[str], *, num_tokens: int, num_sequences: int, max_tokens: int
-) -> TrainBatch:
+def _tensors(row: Sequence[_Numbered], optional: Sequence[str], counts: dict[str, Any]) -> TrainBatch:
     """Return the batch of this row; without samples, one masked position, so that every rank has something to run."""
     lengths = tuple(num_positions(sample) for _, sample in row)
 
@@ -178,8 +167,5 @@ def _tensors(
         mask_bt=tensor([m for _, sample in row for m in sample.sequence.mask[1:]], torch.bool),
         rollout_logprobs_bt=tensor(logprobs, torch.float32),
         advantages_bt=numbers("advantages"),
-        num_tokens_global=num_tokens,
-        num_sequences_global=num_sequences,
-        max_tokens=max_tokens,
-        **{f"{name}_bt": numbers(name) for name in optional},
+        **counts | {f"{name}_bt": numbers(name) for name in optional},
     )

@@ -52,7 +52,7 @@ class Critic:
     def __init__(
         self, model: ValueModel, critic: CriticConfig, trainer: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks
     ) -> None:
-        self._settings = critic
+        self._warmup_steps = critic.warmup_steps
         changes = {"learning_rate": critic.learning_rate, "warmup_steps": 0, "schedule": "constant"}
         self.engine = DeepSpeedEngine(model, trainer.model_copy(update=changes), dtype=dtype, ranks=ranks)
         model.check_architecture(ranks.device)
@@ -60,7 +60,7 @@ class Critic:
     @property
     def is_warm(self) -> bool:
         """Whether the policy may train: critic.warmup_steps are over."""
-        return self.engine.num_steps >= self._settings.warmup_steps
+        return self.engine.num_steps >= self._warmup_steps
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> Tensor:

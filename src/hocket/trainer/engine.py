@@ -20,25 +20,19 @@ from hocket.config import TrainerConfig
 from hocket.errors import ConfigError
 from hocket.trainer import offload
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import KINDS, MasterState, Piece
+from hocket.trainer.state import KINDS, MasterState
 
-BUCKET_ELEMENTS = 50_000_000
-"""Gradients are summed over ranks in buckets of this size; DeepSpeed's default is ten times that, and allocated."""
+BUCKET_ELEMENTS = 50_000_000  # summed over ranks at a time; DeepSpeed's default is ten times that, and allocated
 
 
-def _import_deepspeed(device: torch.device) -> Any:
-    if device.type == "cpu":
+def initialize(ranks: Ranks, **options: Any) -> Any:
+    """Return a DeepSpeed engine."""
+    if ranks.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed = importlib.import_module("deepspeed")
     # A shared-memory operator for tensor-parallel inference, which DeepSpeed would otherwise compile at first start.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    return deepspeed
-
-
-def initialize(ranks: Ranks, **options: Any) -> Any:
-    """Return a DeepSpeed engine."""
-    deepspeed = _import_deepspeed(ranks.device)
     ranks.destroy = deepspeed.comm.destroy_process_group  # it also forgets DeepSpeed's copies
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is None:  # DeepSpeed's own would wait half an hour for a lost rank
@@ -201,12 +195,8 @@ class DeepSpeedEngine:
     def broken_gradients(self) -> list[str]:
         """Return the names of parameters whose accumulated gradient is not finite. All ranks call it."""
         full_grad = importlib.import_module("deepspeed.utils").safe_get_full_grad
-        names = []
-        for name, parameter in self._trained():
-            gradient = full_grad(parameter)
-            if gradient is not None and not bool(gradient.isfinite().all()):
-                names.append(name)
-        return names
+        gradients = ((name, full_grad(parameter)) for name, parameter in self._trained())
+        return [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
 
     def layout(self, max_bytes: int) -> list[list[tuple[str, Tensor]]]:
         """Return the buckets that `buckets` yields, as tensors on the meta device."""
@@ -229,7 +219,7 @@ class DeepSpeedEngine:
     def by_bytes(self, max_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
         """Return the trained parameters of this rank in groups of about max_bytes at most."""
         groups: list[list[tuple[str, nn.Parameter]]] = []
-        size = max_bytes
+        size = 0
         for name, parameter in self._trained():
             num_bytes = whole_shape(parameter).numel() * self._dtype.itemsize
             if size + num_bytes > max_bytes or not groups:
@@ -250,7 +240,11 @@ class DeepSpeedEngine:
         for name, parameter in self._trained():
             piece = master.piece(parameter)
             for kind in KINDS:
-                whole = self._gathered_state(parameter, piece, kind)
+                whole = torch.zeros(whole_shape(parameter).numel(), device=self._ranks.device)
+                if piece is not None:
+                    piece.place_in(whole, kind).copy_(piece.views[kind])
+                if self.stage > 0:
+                    self._ranks.sum_in_place(whole.view(torch.int32))  # as bits, 0 on other ranks: -0.0 survives
                 if self._ranks.is_main:
                     bucket[f"{kind}/{name}"] = whole.view(whole_shape(parameter)).to("cpu", copy=True)
                     size += whole.nbytes
@@ -259,14 +253,6 @@ class DeepSpeedEngine:
                     bucket, size = {}, 0
         if bucket:
             yield bucket
-
-    def _gathered_state(self, parameter: nn.Parameter, piece: Piece | None, kind: str) -> Tensor:
-        whole = torch.zeros(whole_shape(parameter).numel(), device=self._ranks.device)
-        if piece is not None:
-            piece.put_into(whole, kind)
-        if self.stage > 0:
-            self._ranks.sum_in_place(whole.view(torch.int32))  # as bits, 0 on other ranks: -0.0 survives
-        return whole
 
     def counters(self) -> dict[str, Any]:
         """Return the rest of the state, ready for JSON."""
@@ -279,18 +265,18 @@ class DeepSpeedEngine:
         """Return names and shapes of everything that `state` yields."""
         return {f"{kind}/{name}": whole_shape(p) for name, p in self._trained() for kind in KINDS}
 
-    def restore(self, read: Callable[[str], Tensor], counters: Mapping[str, Any]) -> None:
-        """Restore what `state` and `counters` gave, on any number of ranks at any stage. All call it, rank 0 reads."""
+    def restore(self, read: Callable[[str], Tensor] | None, counters: Mapping[str, Any]) -> None:
+        """Restore what `state` and `counters` gave, on any number of ranks at any stage. Only rank 0 can `read`."""
         master = self._master()
         for name, parameter in self._trained():
             piece = master.piece(parameter)
             for kind in KINDS:
                 whole = torch.empty(whole_shape(parameter).numel(), device=self._ranks.device)
-                if self._ranks.is_main:
+                if read is not None:
                     whole.copy_(read(f"{kind}/{name}").view(-1))
                 self._ranks.broadcast_in_place(whole)
                 if piece is not None:
-                    piece.take_from(whole, kind)
+                    piece.views[kind].copy_(piece.place_in(whole, kind))
         master.step = counters["updates"]
         master.to_parameters()
         self._schedule_from(counters["scheduled"])
@@ -321,23 +307,19 @@ class DeepSpeedEngine:
 
     def _schedule_from(self, steps: int) -> None:
         """Set the learning rate of the next step after this number of steps."""
-        scheduler = self._scheduler
+        scheduler, (group,) = self._scheduler, self._adamw.param_groups
         scheduler.last_epoch = steps
-        scheduler._last_lr = [
-            rate * factor(steps) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        ]
-        for group, rate in zip(self._adamw.param_groups, scheduler._last_lr, strict=True):
-            group["lr"] = rate
+        group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](steps)
+        scheduler._last_lr = [group["lr"]]
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that are not frozen, each tied one under its first name only."""
         return [(name, p) for name, p in self._engine.module.named_parameters() if p.requires_grad]
 
 
-def gathered(parameters: list[nn.Parameter], *, change: bool = False) -> Any:
-    """Context in which parameters that ZeRO-3 spreads over the ranks are whole; `change`: writes on rank 0 are kept."""
-    zero = importlib.import_module("deepspeed").zero
-    return zero.GatheredParameters(parameters, modifier_rank=0 if change else None)
+def gathered(parameters: list[nn.Parameter]) -> Any:
+    """Context in which parameters that ZeRO-3 spreads over the ranks are whole; writes are lost."""
+    return importlib.import_module("deepspeed").zero.GatheredParameters(parameters)
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:

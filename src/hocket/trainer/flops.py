@@ -35,7 +35,8 @@ class ModelFlops:
 
     per_position: float  # matrix products of all layers for one token
     per_trained_token: float  # the output head for one token
-    attention: tuple[tuple[float, int | None], ...]  # per layer: operations per pair of tokens, window (None: all)
+    per_pair: float  # attention of one layer for a pair of tokens
+    windows: tuple[int | None, ...]  # per layer: positions that one sees; None: all before it
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
@@ -58,13 +59,13 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_size, value_size = (getattr(config, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
-    per_pair = 3 * 2 * config.num_attention_heads * (query_size + value_size)  # scores, and their product with values
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     return ModelFlops(
         per_position=per_position,
         per_trained_token=per_trained_token,
-        attention=tuple((per_pair, window if kind == "sliding_attention" else None) for kind in kinds),
+        per_pair=3 * 2 * config.num_attention_heads * (query_size + value_size),  # scores, their product with values
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
     )
 
 
@@ -81,8 +82,8 @@ def _multiply_adds(module: nn.Module, weight: Tensor, config: dict[str, object])
 def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens: int) -> float:
     """Return the operations of one optimiser step over all ranks; a segment has one position less than tokens."""
     total = model.per_position * sum(segment_lengths) + model.per_trained_token * trained_tokens
-    for (per_pair, window), num_layers in Counter(model.attention).items():
-        total += num_layers * per_pair * sum(_pairs(length, window) for length in segment_lengths)
+    for window, num_layers in Counter(model.windows).items():
+        total += num_layers * model.per_pair * sum(_pairs(length, window) for length in segment_lengths)
     return total
 
 

@@ -25,8 +25,7 @@ from hocket.protocol import AdapterConfig
 from hocket.system import atomic_folder
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-_NAME = "default"
-"""PEFT's name of the only adapter, a part of the parameters' names in memory."""
+_NAME = "default"  # PEFT's name of the only adapter, a part of the parameters' names in memory
 
 
 def inject(model: transformers.PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> AdapterConfig:

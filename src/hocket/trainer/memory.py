@@ -24,23 +24,17 @@ from hocket.trainer.step import Learner
 from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
-LARGEST_MICRO_BATCH = 1 << 17
-"""Larger ones are no faster, and kernels that count elements in 32 bits may fail."""
-REHEARSED_LENGTH = 32
-"""Positions of each sequence of a rehearsal."""
+LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
+REHEARSED_LENGTH = 32  # positions of each sequence of a rehearsal
 _MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax, its gradient and that of the logits, in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
-_GRADIENT_BYTES = {  # ZeRO stage and whether in 16 bits: bytes per trained parameter, on each rank and shared by them
-    (0, False): (4, 0),
-    (0, True): (4, 0),
-    (1, False): (4, 0),
-    (1, True): (8, 0),
-    (2, False): (0, 4),
-    (2, True): (2, 4),
-    (3, False): (0, 8),
-    (3, True): (0, 10),
+_GRADIENT_BYTES = {  # ZeRO stage → in 32 and in 16 bits, bytes per trained parameter on each rank and shared by them
+    0: ((4, 0), (4, 0)),
+    1: ((4, 0), (8, 0)),
+    2: ((0, 4), (2, 4)),
+    3: ((0, 8), (0, 10)),
 }
 
 
@@ -66,10 +60,10 @@ class Model:
         `quantized`: its frozen linear layers, all but the output head, are held in 4 bits.
         """
         head = model.get_output_embeddings()
-        layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+        layers = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
         text = model.config.get_text_config()
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        experts = getattr(text, "num_experts_per_tok", None)
+        inner, experts = getattr(text, "intermediate_size", None), getattr(text, "num_experts_per_tok", None)
         return cls(
             num_parameters=sum(p.numel() for p in model.parameters()),
             num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -77,14 +71,10 @@ class Model:
             hidden_size=text.hidden_size,
             query_size=size * text.num_attention_heads,
             key_size=size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
-            inner_size=experts * text.moe_intermediate_size
-            if experts
-            else getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            inner_size=experts * text.moe_intermediate_size if experts else inner or 4 * text.hidden_size,
             vocab_size=text.vocab_size,
             itemsize=dtype.itemsize,
-            num_quantized=sum(part.weight.numel() for part in layers if not part.weight.requires_grad)
-            if quantized
-            else 0,
+            num_quantized=sum(weight.numel() for weight in layers if quantized and not weight.requires_grad),
         )
 
 
@@ -100,7 +90,7 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """Sum of all bytes."""
+        """Bytes for all purposes."""
         return float(sum(dataclasses.astuple(self)))
 
     def __str__(self) -> str:
@@ -115,7 +105,7 @@ def estimate(model: Model, config: TrainerConfig, *, stage: int, num_ranks: int,
     the optimizer's state is not on the device.
     """
     trained, half = model.num_trained, model.itemsize < 4
-    whole, shared = _GRADIENT_BYTES[stage, half]
+    whole, shared = _GRADIENT_BYTES[stage][half]
     bucket = 0 if stage == 0 or (stage == 1 and half) else BUCKET_ELEMENTS * model.itemsize
     optimizer = 8 * trained if stage == 0 else 12 * trained / num_ranks
     itemsize = 4 if stage == 0 else model.itemsize  # ZeRO-0 autocasts 16 bits
@@ -149,31 +139,30 @@ def together(models: Mapping[str, Estimate]) -> Estimate:
 
 def check(models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
     """Return what a step needs with these models. Raise ConfigError, with a way out, where it clearly can't fit."""
-    sizes = {}
-    for name, model in models.items():
-        quantized = model.lora is not None and model.lora.quantize is not None
-        sizes[name] = Model.of(skeleton(model), dtype, quantized=quantized)
+    sizes = {
+        name: Model.of(skeleton(model), dtype, quantized=model.lora is not None and model.lora.quantize is not None)
+        for name, model in models.items()
+    }
 
-    def needed(trainer: TrainerConfig) -> Estimate:
-        options: dict[str, Any] = {
-            "stage": default_zero_stage(trainer, dtype, ranks),
-            "num_ranks": ranks.size,
-            "offloads": trainer.offload_optimizer and ranks.device.type == "cuda",
-        }
+    def needed(**changes: Any) -> Estimate:
+        trainer = config.model_copy(update=changes)
+        stage = default_zero_stage(trainer, dtype, ranks)
+        offloads = trainer.offload_optimizer and ranks.device.type == "cuda"
+        options: dict[str, Any] = {"stage": stage, "num_ranks": ranks.size, "offloads": offloads}
         return together({name: estimate(size, trainer, **options) for name, size in sizes.items()})
 
-    found, available = needed(config), available_bytes(ranks.device)
+    found, available = needed(), available_bytes(ranks.device)
     if found.total * (1 - _TOLERANCE) <= available:
         return found
-    changes: list[dict[str, Any]] = [{"gradient_checkpointing": True}, {"offload_optimizer": True}, {"zero_stage": 3}]
+    changes: dict[str, Any] = {"gradient_checkpointing": True, "offload_optimizer": True, "zero_stage": 3}
     if config.micro_batch_tokens != "auto":
-        changes.append({"micro_batch_tokens": config.micro_batch_tokens // 2})
-    changes.append({"logprob_chunk_tokens": config.logprob_chunk_tokens // 2 or 1})
+        changes["micro_batch_tokens"] = config.micro_batch_tokens // 2
+    changes["logprob_chunk_tokens"] = config.logprob_chunk_tokens // 2 or 1
     helps = []
-    for change in changes:
-        total = needed(config.model_copy(update=change)).total
+    for key, value in changes.items():
+        total = needed(**{key: value}).total
         if total < 0.95 * found.total:
-            helps += [f"trainer.{key}={str(value).lower()} ({_gib(total)})" for key, value in change.items()]
+            helps.append(f"trainer.{key}={str(value).lower()} ({_gib(total)})")
     raise ConfigError(
         f"a step needs {found}; there are {_gib(available)}. Set {', '.join([*helps, 'model.lora={}'])}, train on more "
         "ranks, or take a smaller model"

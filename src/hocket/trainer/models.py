@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,16 @@ from torch import Tensor
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
 from hocket.config import Config
-from hocket.trainer import flops, memory
-from hocket.trainer.batching import TrainBatch
+from hocket.trainer import flops, guards, memory
+from hocket.trainer.batching import TrainBatch, unpack
 from hocket.trainer.critic import Critic, ValueModel
 from hocket.trainer.engine import DeepSpeedEngine
 from hocket.trainer.policy import Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.reference import FrozenModel, base_logprobs
 from hocket.trainer.state import POLICY
-from hocket.trainer.step import Learner
+from hocket.trainer.step import Learner, Update
+from hocket.types import TrainSample
 
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
@@ -36,7 +37,7 @@ class Models:
 
     def __init__(self, config: Config, ranks: Ranks, *, loss: BatchLoss | None, temperature: float) -> None:
         algorithm, settings = config.algorithm, config.trainer
-        own_loss = loss is None
+        own_loss, self._ranks = loss is None, ranks
         with_reference, with_critic = own_loss and algorithm.kl != "off", own_loss and algorithm.baseline == "critic"
         models = {POLICY: config.model}
         if with_reference and (algorithm.reference is not None or config.model.lora is None):
@@ -100,6 +101,32 @@ class Models:
             learns=lambda: critic is None or critic.is_warm,
         )
         return [policy] if critic is None else [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
+
+    @torch.no_grad()
+    def numbers(
+        self, batches: Sequence[TrainBatch], columns: Mapping[str, Callable[[TrainBatch], Tensor]]
+    ) -> dict[int, dict[str, tuple[float, ...]]]:
+        """Return on rank 0 the columns' numbers per token, by the place of the sample; elsewhere nothing."""
+        batches = [batch.to(self._ranks.device) for batch in batches]
+        own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in columns.items()})
+        return {index: numbers for share in self._ranks.gather(own) for index, numbers in share.items()}
+
+    def fault(
+        self, samples: Sequence[TrainSample], batches: Sequence[TrainBatch], updates: Mapping[str, Update]
+    ) -> guards.Fault:
+        """Return what was not finite; a model whose update was skipped computes the same numbers again."""
+        columns: dict[str, Callable[[TrainBatch], Tensor]] = {}
+        if updates[POLICY].is_faulty:
+            columns["logprobs"] = lambda batch: self.engine.forward(batch)[0]
+        if self.critic is not None and updates["critic"].is_faulty:
+            columns["values"] = self.critic.values
+        prefixes = {POLICY: "", "critic": "critic: "}
+        return guards.find_fault(
+            samples,
+            computed=self.numbers(batches, columns),
+            totals={f"{prefixes[name]}{key}": v for name, done in updates.items() for key, v in done.totals.items()},
+            gradients=[f"{prefixes[name]}{key}" for name, done in updates.items() for key in done.bad_gradients],
+        )
 
     def saved(self) -> dict[str, DeepSpeedEngine]:
         """Return the trained models, by the prefix of their tensors' names."""

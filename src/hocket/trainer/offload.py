@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARIES = ("deepspeed.", "torch.optim.", "bitsandbytes.")
-"""Objects of these packages are searched for tensors; of any other only containers are."""
-
-Offloaded = Sequence[tuple[torch.UntypedStorage, Tensor]]
-"""Emptied storages, each with its bytes in the memory of the CPU."""
+_LIBRARIES = ("deepspeed.", "torch.optim.", "bitsandbytes.")  # their objects are searched too, not only containers
+Offloaded = Sequence[tuple[torch.UntypedStorage, Tensor]]  # emptied storages, each with its bytes in CPU memory
 
 
 def tensors_in(*roots: Any) -> Iterator[Tensor]:

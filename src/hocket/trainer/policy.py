@@ -1,5 +1,6 @@
 """The model as the trainer sees it: token ids in, log-probabilities and entropies of given tokens out."""
 
+import concurrent.futures
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +13,15 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 from transformers.core_model_loading import revert_weight_conversion
 
+from hocket import manifest
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
+from hocket.protocol import TensorSpec
 from hocket.trainer import attention, lora
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import token_logprobs
 
-PREFIX = "model."
-"""Prefix of the names of the parameters of Policy.model."""
+PREFIX = "model."  # of the names of the parameters of Policy.model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,9 +43,6 @@ class Policy(nn.Module):
         chunk_tokens: positions whose logits exist at the same time.
         entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
-
-    Attributes:
-        adapter: the adapter, which alone is trained; None: all weights are.
     """
 
     def __init__(
@@ -67,6 +66,7 @@ class Policy(nn.Module):
             model = _from_config(config, **options)
         else:
             model = _load(transformers.AutoModelForCausalLM.from_pretrained, config.path, **options)
+        # The adapter alone is trained; None: all weights are.
         self.adapter = None if config.lora is None else lora.inject(model, config.lora, base=config.path, seed=seed)
         self.model = model
         self.temperature = temperature
@@ -75,7 +75,11 @@ class Policy(nn.Module):
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()  # transformers recomputes activations in training mode only
-        _switch_dropout_off(model)
+        for module in model.modules():  # dropout is off
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
         if config.float32_head:
             compute_in_float32(model.get_output_embeddings())
 
@@ -89,7 +93,24 @@ class Policy(nn.Module):
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
         if self.adapter is not None:
             return [(lora.published_name(name), tensor) for name, tensor in named.items()]
-        return list(published_as(self.model, named).items())
+        return list(revert_weight_conversion(self.model, named).items())
+
+    def write(
+        self, folder: Path, named: Sequence[tuple[str, Tensor]], tokenizer: Any, dtype: torch.dtype
+    ) -> dict[str, TensorSpec]:
+        """Write trained parameters in the format of `as_published`; return the specs of the tensors in memory.
+
+        Raises:
+            OSError, SafetensorError: the disk can't be written.
+        """
+        published = unshared(dict(self.as_published(named)))  # DeepSpeed's are parts of one
+        with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # of the tensors, while they are written
+            specs = checksums.submit(manifest.specs, published.items())
+            if self.adapter is not None:
+                lora.save(folder, self.adapter, published)
+            else:
+                write_model(folder, self.model, tokenizer, published, dtype)
+        return specs.result()
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return (logprobs_bt, entropy_bt) of the batch's targets, 0 where its mask is false."""
@@ -166,12 +187,6 @@ def compute_in_float32(head: nn.Module) -> None:
     head.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def published_as(model: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters with the names and shapes of the architecture's checkpoints."""
-    published: dict[str, Tensor] = revert_weight_conversion(model, dict(named))
-    return published
-
-
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that own their storage, without a copy where possible: safetensors refuses parts of one."""
     return {name: from_dlpack(tensor.contiguous()) for name, tensor in tensors.items()}
@@ -180,7 +195,7 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_model(folder: Path, model: Any, tokenizer: Any, published: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Write a model in Hugging Face format: safetensors, config.json, tokenizer. Raise OSError, SafetensorError.
 
-    Of `model` only the architecture is used; `published` are its parameters in `dtype`, as `published_as` gives them.
+    Of `model` only the architecture is used; `published` are its parameters in `dtype`, named as in a checkpoint.
     """
     model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype  # of the tensors; the live parameters of ZeRO-0 are float32
@@ -194,14 +209,6 @@ def write_model(folder: Path, model: Any, tokenizer: Any, published: Mapping[str
 def _close(actual: Tensor, expected: Tensor) -> bool:
     # Relative to the spread of the numbers: rounding in 16 bits stays far below this, a real difference does not.
     return bool((actual - expected).float().abs().mean() <= 0.05 * expected.float().std())
-
-
-def _switch_dropout_off(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a number, which nn.Module is not typed to hold
 
 
 def _from_config(config: ModelConfig, **options: Any) -> Any:

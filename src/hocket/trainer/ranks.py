@@ -23,11 +23,9 @@ from torch import Tensor
 from hocket.errors import TrainerError
 
 T = TypeVar("T")
-FAILURE = "hocket/failure"
-"""Key in the store under which the first rank that fails tells the others the cause."""
+FAILURE = "hocket/failure"  # key in the store under which the first rank that fails tells the others the cause
 WATCH_S = 2.0
-GRACE_S = 15.0
-"""Seconds for a rank to notice by itself that another one failed; NCCL may wait for a lost rank forever."""
+GRACE_S = 15.0  # for a rank to notice by itself that another one failed; NCCL may wait for a lost rank forever
 _NO_DEADLINE = datetime.timedelta(days=365)  # for the next command: generation takes any time
 
 
@@ -46,7 +44,8 @@ class Ranks:
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
         self.rank = int(os.environ.setdefault("RANK", "0"))
         self.size = int(os.environ.setdefault("WORLD_SIZE", "1"))
-        self.local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+        local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+        self.is_main = self.rank == 0  # drives the others
         self.timeout_s = timeout_s
         self.destroy: Callable[[], None] = dist.destroy_process_group
         self._left = threading.Event()
@@ -54,7 +53,7 @@ class Ranks:
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         timeout = datetime.timedelta(seconds=timeout_s)
         if torch.cuda.is_available():
-            self.device = torch.device("cuda", self.local_rank)
+            self.device = torch.device("cuda", local_rank)
         else:
             self.device = torch.device("cpu")
             _share_cores()
@@ -70,11 +69,6 @@ class Ranks:
         if self.size > 1:
             self._watcher.start()
             atexit.register(self._stop_watching)  # a thread within the store's C++ would abort a process that ends
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which drives."""
-        return self.rank == 0
 
     def use_this_thread(self) -> None:
         """Set what torch keeps per thread: the device, and the number of cores of a computation."""
@@ -118,8 +112,7 @@ class Ranks:
         """Return the sums over ranks, position by position, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self._reports)
-        result: list[float] = total.tolist()
-        return result
+        return list(total.tolist())
 
     def smallest(self, value: int) -> int:
         """Return the smallest of the ranks' values on every rank."""
@@ -137,7 +130,7 @@ class Ranks:
     def deadline(self, doing: str) -> Iterator[None]:
         """Context that raises failed communication as a TrainerError which names `doing` and the cause.
 
-        Any other error within it is told to the other ranks, and ends them.
+        Any other error within it ends the other ranks, which name it too.
         """
         try:
             yield
@@ -195,11 +188,8 @@ def restore_randomness(saved: Mapping[str, str], device: torch.device) -> None:
 
 
 def _share_cores() -> None:
-    """Use half of the cores, shared by this machine's ranks: the engine that generates needs the rest.
-
-    Threads that wait for each other's core make a step many times slower. OMP_NUM_THREADS overrides it.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
+    """Use half of the cores, shared by this machine's ranks: the engine that generates needs the rest."""
+    if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other's core make a step many times slower
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // local_size))
 

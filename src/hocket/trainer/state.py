@@ -15,18 +15,17 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from hocket import tokenizer as tokenizers
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import AdapterConfig
 from hocket.system import atomic_folder
 from hocket.trainer import lora
-from hocket.trainer.policy import DTYPES, PREFIX, published_as, unshared, write_model
+from hocket.trainer.policy import DTYPES, PREFIX, unshared, write_model
 
-POLICY = "policy"
-"""Prefix of the names of the trained model's tensors."""
-BUCKET_BYTES = 1 << 30
-"""Most bytes of one file, and of CPU memory while it is written; a larger tensor is alone."""
+POLICY = "policy"  # prefix of the names of the trained model's tensors
+BUCKET_BYTES = 1 << 30  # most bytes of one file, and of CPU memory while it is written; a larger tensor is alone
 MASTER = "master"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *_MOMENTS)
@@ -39,15 +38,9 @@ class Piece:
     start: int  # position in the flattened whole
     views: Mapping[str, Tensor]  # kind → flat tensor, the optimizer's own memory
 
-    def put_into(self, whole: Tensor, kind: str) -> None:
-        """Copy this rank's part into the flat `whole`."""
-        view = self.views[kind]
-        whole[self.start : self.start + view.numel()] = view
-
-    def take_from(self, whole: Tensor, kind: str) -> None:
-        """Copy this rank's part out of the flat `whole`."""
-        view = self.views[kind]
-        view.copy_(whole[self.start : self.start + view.numel()])
+    def place_in(self, whole: Tensor, kind: str) -> Tensor:
+        """Return the view of this rank's part in the flat `whole`."""
+        return whole[self.start : self.start + self.views[kind].numel()]
 
 
 class MasterState:
@@ -151,22 +144,21 @@ class SavedTensors:
         """Return every tensor's name and shape."""
         return {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
 
-    def read(self, name: str) -> Tensor:
-        """Return one tensor."""
+    def read(self, *path: str) -> Tensor:
+        """Return one tensor; its name is the path's parts, joined by a slash."""
+        name = "/".join(path)
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
     def check(self, expected: Mapping[str, torch.Size]) -> None:
         """Raise TrainerError where the state is of another model."""
         saved = self.shapes()
-        for name in sorted(saved.keys() ^ expected.keys()):
-            holds = "holds" if name in saved else "lacks"
-            raise TrainerError(f"the checkpoint {self._folder} is of another model: it {holds} {name}")
-        for name, shape in expected.items():
-            if list(shape) != saved[name]:
+        here = {name: list(shape) for name, shape in expected.items()}
+        for name in sorted(saved.keys() | here.keys()):
+            if saved.get(name) != here.get(name):
                 raise TrainerError(
-                    f"the checkpoint {self._folder} is of another model: {name} is {saved[name]} there, {list(shape)} "
-                    "here"
+                    f"the checkpoint {self._folder} is of another model: {name} is {saved.get(name, 'missing')} there, "
+                    f"{here.get(name, 'missing')} here"
                 )
 
 
@@ -208,4 +200,4 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
         raise TrainerError(f"the checkpoint {folder} is of another model than {base}; name it with model.path=")
     with atomic_folder(output) as partial:
-        write_model(partial, model, tokenizer, unshared(published_as(model, tensors)), DTYPES[dtype])
+        write_model(partial, model, tokenizer, unshared(revert_weight_conversion(model, tensors)), DTYPES[dtype])

@@ -3,18 +3,15 @@
 What happens in one optimiser step is in step.py, how samples become micro-batches in batching.py.
 """
 
-import concurrent.futures
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
@@ -23,35 +20,46 @@ from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
 from hocket.errors import TrainerError
 from hocket.observe.metrics import StepStats
-from hocket.protocol import AdapterConfig, Health, TensorLayout, TensorSpec
-from hocket.trainer import flops, guards, lora
-from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack, unpack
+from hocket.protocol import Health, TensorLayout, TensorSpec
+from hocket.trainer import flops, guards
+from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
 from hocket.trainer.critic import critic_metrics
 from hocket.trainer.models import BatchLoss, Models
-from hocket.trainer.on_all_ranks import OnAllRanks, in_words, on_all_ranks
-from hocket.trainer.policy import unshared, write_model
 from hocket.trainer.ranks import Ranks, randomness, restore_randomness
 from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
-from hocket.trainer.step import Update, update
+from hocket.trainer.step import update
 from hocket.types import TokenSequence, TrainSample
 
-Sink = Callable[[Any], None]
-"""Takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint."""
-EXPORT_BYTES = 64 << 20
-"""ZeRO-3 gathers parameters for export in groups of this size."""
+F = TypeVar("F", bound=Callable[..., Any])
+_METHODS: dict[str, Callable[..., Any]] = {}  # those that run on every rank; `follow` finds them here
+Sink = Callable[[Any], None]  # takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint
+EXPORT_BYTES = 64 << 20  # ZeRO-3 gathers parameters for export in groups of this size
 
 
-def _check_fits(trainer: "Trainer", samples: Sequence[TrainSample]) -> None:
-    check_fits(samples, trainer.micro_batch_tokens)
+def on_all_ranks(method: F) -> F:
+    """Make a method run on every rank when rank 0 calls it; keyword arguments stay on rank 0."""
+    name = method.__name__
+    _METHODS[name] = method
+
+    @functools.wraps(method)
+    def call(trainer: "Trainer", /, *args: Any, **local: Any) -> Any:
+        trainer._check(name, args)  # before the others start: its error leaves all ranks usable
+        trainer.ranks.send((name, args))
+        return trainer._run(name, args, local)
+
+    return cast(F, call)
 
 
-class Trainer(OnAllRanks):
+class Trainer:
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
+
+    Any thread may call them, one at a time. An error within a method `on_all_ranks` ends the run: this rank raises it,
+    and the other ranks end with the same cause.
 
     Args:
         loss: default: the configured policy loss, with the reference policy and the critic that it needs.
         temperature: logits are divided by it; default: rollout.temperature.
-        ranks: shared with others; default: new ones.
+        ranks: an existing connection to share, which `close` leaves open; default: a new one.
     """
 
     def __init__(
@@ -62,26 +70,83 @@ class Trainer(OnAllRanks):
         temperature: float | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(ranks, timeout_s=config.trainer.collective_timeout_s)
+        self._owns_ranks, self._closed, self._broken = ranks is None, False, False
+        self.ranks = ranks or Ranks(config.trainer.collective_timeout_s)
+        self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
         self._away, self._skipped_in_row = False, 0
-        self._sink: Sink | None = None  # on rank 0: takes the buckets of `stream` and `state`
-        self._sink_error: Exception | None = None
-        self._saved: SavedTensors | None = None  # on rank 0: what `restore` reads
         try:
             self.tokenizer = tokenizers.load(config.model.path)
             temperature = config.rollout.temperature if temperature is None else temperature
-            self.models = models = Models(config, self.ranks, loss=loss, temperature=temperature)
+            self.models = Models(config, self.ranks, loss=loss, temperature=temperature)
         except BaseException:
             if self._owns_ranks:
                 self.ranks.destroy()
             raise
-        self.policy, self.engine, self.micro_batch_tokens = models.policy, models.engine, models.micro_batch_tokens
+        self.policy, self.engine = self.models.policy, self.models.engine
+        self.micro_batch_tokens = self.models.micro_batch_tokens
+        self.adapter = self.policy.adapter  # the only weights that are trained; None: all are
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.ranks.device
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def follow(self) -> None:
+        """Run each call of rank 0 on this rank too, until rank 0 closes. Raise TrainerError if rank 0 dies."""
+        while not self._closed:
+            name, args = self.ranks.receive()
+            self._run(name, args, {})
+
+    def close(self) -> None:
+        """Release all ranks and end communication; does nothing after a failure within the common work."""
+        if self.is_main and not (self._closed or self._broken):
+            self._close()
+
+    @on_all_ranks
+    def _close(self) -> None:
+        for engine in self.models.engines.values():
+            engine.close()
+        if self._owns_ranks:
+            self.ranks.close()
+        self._closed = True
+
+    def _check(self, name: str, args: tuple[Any, ...]) -> None:
+        """Raise TrainerError where the method can't run now, or samples don't fit."""
+        problem = None
+        if self._closed or self._broken:
+            problem = "it is closed, or broke in an earlier call"
+        elif not self.is_main:
+            problem = f"this is rank {self.ranks.rank}, and ranks above 0 only follow"
+        elif self._away and name not in ("offload", "onload", "_close"):
+            problem = "it is off the GPU; call onload() first"
+        if problem is not None:
+            raise TrainerError(f"the trainer can't {_in_words(name)}: {problem}")
+        if args and isinstance(args[0], Sequence):
+            check_fits(args[0], self.micro_batch_tokens)
+
+    def _run(self, name: str, args: tuple[Any, ...], local: Mapping[str, Any]) -> Any:
+        """Run this rank's part of a method `on_all_ranks`."""
+        self._broken = True  # until the work has ended well
+        self.ranks.use_this_thread()
+        with self.ranks.deadline(f"doing the common {_in_words(name)}"):
+            try:
+                result = _METHODS[name](self, *args, **local)
+            except Exception as error:
+                if not guards.is_out_of_memory(error):
+                    raise
+                samples = args[0] if args and isinstance(args[0], Sequence) else ()
+                raise guards.out_of_memory(
+                    error,
+                    self._config,
+                    micro_batch_tokens=self.micro_batch_tokens,
+                    work=_in_words(name),
+                    longest=max(map(num_positions, samples), default=0),
+                    on_gpu=self.device.type == "cuda",
+                ) from error
+        self._broken = False
+        return result
 
     @property
     def num_parameters(self) -> int:
@@ -93,11 +158,6 @@ class Trainer(OnAllRanks):
         """The memory estimate of a step and, with trainer.micro_batch_tokens=auto, the size found, as one sentence."""
         found = f"; trainer.micro_batch_tokens=auto is {self.micro_batch_tokens}" if self.models.fitted_for else ""
         return f"a step needs {self.models.estimate}{found}"
-
-    @property
-    def adapter(self) -> AdapterConfig | None:
-        """The adapter that is trained; None where all weights are."""
-        return self.policy.adapter
 
     def check_same_model(self, health: Health) -> None:
         """Raise TrainerError where the server's vocabulary or tokenizer is not the trainer's."""
@@ -125,11 +185,11 @@ class Trainer(OnAllRanks):
                 kept = f" (the samples: {keep})" if keep is not None else ""
                 raise TrainerError(
                     f"{self._skipped_in_row} steps in a row were skipped because loss or gradient was not finite; "
-                    f"not finite in the last one{kept}: {fault}. {fault.advice}"
+                    f"not finite in the last one{kept}: {guards.describe(fault)}"
                 )
         return stats
 
-    @on_all_ranks(refuse=_check_fits)
+    @on_all_ranks
     def _step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, guards.Fault | None]:
         start = time.perf_counter()
         batches = self._pack(samples)
@@ -141,11 +201,10 @@ class Trainer(OnAllRanks):
         fault = None
         if any(done.is_faulty for done in updates.values()):
             self._skipped_in_row += 1
-            fault = self._fault(samples, batches, updates)
+            fault = self.models.fault(samples, batches, updates)
         elif policy.grad_norm is not None:
             self._skipped_in_row = 0
         metrics = dict(policy.totals)
-        loss = metrics.pop("loss")
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
         if "importance_square" in metrics:
@@ -154,7 +213,7 @@ class Trainer(OnAllRanks):
         lengths = [num_positions(sample) for sample in samples]
         num_tokens, seconds = batches[0].num_tokens_global, time.perf_counter() - start
         stats = StepStats(
-            loss=loss,
+            loss=metrics.pop("loss"),
             grad_norm=math.nan if policy.grad_norm is None else policy.grad_norm,
             learning_rate=learning_rate,
             skipped=policy.grad_norm is None,
@@ -169,23 +228,6 @@ class Trainer(OnAllRanks):
         )
         return stats, fault
 
-    def _fault(
-        self, samples: Sequence[TrainSample], batches: Sequence[TrainBatch], updates: Mapping[str, Update]
-    ) -> guards.Fault:
-        """Return what was not finite; a model whose update was skipped computes the same numbers again."""
-        columns: dict[str, Callable[[TrainBatch], Tensor]] = {}
-        if updates[POLICY].is_faulty:
-            columns["logprobs"] = lambda batch: self.engine.forward(batch)[0]
-        if self.models.critic is not None and updates["critic"].is_faulty:
-            columns["values"] = self.models.critic.values
-        prefixes = {POLICY: "", "critic": "critic: "}
-        return guards.Fault(
-            samples,
-            computed=self._numbers(batches, columns),
-            totals={f"{prefixes[name]}{key}": v for name, done in updates.items() for key, v in done.totals.items()},
-            gradients=[f"{prefixes[name]}{key}" for name, done in updates.items() for key in done.bad_gradients],
-        )
-
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
         """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing.
 
@@ -197,26 +239,17 @@ class Trainer(OnAllRanks):
         if not sequences or not self.models.columns:
             return []
         used = [index for index, sequence in enumerate(sequences) if is_measured(sequence, self._algorithm)]
+        own = [sequences[index] for index in used]
+        samples = tuple(TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in own)
+        numbers = self._measure(samples) if samples else {}
         measured = [Measured()] * len(sequences)
-        if used:
-            own = [sequences[index] for index in used]
-            numbers = self._measure(tuple(TrainSample(sequence=s, advantages=(0.0,) * len(s.token_ids)) for s in own))
-            for place, index in enumerate(used):
-                measured[index] = Measured(**numbers[place])
+        for place, index in enumerate(used):
+            measured[index] = Measured(**numbers[place])
         return measured
 
-    @on_all_ranks(refuse=_check_fits)
+    @on_all_ranks
     def _measure(self, samples: Sequence[TrainSample]) -> dict[int, dict[str, tuple[float, ...]]]:
-        return self._numbers(self._pack(samples), self.models.columns)
-
-    @torch.no_grad()
-    def _numbers(
-        self, batches: Sequence[TrainBatch], columns: Mapping[str, Callable[[TrainBatch], Tensor]]
-    ) -> dict[int, dict[str, tuple[float, ...]]]:
-        """Return on rank 0 the columns' numbers per token, by the place of the sample; elsewhere nothing."""
-        batches = [batch.to(self.ranks.device) for batch in batches]
-        own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in columns.items()})
-        return {index: numbers for share in self.ranks.gather(own) for index, numbers in share.items()}
+        return self.models.numbers(self._pack(samples), self.models.columns)
 
     def _pack(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
         """Return this rank's micro-batches."""
@@ -227,7 +260,7 @@ class Trainer(OnAllRanks):
             cost=lambda length: flops.step_flops(self.models.flops, [length], length),
         )[self.ranks.rank]
 
-    @on_all_ranks(refuse=_check_fits)
+    @on_all_ranks
     @torch.no_grad()
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
         """Return the mean absolute difference of the engine's log-probs and the trainer's, over the sampled tokens."""
@@ -253,7 +286,7 @@ class Trainer(OnAllRanks):
             raise written
         return written
 
-    @on_all_ranks()
+    @on_all_ranks
     def _export(self, folder: Path) -> dict[str, TensorSpec] | Exception:
         named = [
             (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
@@ -262,17 +295,10 @@ class Trainer(OnAllRanks):
         ]
         if not self.is_main:
             return {}
-        published = unshared(dict(self.policy.as_published(named)))  # DeepSpeed's are parts of one
-        with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # of the tensors, while they are written
-            specs = checksums.submit(manifest.specs, published.items())
-            try:
-                if self.adapter is not None:
-                    lora.save(folder, self.adapter, published)
-                else:
-                    write_model(folder, self.policy.model, self.tokenizer, published, self.models.dtype)
-            except (OSError, SafetensorError) as error:  # of rank 0's disk alone
-                return error
-        return specs.result()
+        try:
+            return self.policy.write(folder, named, self.tokenizer, self.models.dtype)
+        except (OSError, SafetensorError) as error:  # of rank 0's disk alone
+            return error
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
         """Describe the buckets that `stream` will give; rank 0 alone can."""
@@ -283,13 +309,13 @@ class Trainer(OnAllRanks):
 
         An error of the sink is raised here, once the ranks have gathered the rest.
         """
-        with self._filling(sink):
-            self._stream(max_bytes)
+        failure = self._stream(max_bytes, sink=sink)
+        if failure is not None:
+            raise failure
 
-    @on_all_ranks()
-    def _stream(self, max_bytes: int) -> None:
-        for bucket in self.engine.buckets(max_bytes):
-            self._give(self.policy.as_published(bucket))
+    @on_all_ranks
+    def _stream(self, max_bytes: int, *, sink: Sink | None = None) -> Exception | None:
+        return _drain((self.policy.as_published(bucket) for bucket in self.engine.buckets(max_bytes)), sink)
 
     def state(self, sink: Sink) -> dict[str, Any]:
         """Give the tensors of a checkpoint to `sink`, bucket by bucket, and return the rest, ready for JSON.
@@ -297,16 +323,21 @@ class Trainer(OnAllRanks):
         Tensors are copies in CPU memory, whole and float32, for any number of ranks and any ZeRO stage. An error of the
         sink is raised here, once the ranks have gathered the rest.
         """
-        with self._filling(sink):
-            return self._state()
+        rest, failure = self._state(sink=sink)
+        if failure is not None:
+            raise failure
+        return rest
 
-    @on_all_ranks()
-    def _state(self) -> dict[str, Any]:
+    @on_all_ranks
+    def _state(self, *, sink: Sink | None = None) -> tuple[dict[str, Any], Exception | None]:
         engines = self.models.saved()
-        for name, engine in engines.items():
-            for bucket in engine.state(BUCKET_BYTES):
-                self._give({f"{name}/{key}": tensor for key, tensor in bucket.items()})
-        return {
+        buckets = (
+            {f"{name}/{key}": tensor for key, tensor in bucket.items()}
+            for name, engine in engines.items()
+            for bucket in engine.state(BUCKET_BYTES)
+        )
+        failure = _drain(buckets, sink)
+        rest = {
             "engines": {name: engine.counters() for name, engine in engines.items()},
             "skipped_in_row": self._skipped_in_row,
             "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self.models.fitted_for},
@@ -314,6 +345,7 @@ class Trainer(OnAllRanks):
             "dtype": manifest.dtype_name(self.models.dtype),
             "adapter": None if self.adapter is None else self.adapter.model_dump(),
         }
+        return rest, failure
 
     def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
         """Restore what `state` gave, on any number of ranks and at any ZeRO stage.
@@ -323,41 +355,19 @@ class Trainer(OnAllRanks):
         """
         engines = self.models.saved().items()
         saved.check({f"{name}/{key}": shape for name, engine in engines for key, shape in engine.shapes().items()})
-        self._saved = saved  # rank 0 alone reads: open files can't be sent
-        self._restore(rest)
-        self._saved = None
+        self._restore(rest, saved=saved)
 
-    @on_all_ranks()
-    def _restore(self, rest: Mapping[str, Any]) -> None:
+    @on_all_ranks
+    def _restore(self, rest: Mapping[str, Any], *, saved: SavedTensors | None = None) -> None:
         for name, engine in self.models.saved().items():
-            engine.restore(functools.partial(self._read, name), rest["engines"][name])
+            engine.restore(functools.partial(saved.read, name) if saved else None, rest["engines"][name])
         self._skipped_in_row = rest["skipped_in_row"]
         if self.models.fitted_for is not None and self.models.fitted_for == rest["micro_batch"]["measured_for"]:
             self.micro_batch_tokens = rest["micro_batch"]["tokens"]  # other sizes would sum in another order
         if self.ranks.rank < len(rest["random"]):
             restore_randomness(rest["random"][self.ranks.rank], self.ranks.device)
 
-    def _read(self, engine: str, key: str) -> Tensor:
-        assert self._saved is not None, "rank 0 names the checkpoint before all ranks restore it"
-        return self._saved.read(f"{engine}/{key}")
-
-    @contextmanager
-    def _filling(self, sink: Sink) -> Iterator[None]:
-        """Context in which `_give` fills rank 0's sink; raise the sink's error at its end."""
-        self._sink, self._sink_error = sink, None
-        yield
-        self._sink = None
-        if self._sink_error is not None:
-            raise self._sink_error
-
-    def _give(self, bucket: Any) -> None:
-        if self._sink is not None and self._sink_error is None:
-            try:
-                self._sink(bucket)
-            except Exception as error:  # noqa: BLE001 - raised by `_filling`: the ranks must gather the rest
-                self._sink_error = error
-
-    @on_all_ranks()
+    @on_all_ranks
     def offload(self) -> None:
         """Move all training state to CPU memory, so that others can use the GPU. May be repeated."""
         if not self._away:
@@ -365,7 +375,7 @@ class Trainer(OnAllRanks):
                 engine.offload()
         self._away = True
 
-    @on_all_ranks()
+    @on_all_ranks
     def onload(self) -> None:
         """Move the training state back to the GPU, bit for bit. May be repeated."""
         if self._away:
@@ -373,28 +383,18 @@ class Trainer(OnAllRanks):
                 engine.onload()
         self._away = False
 
-    def release(self) -> None:
-        """Release DeepSpeed's state."""
-        for engine in self.models.engines.values():
-            engine.close()
 
-    def check_usable(self, name: str) -> None:
-        """Raise TrainerError where the method can't run now."""
-        super().check_usable(name)
-        if self._away and name not in ("offload", "onload", "_close"):
-            raise TrainerError(f"the trainer can't {in_words(name)}: it is off the GPU; call onload() first")
+def _drain(buckets: Iterable[Any], sink: Sink | None) -> Exception | None:
+    """Give the buckets to rank 0's sink; return its first error, as the ranks must gather the rest all the same."""
+    failure = None
+    for bucket in buckets:
+        if sink is not None and failure is None:
+            try:
+                sink(bucket)
+            except Exception as error:  # noqa: BLE001 - raised by the caller
+                failure = error
+    return failure
 
-    def explain(self, error: Exception, name: str, args: tuple[Any, ...]) -> Exception:
-        """Return for an out-of-memory error one that names the settings to change."""
-        if not guards.is_out_of_memory(error):
-            return error
-        samples = args[0] if args and isinstance(args[0], tuple) else ()
-        return guards.out_of_memory(
-            error,
-            self._config,
-            micro_batch_tokens=self.micro_batch_tokens,
-            work=in_words(name),
-            longest=max(map(num_positions, samples), default=0),
-            vocab_size=self.policy.vocab_size,
-            on_gpu=self.device.type == "cuda",
-        )
+
+def _in_words(name: str) -> str:
+    return name.strip("_").replace("_", " ")
