@@ -86,14 +86,11 @@ class Batcher:
         self._wake()
         try:
             return await turn.answer
-        finally:
-            if turn.answer.cancelled():
-                self._cancel_unwanted(turn)
-
-    def _cancel_unwanted(self, turn: Turn) -> None:
-        """Cancel the turn's request if no episode waits for any of its turns; its server is free then."""
-        if turn.request in self._requests and all(other.answer.done() for other in self._requests[turn.request]):
-            turn.request.cancel()
+        except asyncio.CancelledError:
+            together = self._requests.get(turn.request) if turn.request else None
+            if turn.request and together and all(other.answer.done() for other in together):
+                turn.request.cancel()  # no episode waits for any of its turns; its server is free then
+            raise
 
     def _wake(self) -> None:
         if self._dispatch is None and self._waiting and len(self._requests) < MAX_REQUESTS:
@@ -107,23 +104,20 @@ class Batcher:
             waiting, self._waiting = self._waiting, []
             wanted = [turn for turn in waiting if not turn.answer.done()]  # an episode may have been cancelled
             for member, prompts in _requests(self._routed(wanted, up)):
-                self._send(member, prompts)
+                turns = [turn for turns in prompts for turn in turns]
+                if len(self._requests) >= MAX_REQUESTS:
+                    self._waiting += turns  # until a request has ended
+                    continue
+                request = self._pool.start(self._request(member, prompts))
+                self._requests[request] = turns
+                for turn in turns:
+                    turn.request = request
+                request.add_done_callback(self._ended)
         except Exception as error:  # noqa: BLE001 - whatever it is, every episode that waits raises it
             _fail(self._waiting, error)
             self._waiting = []
         self._dispatch = None
         self._wake()
-
-    def _send(self, member: Member, prompts: Sequence[Sequence[Turn]]) -> None:
-        turns = [turn for turns in prompts for turn in turns]
-        if len(self._requests) >= MAX_REQUESTS:
-            self._waiting += turns  # until a request has ended
-            return
-        request = self._pool.start(self._request(member, prompts))
-        self._requests[request] = turns
-        for turn in turns:
-            turn.request = request
-        request.add_done_callback(self._ended)
 
     def _ended(self, request: "asyncio.Task[None]") -> None:
         del self._requests[request]

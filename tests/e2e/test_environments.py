@@ -92,7 +92,7 @@ async def test_the_logprobs_of_several_turns_are_those_of_the_whole_sequence(por
     groups = await groups_of("guess", port, runs)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert len(rollouts) == 128
-    assert max(rollout.turns for rollout in rollouts) == 5
+    assert max(rollout.sequences[0].turns for rollout in rollouts) == 5
     assert largest_gap(sorted((rollout.sequences[0] for rollout in rollouts), key=lambda one: -one.turns)[:40]) < 1e-4
     tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))
     for rollout in rollouts:  # the model says what the environment heard, and the hints are true
@@ -109,7 +109,7 @@ async def test_the_logprobs_of_several_turns_are_those_of_the_whole_sequence(por
 async def test_calls_are_parsed_by_the_server_and_answered_in_the_models_own_format(port: int, runs: Path) -> None:
     groups = await groups_of("calculator", port, runs)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    called = [rollout for rollout in rollouts if rollout.turns > 1]
+    called = [rollout for rollout in rollouts if rollout.sequences[0].turns > 1]
     assert len(called) > 20
     tokens = tokenizer.load(str(ROOT / "checkpoints" / "tiny-tools"))
     answered = 0

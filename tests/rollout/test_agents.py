@@ -166,7 +166,7 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     other, last = rollout.sequences
     assert (last.token_ids, last.mask) == ((5, 9, *done[2]), (False, False, True, True, True))
     assert (last.version_min, last.turns, other.turns) == (2, 1, 2)
-    assert (rollout.text, rollout.turns, rollout.num_sampled) == ("said 2", 3, 9)
+    assert (rollout.text, rollout.num_sampled) == ("said 2", 9)
     assert other.token_ids == (5, 6, *done[0], 7, *done[1])
     assert other.mask == (False, False, True, True, True, False, True, True, True)
     assert [said["content"] for said in other.dialogue] == ["said 0", "7", "said 1"]
@@ -194,7 +194,7 @@ async def test_an_agent_that_asks_nothing_has_a_rollout_without_sampled_tokens()
     (group,) = await played(plays, FakeServers())
     (rollout,) = group.rollouts
     (sequence,) = rollout.sequences
-    assert (sequence.token_ids, sequence.mask, rollout.turns) == ((0, 1), (False, False), 0)
+    assert (sequence.token_ids, sequence.mask, sequence.turns) == ((0, 1), (False, False), 0)
     assert group.scores[0].total == 1.0
 
 

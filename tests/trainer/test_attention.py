@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, eager_attention_forward
 
 from hocket.config import ModelConfig
 from hocket.errors import TrainerError
@@ -16,6 +18,7 @@ from hocket.trainer.policy import Policy
 CPU = torch.device("cpu")
 LENGTHS = (40, 33, 3, 1, 40, 2, 70)  # several in a group, alone in one, and padded
 Inputs = tuple[Tensor, Tensor, Tensor]
+forward, segments_of = Qwen2ForCausalLM.forward, Segments.of
 
 
 @pytest.fixture
@@ -106,20 +109,31 @@ def test_an_architecture_that_caps_its_attention_is_refused(tmp_path: Path) -> N
         policy.check_architecture(CPU)
 
 
-def test_an_architecture_with_more_in_its_attention_is_refused(
-    tied_model: str, monkeypatch: pytest.MonkeyPatch
+def biased(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return eager_attention_forward(module, query, key + torch.linspace(-1, 1, key.shape[2])[:, None], *args, **kwargs)
+
+
+def capped(self: Qwen2ForCausalLM, *args: Any, **kwargs: Any) -> Any:
+    output = forward(self, *args, **kwargs)
+    output.logits = torch.tanh(output.logits)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "changed", "message"),
+    [
+        (modeling_qwen2, "eager_attention_forward", biased, "more in its attention"),
+        (Qwen2ForCausalLM, "forward", capped, "changes its logits"),
+        (attention.Segments, "of", lambda lengths, device: segments_of([sum(lengths)], device), "share a row"),
+    ],
+)
+def test_an_architecture_that_would_be_trained_as_another_is_refused(
+    tied_model: str, place: Any, name: str, changed: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers.models.qwen2 import modeling_qwen2
-
-    original = modeling_qwen2.eager_attention_forward
-
-    def biased(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(module, query, key + torch.linspace(-1, 1, key.shape[2])[:, None], *args, **kwargs)
-
-    policy = Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, chunk_tokens=16)
+    policy = Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=0.7, chunk_tokens=16)
     policy.check_architecture(CPU)
-    monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", biased)
-    with pytest.raises(TrainerError, match="more in its attention"):
+    monkeypatch.setattr(place, name, changed)
+    with pytest.raises(TrainerError, match=message):
         policy.check_architecture(CPU)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -177,16 +178,6 @@ def test_a_folder_keeps_the_newest_batches(tmp_path: Path) -> None:
 CPU_FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes. Error code 12"
 
 
-def raise_at(place: str, error: Exception, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has DeepSpeed's engine, or the output head, run out of memory in one place of the step."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    target = trainer.policy.model.get_output_embeddings() if place == "logits" else trainer.engine._engine
-    monkeypatch.setattr(target, "forward" if place == "logits" else place, fail)
-
-
 @pytest.mark.parametrize(
     ("place", "what"),
     [
@@ -205,9 +196,10 @@ def raise_at(place: str, error: Exception, trainer: Trainer, monkeypatch: pytest
 def test_a_full_memory_names_what_it_was_for_and_the_setting(
     ranks: Ranks, tied_model: str, place: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer(ranks, tied_model, "trainer.logprob_chunk_tokens=64")
+    trainer, full = make_trainer(ranks, tied_model, "trainer.logprob_chunk_tokens=64"), CPU_FULL.format(3072)
+    target = trainer.policy.model.get_output_embeddings() if place == "logits" else trainer.engine._engine
     with monkeypatch.context() as patch:
-        raise_at(place, RuntimeError(CPU_FULL.format(3072)), trainer, patch)
+        patch.setattr(target, "forward" if place == "logits" else place, Mock(side_effect=RuntimeError(full)))
         with pytest.raises(TrainerError, match=rf"out of memory for {what}"):
             trainer.step(SAMPLES)
     with pytest.raises(TrainerError, match="broke in an earlier call"):

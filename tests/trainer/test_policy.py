@@ -6,8 +6,7 @@ from tests.trainer.builders import sample_of
 
 from hocket.algorithm.losses import LossConfig, policy_loss
 from hocket.config import ModelConfig
-from hocket.errors import ConfigError, TrainerError
-from hocket.trainer import attention
+from hocket.errors import ConfigError
 from hocket.trainer.batching import pack
 from hocket.trainer.policy import Policy
 from hocket.types import TokenSequence, TrainSample
@@ -122,27 +121,3 @@ def test_random_weights_depend_on_the_seed_only(tied_model: str) -> None:
 def test_a_missing_model_names_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"model\.path=/nowhere"):
         make_policy("/nowhere")
-
-
-def test_an_architecture_that_caps_its_logits_is_refused(tied_model: str) -> None:
-    policy = make_policy(tied_model)
-    policy.check_architecture(CPU)
-    original = policy.model.forward
-
-    def capped(**kwargs: object) -> object:
-        output = original(**kwargs)
-        output.logits = torch.tanh(output.logits)
-        return output
-
-    policy.model.forward = capped
-    with pytest.raises(TrainerError, match="changes its logits"):
-        policy.check_architecture(CPU)
-
-
-def test_an_architecture_that_mixes_packed_sequences_is_refused(
-    tied_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = attention.Segments.of
-    monkeypatch.setattr(attention.Segments, "of", lambda lengths, device: original([sum(lengths)], device))
-    with pytest.raises(TrainerError, match="share a row"):
-        make_policy(tied_model).check_architecture(CPU)

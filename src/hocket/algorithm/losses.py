@@ -3,7 +3,6 @@
 What differs from the papers: denominators count all micro-batches and ranks of the optimiser step; each objective is
 multiplied by an importance weight between engine and trainer (`correction`, ratios.py); with a correction and one
 update per batch, every ratio is 1 and the clip has no effect.
-
 To add a loss: name it in `clip` of config/algorithm.py, and return its objective per token in `_objective`.
 """
 

@@ -11,7 +11,7 @@
         '''
 
 Name, type hints and docstring are what the model is shown, through its own chat template. Async functions are awaited,
-plain ones run in a thread each. Whatever goes wrong in a call is told to the model as text.
+plain ones run in a thread each. The model receives the error of a failed call as text.
 """
 
 import ast
@@ -88,7 +88,7 @@ class Tools(Environment):
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except TimeoutError:
             return f"error: no result within {self.step_timeout_s:g} s"
-        # A tool is anybody's code and its arguments are the model's: whatever it raises, the model is told.
+        # Tools are user code and their arguments are the model's: it receives any error as text.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             return f"error: {type(error).__name__}: {error}"
 

@@ -53,9 +53,14 @@ class Agents:
         Raises:
             ServerError: there is no server, or it refuses sessions.
         """
-        async with self._gate, self._budget.holding(most_tokens(prompt, seat.sampling)):
-            if not seat.deadline.over:
-                return await self._episode(prompt, seat)
+        tokens = most_tokens(prompt, seat.sampling)
+        async with self._gate:
+            await self._budget.start(tokens)
+            try:
+                if not seat.deadline.over:
+                    return await self._episode(prompt, seat)
+            finally:
+                self._budget.change(-tokens)
         late = f"agent: it could not begin within {seat.deadline.seconds:g} s (rollout.timeout_s)"
         return _rollout(prompt, seat, (), error=f"{late}: raise that, or env.concurrency")
 

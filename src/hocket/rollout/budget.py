@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 from hocket.protocol import SamplingParams
 from hocket.types import Prompt
@@ -31,24 +30,8 @@ class TokenBudget:
                 self.change(-tokens)
             raise
 
-    @asynccontextmanager
-    async def holding(self, tokens: int) -> AsyncIterator[Callable[[int], None]]:
-        """Hold tokens during the body, once there is room; gives a function that sets another number."""
-        held = tokens
-        await self.start(tokens)
-
-        def hold(tokens: int) -> None:
-            nonlocal held
-            self.change(tokens - held)
-            held = tokens
-
-        try:
-            yield hold
-        finally:
-            hold(0)
-
     def change(self, tokens: int) -> None:
-        """Hold that many tokens more, or less: an episode that has begun never waits for others."""
+        """Add `tokens`, which may be negative, to those held; an episode that has begun never waits for others."""
         self.held += tokens
         while self._queue and (self._queue[0][1].done() or self._fits(self._queue[0][0])):
             wanted, ready = self._queue.popleft()

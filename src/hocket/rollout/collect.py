@@ -59,48 +59,41 @@ async def collect(
     plan: Plan, take: Take, play: Play, score: ScoreOne, *, informative: Callable[[Group], bool] = lambda group: True
 ) -> Batch:
     """Return the first groups of the stream of which `wanted` are informative, or `at_most` groups."""
-    batch, missing, unfinished = plan.batch, plan.wanted, 0
-    ended: asyncio.Queue[Group | BaseException] = asyncio.Queue()
-    tasks: list[asyncio.Task[None]] = []
+    batch, missing = plan.batch, plan.wanted
+    tasks: list[asyncio.Task[Group | None]] = []
+    ended: asyncio.Queue[asyncio.Task[Group | None]] = asyncio.Queue()
     try:
         while True:
             for draw, prompt in take(min(missing, plan.at_most - batch.num_drawn)).items():
-                tasks += _begin_group(plan, draw, prompt, play, score, ended)
-                batch.num_drawn, missing, unfinished = batch.num_drawn + 1, missing - 1, unfinished + 1
-            if not unfinished:
+                for episode in _episodes(plan, draw, prompt, play, score):
+                    episode.add_done_callback(ended.put_nowait)
+                    tasks.append(episode)
+                batch.num_drawn, missing = batch.num_drawn + 1, missing - 1
+            if len(batch.groups) == batch.num_drawn:
                 break
-            group = await ended.get()
-            if isinstance(group, BaseException):
-                raise group
-            batch.groups.append(group)
-            unfinished -= 1
-            missing += not informative(group)  # the next prompt takes its place
+            if (group := (await ended.get()).result()) is not None:
+                batch.groups.append(group)
+                missing += not informative(group)  # the next prompt takes its place
     finally:
         await cancel(tasks)
     batch.groups.sort(key=lambda group: group.draw or 0)
     return batch
 
 
-def _begin_group(
-    plan: Plan, draw: int, prompt: Prompt, play: Play, score: ScoreOne, ended: "asyncio.Queue[Group | BaseException]"
-) -> list["asyncio.Task[None]"]:
-    """Start the episodes of one prompt, a task each; the last to end puts the group into the queue."""
+def _episodes(plan: Plan, draw: int, prompt: Prompt, play: Play, score: ScoreOne) -> list[asyncio.Task[Group | None]]:
+    """Start the episodes of one prompt, a task each; the last to end returns the group."""
     index, size = plan.batch.num_drawn, plan.group_size
-    group = f"{plan.label}/{index}"
-    done: dict[int, tuple[Rollout, Score]] = {}
+    group, done = f"{plan.label}/{index}", dict[int, tuple[Rollout, Score]]()
 
-    async def one(sample: int) -> None:
+    async def one(sample: int) -> Group | None:
         number = index * size + sample
         seat = Seat(id=f"{group}/{sample}", group=group, number=number, sampling=plan.sampling, deadline=plan.deadline)
-        try:
-            rollout = await play(prompt, seat)
-            plan.batch.generated = time.perf_counter()
-            done[sample] = rollout, await score(rollout)  # at once, while others are played
-        except BaseException as error:
-            ended.put_nowait(error)
-            raise
-        if len(done) == size:
-            rollouts, scores = zip(*(done[sample] for sample in range(size)), strict=True)
-            ended.put_nowait(Group(id=group, rollouts=rollouts, scores=scores, draw=draw))
+        rollout = await play(prompt, seat)
+        plan.batch.generated = time.perf_counter()
+        done[sample] = rollout, await score(rollout)  # at once, while others are played
+        if len(done) < size:
+            return None
+        rollouts, scores = zip(*(done[sample] for sample in range(size)), strict=True)
+        return Group(id=group, rollouts=rollouts, scores=scores, draw=draw)
 
     return [asyncio.create_task(one(sample)) for sample in range(size)]

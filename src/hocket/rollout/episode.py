@@ -139,15 +139,10 @@ class Episode:
         sequences = (self.transcript.sequence(),)
         return Rollout(id=self._seat.id, prompt=self._prompt, sequences=sequences, reward=self.reward, error=error)
 
-    async def play(self, grown: Callable[[int], None] = lambda length: None) -> None:
-        """Play until the environment is done or a limit is reached.
+    async def play(self, grown: Callable[[int], None]) -> None:
+        """Play until the environment is done or a limit is reached; raise EpisodeError or ServerError.
 
-        Args:
-            grown: called before each turn with the most tokens that the sequence may have after it.
-
-        Raises:
-            EpisodeError: the environment raised, hung, or said what can't be rendered.
-            ServerError: the model could not be asked.
+        `grown` is called before each turn with the most tokens that the sequence may have after it.
         """
         try:
             environment = self._make()
@@ -172,9 +167,13 @@ class Episode:
             transcript.add_observation(token_ids, observation)
             completion = await self._turn(observation, room, grown)
             transcript.add_completion(completion)
-            step: Step = await self._call(
-                environment.step, _action(completion), returns=(Step,), own_s=environment.step_timeout_s
+            action = Action(
+                text=completion.text,
+                token_ids=completion.token_ids,
+                finish_reason=completion.finish_reason,
+                tool_calls=completion.tool_calls,
             )
+            step: Step = await self._call(environment.step, action, returns=(Step,), own_s=environment.step_timeout_s)
             self._add_reward(step.reward)
             if step.done:
                 return
@@ -279,12 +278,3 @@ class Episode:
         if not isinstance(returned, returns):
             raise EpisodeError(f"{name} returned {type(returned).__name__}, which it may not")
         return returned
-
-
-def _action(completion: Completion) -> Action:
-    return Action(
-        text=completion.text,
-        token_ids=completion.token_ids,
-        finish_reason=completion.finish_reason,
-        tool_calls=completion.tool_calls,
-    )

@@ -32,14 +32,23 @@ class Episodes:
     async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
         """Play one episode; one that fails, or is not over at its deadline, has an error. Raise only ServerError."""
         error = None
-        async with self.budget.holding(most_tokens(prompt, seat.sampling)) as hold:
+        held = most_tokens(prompt, seat.sampling)
+
+        def grown(tokens: int) -> None:
+            nonlocal held
+            self.budget.change(tokens - held)
+            held = tokens
+
+        await self.budget.start(held)
+        try:
             episode = Episode(prompt, seat, self.make, ask=self.ask, renderer=self.renderer, limits=self.limits)
-            try:
-                await episode.play(hold)
-            except EpisodeError as failed:
-                error = f"environment: {failed}"
-            except ServerError as failed:
-                error = late(failed, seat)
+            await episode.play(grown)
+        except EpisodeError as failed:
+            error = f"environment: {failed}"
+        except ServerError as failed:
+            error = late(failed, seat)
+        finally:
+            grown(0)
         return episode.rollout(error)
 
 
