@@ -1,33 +1,51 @@
 """Causal attention within each of the sequences that share a row: no mask, and the cost of Σ n², not of (Σ n)²."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from hocket.errors import TrainerError
 
 NAME = "hocket_segments"
-_ROUND = 32  # segments whose lengths round up to the same multiple of this are computed together without a kernel
+_ROUND = 32
+"""Without a varlen kernel, segments whose lengths round up to the same multiple of this are computed together."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
     """The places of the sequences in one row."""
 
-    lengths: tuple[int, ...]
     offsets: Tensor  # int32 [segments + 1], the first position of each and the end of the last
+    longest: int  # positions of the longest
+    groups: tuple[Tensor, ...]  # int64 [segments of the group, length]: positions in the row, the last one repeated
+    restore: Tensor  # int64 [row], place of each position in the concatenated results of the groups
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
         """Return the segments of a row of sequences of these lengths."""
-        return cls(tuple(lengths), torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device))
+        lengths_s = torch.tensor(lengths)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths_s.cumsum(0)])
+        classes_s = -(-lengths_s // _ROUND)
+        restore = torch.empty(int(offsets[-1]), dtype=torch.long)
+        groups, done = [], 0
+        for rounded in sorted(set(classes_s.tolist())):
+            members = (classes_s == rounded).nonzero()  # [segments of the group, 1]
+            steps = torch.arange(int(lengths_s[members].max()))
+            groups.append(offsets[members] + torch.minimum(steps, lengths_s[members] - 1))
+            real = steps < lengths_s[members]
+            restore[groups[-1][real]] = done + real.flatten().nonzero()[:, 0]
+            done += real.numel()
+        return cls(
+            offsets=offsets.int().to(device),
+            longest=max(lengths),
+            groups=tuple(group.to(device) for group in groups),
+            restore=restore.to(device),
+        )
 
 
 def attend(
@@ -62,24 +80,23 @@ def attend(
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query_rhd, key_rhd, value_rhd = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
-    longest = max(segments.lengths)
-    window = longest if sliding_window is None else min(sliding_window, longest)
-    if not has_kernel(query.device, dtype):
-        return _by_groups(query_rhd, key_rhd, value_rhd, segments.lengths, scaling, window)[None], None
-    result_rhd = varlen_attn(
-        query_rhd,
-        key_rhd,
-        value_rhd,
-        segments.offsets,
-        segments.offsets,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1 if window == longest else window - 1, 0),
-        enable_gqa=True,
-    )
-    assert isinstance(result_rhd, Tensor)
-    return result_rhd[None], None
+    window = segments.longest if sliding_window is None else min(sliding_window, segments.longest)
+    if has_kernel(query.device, dtype):
+        result_rhd = varlen_attn(
+            query_rhd,
+            key_rhd,
+            value_rhd,
+            segments.offsets,
+            segments.offsets,
+            segments.longest,
+            segments.longest,
+            scale=scaling,
+            window_size=(-1 if window == segments.longest else window - 1, 0),
+            enable_gqa=True,
+        )
+        assert isinstance(result_rhd, Tensor)
+        return result_rhd[None], None
+    return _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window)[None], None
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -92,26 +109,30 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _by_groups(
-    query_rhd: Tensor, key_rhd: Tensor, value_rhd: Tensor, lengths: Sequence[int], scaling: float, window: int
+    query_rhd: Tensor, key_rhd: Tensor, value_rhd: Tensor, segments: Segments, scaling: float, window: int
 ) -> Tensor:
     """Compute segments of about the same length together, padded at the end, which causal attention can't see."""
-    groups: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        groups.setdefault(-(-length // _ROUND), []).append(index)
-    parts = [torch.split(tensor, list(lengths)) for tensor in (query_rhd, key_rhd, value_rhd)]
-    results: dict[int, Tensor] = {}
-    for members in groups.values():
+    results = []
+    for group in segments.groups:
+        length = group.shape[1]
         query_shld, key_shld, value_shld = (
-            pad_sequence([part[i] for i in members], batch_first=True).transpose(1, 2) for part in parts
+            tensor.index_select(0, group.flatten()).view(*group.shape, *tensor.shape[1:]).transpose(1, 2)
+            for tensor in (query_rhd, key_rhd, value_rhd)
         )
-        size, band = query_shld.shape[2], None
-        if size > window:
-            band = torch.ones(size, size, dtype=torch.bool, device=query_rhd.device).tril().triu(1 - window)
+        band = None
+        if length > window:
+            band = torch.ones(length, length, dtype=torch.bool, device=group.device).tril().triu(1 - window)
         result_shld = nn.functional.scaled_dot_product_attention(
-            query_shld, key_shld, value_shld, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
+            query_shld,
+            key_shld,
+            value_shld,
+            attn_mask=band,
+            is_causal=band is None,
+            scale=scaling,
+            enable_gqa=True,
         )
-        results |= {i: one[: lengths[i]] for i, one in zip(members, result_shld.transpose(1, 2), strict=True)}
-    return torch.cat([results[i] for i in range(len(lengths))])
+        results.append(result_shld.transpose(1, 2).flatten(0, 1))
+    return torch.cat(results).index_select(0, segments.restore)
 
 
 AttentionInterface.register(NAME, attend)
