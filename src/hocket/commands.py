@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.checkpoints import Checkpoints, Part
-from hocket.config import Config, DataConfig
+from hocket.config import Config, DataConfig, ServerConfig
 from hocket.data import PromptStream, load_prompts
 from hocket.data.curriculum import bind
 from hocket.envs import base as environments
@@ -98,7 +98,9 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
     if not (saved or replay):
         folder.ledger(0, [{"num_prompts": len(prompts)}])
-    servers = _pool(config, () if replay else config.server_urls, on_wait=console.doing, say=console.say)
+    servers = _pool(
+        config.server, config.token, () if replay else config.server_urls, on_wait=console.doing, say=console.say
+    )
     publisher = _publisher(config, trainer, servers, prompts, console.say)
     kl = KlController(config.algorithm)
     kept: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
@@ -315,7 +317,9 @@ class Parts:
             self.console.say(f"{member.url} serves {health.model}, version {health.version}")
             member.mark_ready(health.session)
 
-        async with _pool(config, config.server_urls, on_wait=waiting, say=self.console.say) as servers:
+        async with _pool(
+            config.server, config.token, config.server_urls, on_wait=waiting, say=self.console.say
+        ) as servers:
             servers.bring_up = check
             with ExitStack() as stack:
                 if not config.server.urls and not await servers.members[0].server.answers():
@@ -330,19 +334,14 @@ async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
     Every rank does so before it takes the GPU; the server wakes up after all of them have built their trainer.
     """
     if config.launch.share_gpu:
-        async with _pool(config, config.server_urls, **tell) as servers:
+        async with _pool(config.server, config.token, config.server_urls, **tell) as servers:
             await servers.wait_up()
             await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
 
 
-def _pool(config: Config, urls: Sequence[str], **tell: Callable[..., None]) -> ServerPool:
-    return ServerPool(
-        urls,
-        token=config.token,
-        silence_s=config.server.silence_s,
-        start_timeout_s=config.server.start_timeout_s,
-        **tell,
-    )
+def _pool(server: ServerConfig, token: str | None, urls: Sequence[str], **tell: Callable[..., None]) -> ServerPool:
+    silence_s, start_timeout_s = server.silence_s, server.start_timeout_s
+    return ServerPool(urls, token=token, silence_s=silence_s, start_timeout_s=start_timeout_s, **tell)
 
 
 def _publisher(

@@ -41,7 +41,7 @@ class Console:
         self._status: Status | None = None
         self._steps = steps
         self._start = 0.0  # when the first step here began
-        self._first = 0  # that step; 0: none is finished yet
+        self._first = 0  # number of that step; 0 before any is finished
         self._activity = ("", 0.0)  # the last one printed, and when
         self._alarmed: set[str] = set()
 

@@ -86,7 +86,9 @@ class Models:
                 self.columns["values"] = self.critic.values
             self.fitted_for: str | None = None  # hash of what trainer.micro_batch_tokens=auto was measured for
             if settings.micro_batch_tokens == "auto":
-                self.fitted_for = _fingerprint(config, ranks)
+                decisive = {"model", "algorithm", "critic", "trainer"}
+                chosen = config.model_dump(mode="json", include=decisive, exclude={"trainer": {"steps"}})
+                self.fitted_for = _fingerprint(chosen, ranks)
                 self.micro_batch_tokens = memory.fit_micro_batch(self.learners(), settings, ranks)
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens
@@ -159,12 +161,7 @@ def configured_loss(settings: LossConfig) -> BatchLoss:
     return loss
 
 
-def _fingerprint(config: Config, ranks: Ranks) -> str:
+def _fingerprint(settings: Mapping[str, Any], ranks: Ranks) -> str:
     """Return a hash of all that decides which micro-batch size fits."""
-    settings = config.model_dump(
-        mode="json",
-        include={"model": True, "algorithm": True, "critic": True, "trainer": True},
-        exclude={"trainer": {"steps"}},
-    )
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
     return hashlib.sha256(json.dumps([settings, ranks.size, device]).encode()).hexdigest()[:16]
