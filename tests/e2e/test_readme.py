@@ -23,9 +23,9 @@ COMMANDS = [(line, answer) for block, answer in BLOCKS for line in block.strip()
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     folder = tmp_path_factory.mktemp("readme")
-    version = folder / "runs" / "quickstart" / "weights" / "v000080"
+    version = folder / "runs" / "quickstart" / "weights" / "v000081"
     shutil.copytree(ROOT / "checkpoints" / "tiny-sort", version)
-    described = manifest.build(80, manifest.tensors(version))
+    described = manifest.build(81, manifest.tensors(version))
     (version / manifest.MANIFEST_FILE).write_text(described.model_dump_json())
     (version / manifest.COMPLETE_FILE).touch()
     free = free_port()
