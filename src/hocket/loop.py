@@ -65,7 +65,7 @@ class Run:
                     if last or (config.eval.every_steps and step % config.eval.every_steps == 0):
                         metrics |= await self.evaluate(step)
                 self.record(step, shaped, metrics | step_metrics(metrics))
-                if last and step < steps:
+                if not batch.groups:
                     self.console.say(EXHAUSTED)
                     break
         self.publisher.versions.save()
