@@ -4,6 +4,7 @@ A field's description is its documentation. Checks between sections are in whole
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -96,7 +97,7 @@ class DataConfig(Section):
     split: str = Field("train", description="Split of a Hugging Face dataset or of a built-in task.")
     prompt_column: str = Field("prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field("answer", description="Column of the reference answer; null without one.")
-    answer_pattern: str | None = Field(
+    answer_pattern: re.Pattern[str] | None = Field(
         None, description="Regular expression of the answer column; its first group is the answer."
     )
     difficulty_column: str | None = Field(
@@ -111,6 +112,12 @@ class DataConfig(Section):
         description="Maximum prompt, in tokens; longer ones are dropped. Default: what rollout.max_tokens leaves.",
     )
     limit: int | None = Field(None, ge=1, description="Number of rows used, from the first. Default: all.")
+
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        yield self.system_prompt is not None and not self.chat_template, "system_prompt needs chat_template: true"
+        yield self.answer_pattern is not None and self.answer_column is None, "answer_pattern needs answer_column"
+        groups = 1 if self.answer_pattern is None else self.answer_pattern.groups
+        yield groups < 1, "answer_pattern needs a group (...) around the answer"
 
 
 class CurriculumConfig(Section):
