@@ -153,7 +153,7 @@ async def trained(
         )
         held_out_prompts = [Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)]
         evaluation = Evaluation(
-            datasets={"": held_out_prompts} if held_out else {},
+            prompts=held_out_prompts if held_out else (),
             play=world.play,
             score=world.score,
             reward="exact_match",

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Play, collect
 from hocket.rollout.episodes import player
-from hocket.rollout.evaluate import EVAL_STEP, MAIN, Evaluation, eval_rewards
+from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import Canary, bring_up
 from hocket.sync.disk import VersionFolders, Versions
@@ -116,7 +116,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         scorer=scorer,
         shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
         batches=(lambda new_batch: replay) if replay else parts.pipeline,
-        evaluation=parts.evaluation({} if replay else held_out, play, eval_scorer),
+        evaluation=parts.evaluation(() if replay else held_out, play, eval_scorer),
         publisher=publisher,
         kl=kl,
         folder=folder,
@@ -157,7 +157,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
 
         async def run() -> dict[str, float]:
             async with parts.servers_as_they_are(arguments) as servers:
-                console.say(f"evaluating on {sum(map(len, held_out.values()))} prompts")
+                console.say(f"evaluating on {len(held_out)} prompts")
                 metrics, groups = await parts.evaluation(held_out, parts.play(servers), eval_scorer).run("eval")
             path = config.run_dir / "rollouts" / "eval.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,10 +245,10 @@ class Parts:
             )
         return prompts
 
-    def held_out(self) -> dict[str, tuple[Prompt, ...]]:
+    def held_out(self) -> tuple[Prompt, ...]:
         """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
         number = self.config.eval.num_prompts
-        return {MAIN: self.prompts("eval", self.config.eval.data)[:number]} if number else {}
+        return self.prompts("eval", self.config.eval.data)[:number] if number else ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
         """Return the stream that draws the prompts of the batches."""
@@ -279,12 +279,12 @@ class Parts:
         steps, progress = config.trainer.steps, self.console.progress
         return Pipeline(new_batch, plan, steps=steps, max_staleness=max_staleness, progress=progress)
 
-    def evaluation(self, datasets: Mapping[str, Sequence[Prompt]], play: Play, scorer: RewardScorer) -> Evaluation:
+    def evaluation(self, prompts: Sequence[Prompt], play: Play, scorer: RewardScorer) -> Evaluation:
         """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
         config, settings = self.config, self.config.eval
         seed, temperature = config.trainer.seed, settings.temperature
         return Evaluation(
-            datasets=datasets,
+            prompts=prompts,
             play=play,
             score=scorer.score,
             reward=next(iter(eval_rewards(config.rewards, settings.reward).functions)),
