@@ -17,7 +17,7 @@ from hocket.data import PromptStream, load_prompts
 from hocket.data.curriculum import bind
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
-from hocket.launch import Child, free_port, refuse_dead, server_process
+from hocket.launch import Child, free_port, server_process
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder, lines_of
 from hocket.pool import Member, ServerPool
@@ -300,7 +300,8 @@ class Parts:
         config, own = self.config, list[Child]()
 
         def waiting(what: str, waited_s: float) -> None:
-            refuse_dead(*own)
+            for server in own:
+                server.refuse_dead()
             self.console.doing(what, waited_s)
 
         async def check(member: Member, health: Health) -> None:
