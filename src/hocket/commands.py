@@ -43,28 +43,24 @@ if TYPE_CHECKING:
 CANARY_PROMPTS = 4
 
 
-def train(config: Config) -> int:
+def train(config: Config) -> None:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it."""
     load_plugins(config.plugins)
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
         asyncio.run(_make_room(config))
-        Trainer(config).follow()
-        return 0
-    with Console(config.observe.console, config.trainer.steps) as console:
+        return Trainer(config).follow()
+    with Console(config.observe.console, config.trainer.steps) as console, ExitStack() as stack:
         saved = checkpoints.find(config, console.say)
         if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
-            with ExitStack() as stack:
-                asyncio.run(_train(_run(config, saved, console, stack)))
-                console.finish(config.run_dir)
-            return 0
+            asyncio.run(_train(_run(config, saved, console, stack)))
+            return console.finish(config.run_dir)
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
             from hocket.trainer.trainer import Trainer
 
             Trainer(config).close()
-    return 0
 
 
 async def _train(run: "Run") -> None:
