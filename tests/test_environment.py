@@ -18,6 +18,7 @@ FAKE_PYTHON = """#!/bin/sh
 # `-m venv DIR` makes DIR/bin/python from this very script; `-I -m pip ...` is noted, and fails where FAIL_ON says so;
 # `-I -c ...` compiles.
 if [ "$2" = venv ]; then mkdir -p "$3/bin" "$3/lib"; cp "$0" "$3/bin/python"; exit 0; fi
+if [ "$PIP_USER" = 1 ]; then exit 1; fi
 if [ "$2" = -c ]; then touch "$(dirname "$0")/../compiled"; exit 0; fi
 echo "$@" >> "$PIP_CALLS"
 case "$*" in *"$FAIL_ON"*) echo "no network"; if [ -n "$HANG" ]; then exec sleep 600; fi; exit 1;; esac
@@ -71,7 +72,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(environment, "has_cuda", lambda: False)
     monkeypatch.setattr(sys, "_base_executable", str(python))
-    for name, value in {"PIP_CALLS": f"{tmp_path}/calls", "FAIL_ON": "nothing", "HANG": ""}.items():
+    for name, value in {"PIP_CALLS": f"{tmp_path}/calls", "FAIL_ON": "nothing", "HANG": "", "PIP_USER": "1"}.items():
         monkeypatch.setenv(name, value)
     for name in ("HOCKET_DEVICE", "LOCAL_RANK", "HOCKET_EXEC_PID"):
         monkeypatch.delenv(name, raising=False)
@@ -106,26 +107,24 @@ def test_a_failure_shows_pips_reason_and_pytorchs_own_index_is_tried_for_torch(
     assert (said.out, said.err.count("no network")) == ("", 2)
 
 
-def test_an_interrupted_installation_is_made_anew(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAIL_ON", "--no-deps")
-    with pytest.raises(SetupError):
-        environment.ensure("serve")
+@pytest.mark.parametrize("broken", ["interrupted", "without a python"])
+def test_a_broken_environment_is_made_anew(place: Place, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    if broken == "interrupted":
+        monkeypatch.setenv("FAIL_ON", "--no-deps")
+        with pytest.raises(SetupError):
+            environment.ensure("serve")
+        assert place.state()["state"] == "installing"
+        monkeypatch.setenv("FAIL_ON", "nothing")
+    else:
+        place.ensure()
+        (place.venv / "bin" / "python").unlink()
     half = place.venv / "lib/half-a-package"
     half.mkdir()
-    assert place.state()["state"] == "installing"
-    monkeypatch.setenv("FAIL_ON", "nothing")
     place.ensure()
     assert not half.exists()
     assert len(place.calls()) == 2 + 2
     assert place.state()["state"] == "complete"
     assert not list(place.root.glob("..venv*"))
-
-
-def test_an_environment_whose_python_is_gone_is_made_anew(place: Place) -> None:
-    place.ensure()
-    (place.venv / "bin" / "python").unlink()
-    place.ensure()
-    assert len(place.calls()) == 2 + 2
 
 
 def test_missing_packages_are_added_to_a_finished_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +139,7 @@ def test_missing_packages_are_added_to_a_finished_environment(place: Place, monk
     assert place.state() == {"state": "complete", "build": "cpu"}
 
 
-def test_a_machine_with_a_gpu_gets_the_cuda_build_in_place_of_the_cpu_build(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_build_follows_the_gpu_but_a_chosen_one_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ensure()
     monkeypatch.setattr(environment, "has_cuda", lambda: True)
     old = place.venv / "lib/vllm"
@@ -151,21 +148,31 @@ def test_a_machine_with_a_gpu_gets_the_cuda_build_in_place_of_the_cpu_build(
     assert place.calls()[2:] == ["requirements.txt"]
     assert place.state()["build"] == "cuda"
     assert not old.exists()
-
-
-def test_a_cuda_build_stays_where_the_gpu_is_not_visible(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOCKET_DEVICE", "cuda")
-    place.ensure()
-    monkeypatch.delenv("HOCKET_DEVICE")
+    monkeypatch.setattr(environment, "has_cuda", lambda: False)  # as where the GPU is not visible
     (place.root / "requirements.txt").write_text("pytest>=1\n")
     place.ensure_inside("serve", monkeypatch)
-    assert len(place.calls()) == 1
+    assert len(place.calls()) == 3
 
 
-def test_a_device_that_does_not_exist_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOCKET_DEVICE", "tpu")
-    with pytest.raises(SetupError, match="neither cpu nor cuda"):
-        environment.ensure("serve")
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("HOCKET_DEVICE", "tpu", "neither cpu nor cuda"),
+        ("LOCAL_RANK", "0", r"not-on-this-machine.*bin/torchrun"),  # nothing is installed under a launcher
+        ("platform", "darwin", "wheels for Linux only, this is darwin"),
+        ("platform", "win32", "wheels for Linux only, this is win32"),
+    ],
+)
+def test_what_cannot_be_installed_is_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
+) -> None:
+    if name == "platform":
+        monkeypatch.setattr(sys, name, value)
+    else:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SetupError, match=reason):
+        environment.ensure("train")
+    assert not place.venv.exists()
 
 
 def test_somebody_elses_environment_is_left_alone(place: Place) -> None:
@@ -185,13 +192,6 @@ def test_any_interpreter_that_has_everything_is_used(place: Place, monkeypatch: 
     assert place.started == []
 
 
-def test_under_a_launcher_nothing_is_installed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(SetupError, match=r"not-on-this-machine.*bin/torchrun"):
-        environment.ensure("train")
-    assert not place.venv.exists()
-
-
 def test_asking_for_help_installs_nothing(place: Place) -> None:
     environment.ensure("serve", install=False)
     assert not place.venv.exists()
@@ -201,21 +201,6 @@ def test_an_environment_that_leads_back_here_ends_with_an_error(place: Place) ->
     place.ensure()
     with pytest.raises(SetupError, match="delete that folder"):  # the same process arrives a second time
         environment.ensure("serve")
-
-
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_a_system_without_wheels_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
-    monkeypatch.setattr(sys, "platform", system)
-    with pytest.raises(SetupError, match=f"wheels for Linux only, this is {system}"):
-        environment.ensure("serve")
-
-
-def test_pip_is_not_led_astray_by_the_callers_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_USER", "1")
-    (place.root / "python").write_text(FAKE_PYTHON.replace('"$@" >>', '"$PIP_USER $PIP_INDEX_URL" >>'))
-    monkeypatch.setenv("PIP_INDEX_URL", "mirror")
-    place.ensure()
-    assert set(place.calls()) == {"0 mirror"}
 
 
 def test_missing_requirements_are_listed_with_what_is_there(place: Place) -> None:
