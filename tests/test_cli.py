@@ -80,15 +80,13 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
         "epoch 1: 3 prompts",
     ]
     shutil.rmtree(folder)  # now nothing tells that c is in flight,
-    assert main(["ledger", str(tmp_path), "--json"]) == 0
+    assert main(["ledger", str(tmp_path)]) == 0
     (tmp_path / "summary.json").touch()  # and here, that nothing is
-    capsys.readouterr()
-    assert main(["ledger", str(tmp_path), "--json"]) == 1
-    first, *_ = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (first["states"], first["problems"]) == (
-        {"trained": 2, "missing": 1},
-        ["1 prompts are not accounted for: c"],
-    )
+    assert main(["ledger", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "epoch 0: 1 prompts are not accounted for: c",
+        "epoch 1: 1 prompts are not accounted for: a",
+    ]
 
 
 def test_what_has_no_ledger_is_refused_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

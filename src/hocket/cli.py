@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -70,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--presets", action="store_true", help="print the settings of every published algorithm")
     export = add("export", _export, "FOLDER", "OUTPUT")
     export.epilog = "Training began with the model that the run's config names; if it has moved, set model.path=NEW."
-    add("ledger", _ledger, "RUN").add_argument("--json", action="store_true", help="print one JSON object per epoch")
+    add("ledger", _ledger, "RUN")
     add("doctor", _doctor)
     return parser
 
@@ -200,11 +199,7 @@ def _ledger(args: argparse.Namespace) -> int:
         )
     stream = checkpoints.read(kept[-1]).parts["prompts"] if kept else None
     accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
-    if args.json:
-        for account in accounts:
-            print(json.dumps(dataclasses.asdict(account)))
-    else:
-        print(ledger.table(accounts))
+    print(ledger.table(accounts))
     return 1 if any(account.problems for account in accounts) else 0
 
 
