@@ -252,7 +252,7 @@ def test_a_pass_rate_is_that_of_the_accuracy_if_it_is_trained_else_of_the_first_
 
 
 def test_a_curriculum_uses_pass_rates() -> None:
-    for curriculum, uses in (("{}", False), ("{name: window}", True), ("{retire_after: 2}", True)):
+    for curriculum, uses in (("{}", False), ("{name: sorted}", True), ("{retire_after: 2}", True)):
         assert config.load(None, [f"curriculum={curriculum}"]).uses_pass_rates is uses
 
 

@@ -263,7 +263,7 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
     for draw, prompt in stream.take(125).items():
         group = by_id[prompt.id]
         stream.settle(draw, fate(shape(group, AlgorithmConfig(), 16), reward="exact_match", skipped=False))
-    (account,) = accounts(stream.entries(), stream.state())
+    (account,) = accounts([{"num_prompts": 125}, *stream.entries()], stream.state())
     assert (account.problems, sum(account.states.values())) == ((), 125)
     assert not {"pending", "in flight"} & account.states.keys()
     assert asyncio.all_tasks() == {asyncio.current_task()}  # nothing is left behind

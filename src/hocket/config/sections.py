@@ -118,8 +118,8 @@ class CurriculumConfig(Section):
 
     name: str = Field(
         "shuffle",
-        description="Order and choice of the prompts of an epoch: `shuffle`, `sorted`, `window`, `staged` "
-        "(docs/curriculum.md), or a plugin's; every other key is an option of it.",
+        description="Order and choice of the prompts of an epoch: `shuffle`, `sorted` (docs/curriculum.md), or a "
+        "plugin's; every other key is an option of it.",
     )
     retire_after: int = Field(
         0, ge=0, description="Consecutive epochs, solved by every rollout, that retire a prompt. 0 disables it."
