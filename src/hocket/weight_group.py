@@ -26,7 +26,6 @@ dist: Any = distributed  # whose type stubs name only some of its public classes
 Store = Any
 Named = Sequence[tuple[str, Tensor]]
 
-JOINING = "joining"  # what a rank announces before it connects with the others
 _ENVIRONMENT = threading.Lock()  # groups are made in several threads, and each restores what it has set
 _ALIGNMENT = 16
 _CHECKSUM_BYTES = 8
@@ -78,7 +77,7 @@ class WeightGroup:
 
     def __post_init__(self) -> None:
         self._own_store = dist.PrefixStore(self.name, self.store)
-        self.announce(JOINING)
+        self.announce(0)
         timeout = datetime.timedelta(seconds=self.timeout_s)
         if self.device.type == "cpu":
             gloo = dist.ProcessGroupGloo._Options()
@@ -92,9 +91,9 @@ class WeightGroup:
             with _blocking_waits():
                 self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
 
-    def announce(self, what: str) -> None:
-        """Announce to the other ranks that this one has reached `what`; return at once."""
-        self._own_store.set(f"{what}/{self.rank}", "1")
+    def announce(self, number: int) -> None:
+        """Announce to the other ranks that this one is about to receive the group's transfer `number`; 0: to join."""
+        self._own_store.set(_key(number, self.rank), "1")
 
     def broadcast(self, flat: Tensor) -> None:
         """Send rank 0's bytes to all and wait until they are there. Raises RuntimeError past the deadline."""
@@ -134,14 +133,13 @@ def find_store(host: str, port: int, timeout_s: float) -> Store:
     return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
 
-def announced(store: Store, name: str, what: str, ranks: Iterable[int]) -> bool:
-    """Return whether all these ranks of the group `name` have announced `what`."""
-    return bool(dist.PrefixStore(name, store).check([f"{what}/{rank}" for rank in ranks]))
+def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
+    """Return whether all these ranks of the group `name` have announced the transfer `number`."""
+    return bool(dist.PrefixStore(name, store).check([_key(number, rank) for rank in ranks]))
 
 
-def receiving(number: int) -> str:
-    """Return what a rank announces before it receives the group's transfer of this number."""
-    return f"receiving {number}"
+def _key(number: int, rank: int) -> str:
+    return f"transfer {number}/{rank}"  # the group's own keys begin with numbers
 
 
 def address_towards(host: str, port: int) -> str:
@@ -162,15 +160,12 @@ def _blocking_waits() -> Iterator[None]:
     """Make groups that are created within raise past their deadline, in the waiting thread; else the process ends."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _ENVIRONMENT:
-        before = os.environ.get(name)
+        before = os.environ.get(name, "0")
         os.environ[name] = "1"
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
+            os.environ[name] = before
 
 
 def _padded(item: TensorLayout) -> int:
