@@ -14,13 +14,16 @@ from hocket.errors import ServerError
 from hocket.protocol import (
     Completion,
     DiskSource,
+    GenerateRequest,
     GroupRequest,
     GroupResponse,
     ReloadRequest,
     ReloadResponse,
     SamplingParams,
+    SessionRequest,
     SleepRequest,
     SleepResponse,
+    StreamLine,
     Toolbox,
     ToolCall,
     WakeRequest,
@@ -60,9 +63,9 @@ def lines(*messages: object) -> bytes:
     return "".join(json.dumps(message) + "\n" for message in messages).encode()
 
 
-async def generate(server: ServerClient, **kwargs: object) -> list[tuple[int, int, Completion]]:
-    options = {"n": 1, "timeout_s": 5.0} | kwargs
-    return [item async for item in server.generate([[1, 2]], SamplingParams(max_tokens=4, seed=7), **options)]  # type: ignore[arg-type]
+async def generate(server: ServerClient, timeout_s: float = 5.0, **fields: Any) -> list[StreamLine]:
+    request = GenerateRequest(prompts=[[1, 2]], sampling=SamplingParams(max_tokens=4, seed=7), **fields)
+    return [line async for line in server.generate(request, timeout_s=timeout_s)]
 
 
 async def test_a_step_is_one_streaming_request_with_token_ids_and_the_token() -> None:
@@ -74,13 +77,8 @@ async def test_a_step_is_one_streaming_request_with_token_ids_and_the_token() ->
 
     async with client(handler) as server:
         answers = await generate(server)
-    assert answers == [
-        (
-            0,
-            0,
-            Completion(token_ids=(4, 2), logprobs=(-0.5, -0.25), finish_reason="stop", versions=((3, 0, 2),), text="d"),
-        )
-    ]
+    done = Completion(token_ids=(4, 2), logprobs=(-0.5, -0.25), finish_reason="stop", versions=((3, 0, 2),), text="d")
+    assert answers == [StreamLine(prompt=0, index=0, completion=done)]
     body = json.loads(seen[0].content)
     assert (seen[0].url.path, seen[0].headers["authorization"]) == ("/generate", "Bearer secret-token")
     assert (body["prompts"], body["stream"], body["n"]) == ([[1, 2]], True, 1)
@@ -125,10 +123,10 @@ class Stalling(httpx.AsyncByteStream):
 
 
 async def test_a_text_with_a_line_separator_is_one_line_of_the_stream() -> None:
-    line = {"prompt": 0, "index": 0, "completion": COMPLETION | {"text": "a\u2028b"}}
-    content = json.dumps(line, ensure_ascii=False).encode() + b"\n" + lines(END)
-    ((_, _, completion),) = await generate(client(lambda request: httpx.Response(200, content=content)))
-    assert completion.text == "a\u2028b"
+    sent = {"prompt": 0, "index": 0, "completion": COMPLETION | {"text": "a\u2028b"}}
+    content = json.dumps(sent, ensure_ascii=False).encode() + b"\n" + lines(END)
+    (line,) = await generate(client(lambda request: httpx.Response(200, content=content)))
+    assert line.completion.text == "a\u2028b"
 
 
 async def test_a_stream_that_stalls_ends_at_the_deadline() -> None:
@@ -162,8 +160,8 @@ async def test_tools_go_with_the_request_and_calls_come_back() -> None:
         return httpx.Response(200, content=lines({"prompt": 0, "index": 0, "completion": done}, END))
 
     async with client(handler) as server:
-        ((_, _, completion),) = await generate(server, tools=Toolbox(parser="hermes", tools=(schema,)))
-    assert completion.tool_calls == (ToolCall(name="f", arguments='{"x": 1}'),)
+        (line,) = await generate(server, tools=Toolbox(parser="hermes", tools=(schema,)))
+    assert line.completion.tool_calls == (ToolCall(name="f", arguments='{"x": 1}'),)
     assert seen[0]["tools"] == {"parser": "hermes", "tools": [schema]}
 
 
@@ -326,10 +324,9 @@ async def test_a_session_is_opened_named_for_agents_and_closed_with_its_calls() 
 
     async with client(handler) as server:
         sampling = SamplingParams(max_tokens=4, seed=7, stop=("x",))
-        bounds = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}
-        opened = await server.open_session(sampling, session="s1", timeout_s=5.0, **bounds)
+        bounds: dict[str, Any] = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}
+        opened = await server.open_session(SessionRequest(sampling=sampling, session="s1", **bounds), timeout_s=5.0)
         assert (opened.id, opened.key, opened.model) == ("ab", "its own", "m")
-        assert server.session_url("ab") == "http://server/sessions/ab/v1"
         recorded = await server.close_session("ab", timeout_s=5.0)
     body = json.loads(seen[0].content)
     assert {key: body[key] for key in ("session", *bounds)} == {"session": "s1", **bounds}

@@ -153,7 +153,7 @@ async def trained(
         )
         held_out_prompts = [Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)]
         evaluation = Evaluation(
-            datasets={"": held_out_prompts} if held_out else {},
+            prompts=held_out_prompts if held_out else (),
             play=world.play,
             score=world.score,
             reward="exact_match",
@@ -302,7 +302,8 @@ async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Pat
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1", held_out=0, score_s=0.3)
     (first, step) = metrics
     assert "time/step" not in first
-    assert step["time/generate"] < 0.3 <= step["time/reward"]  # the scores are waited for when all tokens are there
+    assert step["time/reward"] > 0.29  # the scores are waited for when all tokens are there
+    assert step["time/generate"] + step["time/reward"] <= step["time/step"]
     assert step["pipeline/wait_for_rewards"] == pytest.approx(step["time/reward"] / step["time/step"])
     assert step["step/tokens_per_s"] == pytest.approx(8 / step["time/step"])
     assert world.keep == [tmp_path / "runs/a/skipped/step_000001.json"]

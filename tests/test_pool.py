@@ -15,7 +15,7 @@ import pytest
 
 import fakes
 from hocket import batcher as batcher_module
-from hocket.batcher import Batcher
+from hocket.batcher import Batcher, Turn
 from hocket.errors import ServerError, SyncError
 from hocket.pool import Deadline, Member, ServerPool
 from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SamplingParams, SessionRequest, Toolbox
@@ -177,6 +177,24 @@ def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
     return ServerPool([server.url for server in servers], **{"start_timeout_s": 10.0} | options)
 
 
+def turn(
+    token_ids: Sequence[int],
+    seed: int,
+    deadline: Deadline,
+    sampling: SamplingParams = SAMPLING,
+    place: str = "",
+) -> Turn:
+    """A turn of the group that its first token names."""
+    return Turn(
+        token_ids=tuple(token_ids),
+        sampling=sampling,
+        seed=seed,
+        deadline=deadline,
+        group=f"g/{token_ids[0]}",
+        place=f"step 1/{place}",
+    )
+
+
 async def play(
     pool: ServerPool,
     prompts: Sequence[Sequence[int]],
@@ -192,14 +210,7 @@ async def play(
     async with asyncio.timeout(20):
         asks = [
             asyncio.create_task(
-                batcher.ask(
-                    prompts[i],
-                    sampling,
-                    seed=SEED + i * n + j,
-                    deadline=deadline,
-                    group=f"g/{prompts[i][0]}",
-                    place=f"step 1/{i}/{j} (prompt p{i})",
-                )
+                batcher.ask(turn(prompts[i], SEED + i * n + j, deadline, sampling, f"{i}/{j} (prompt p{i})"))
             )
             for i, j in pairs
         ]
@@ -221,18 +232,18 @@ def outcome(done: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], st
 
 async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: list[FakeServer]) -> None:
     draw = random.Random(0)
-    prompts = [[i] * draw.randint(1, 60) for i in range(100)]
+    prompts = [[i] * draw.randint(1, 60) for i in range(60)]
     async with make_pool(servers) as pool:
-        done = await play(pool, prompts, n=4)
+        done = await play(pool, prompts, n=2)
         assert [member.in_flight for member in pool.members] == [0, 0]
-    assert outcome(done) == texts(prompts, 4)
+    assert outcome(done) == texts(prompts, 2)
     assert [len(server.requests) for server in servers] == [1, 1]
-    assert [count(server.requests[0]) for server in servers] == [4, 4]
+    assert [count(server.requests[0]) for server in servers] == [2, 2]
     mine = [{prompt[0] for prompt in server.requests[0].prompts} for server in servers]
     assert not mine[0] & mine[1]
-    assert [len(server.requests[0].prompts) for server in servers] == [pytest.approx(50, rel=0.1)] * 2
-    tokens = [sum(4 * (len(prompts[i]) + 10) for i in share) for share in mine]
-    assert tokens == [pytest.approx(sum(tokens) / 2, rel=0.01)] * 2
+    assert [len(server.requests[0].prompts) for server in servers] == [pytest.approx(30, rel=0.1)] * 2
+    tokens = [sum(2 * (len(prompts[i]) + 10) for i in share) for share in mine]
+    assert tokens == [pytest.approx(sum(tokens) / 2, rel=0.02)] * 2
 
 
 async def test_work_goes_to_the_server_with_the_fewest_tokens_in_flight(servers: list[FakeServer]) -> None:
@@ -274,17 +285,14 @@ async def test_tools_go_where_the_turns_go(servers: list[FakeServer]) -> None:
     assert sent == [toolbox] * 3  # two shares, and what was lost
 
 
-@pytest.mark.parametrize(("most_samples", "requests"), [(64, [(3, 2), (2, 2)]), (1, [(3, 1), (3, 1), (3, 1), (1, 1)])])
 async def test_what_is_too_much_for_one_request_goes_in_several(
-    servers: list[FakeServer], most_samples: int, requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.batcher.MAX_PROMPTS", 3)
-    monkeypatch.setattr("hocket.batcher.MAX_SAMPLES", most_samples)
-    prompts = [[i] for i in range(1, 6)]
+    monkeypatch.setattr("hocket.batcher.MAX_TURNS", 4)
+    prompts = [[i] for i in range(1, 4)]
     async with make_pool(servers[:1]) as pool:
-        assert outcome(await play(pool, prompts, n=2)) == texts(prompts, 2)
-    asked = [(len(request.prompts), count(request)) for request in servers[0].requests]
-    assert sorted(asked, reverse=True) == sorted(requests, reverse=True)
+        assert outcome(await play(pool, prompts, n=3)) == texts(prompts, 3)
+    assert sorted(sum(map(len, request.seeds or ())) for request in servers[0].requests) == [1, 4, 4]
 
 
 async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewhere_once(
@@ -502,7 +510,7 @@ async def test_a_request_whose_turns_are_all_cancelled_ends_and_its_server_is_fr
     async with make_pool(servers[:1]) as pool:
         servers[0].hold.clear()
         batcher, deadline = Batcher(pool), Deadline(10)
-        asks = [batcher.ask([i], SAMPLING, seed=i, deadline=deadline) for i in (1, 2)]
+        asks = [batcher.ask(turn([i], i, deadline)) for i in (1, 2)]
         first, second = map(asyncio.create_task, asks)
         while not servers[0].requests:
             await asyncio.sleep(0.01)
@@ -666,10 +674,10 @@ async def test_while_many_requests_are_under_way_turns_wait_for_company(
         batcher, deadline = Batcher(pool), Deadline(10)
         asks = []
         for i in range(9):
-            asks.append(asyncio.create_task(batcher.ask([i], SAMPLING, seed=i, deadline=deadline)))
+            asks.append(asyncio.create_task(batcher.ask(turn([i], i, deadline))))
             while len(alone.requests) <= min(i, 2):
                 await asyncio.sleep(0.001)
-        kinds = [batcher.ask([i], SamplingParams(max_tokens=i), seed=i, deadline=deadline) for i in range(20, 25)]
+        kinds = [batcher.ask(turn([i], i, deadline, SamplingParams(max_tokens=i))) for i in range(20, 25)]
         kinds = [asyncio.create_task(ask) for ask in kinds]
         await asyncio.sleep(0.1)
         assert len(alone.requests) == 3

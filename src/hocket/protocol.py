@@ -85,11 +85,11 @@ class ToolCall(Strict):
 class Completion(Strict):
     """One sampled completion. Raises ValueError unless it has one log-prob per token."""
 
-    token_ids: tuple[int, ...]  # the end-of-sequence token included
+    token_ids: tuple[int, ...] = Field(min_length=1)  # the end-of-sequence token included
     logprobs: tuple[float, ...]  # natural, under the distribution that the token was sampled from
     text: str  # decoded without the stop token, for rewards and people
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]  # [weight version, start, end] over the tokens
+    versions: tuple[VersionSpan, ...] = Field(min_length=1)  # [weight version, start, end] over the tokens
     # Found in the text where the request has tools; left out of the answer if there are none.
     tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
 

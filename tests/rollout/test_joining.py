@@ -2,25 +2,18 @@
 
 import random
 
-from hocket.protocol import AgentCall, Completion
+import fakes
+from hocket.protocol import AgentCall
 from hocket.rollout.agents import join
 from hocket.types import Prompt
 
 PROMPT = Prompt(id="p", token_ids=(1, 2), text="hi")
 
 
-def completion(*token_ids: int, version: int = 1) -> Completion:
-    return Completion(
-        token_ids=token_ids,
-        logprobs=tuple(-i / 1000 for i in token_ids),
-        finish_reason="stop",
-        versions=((version, 0, len(token_ids)),),
-        text=f"<{token_ids[0]}>",
-    )
-
-
 def call(asked: list[int], *sampled: int, version: int = 1) -> AgentCall:
-    return AgentCall(prompt_token_ids=tuple(asked), completion=completion(*sampled, version=version))
+    logprobs = tuple(-i / 1000 for i in sampled)
+    done = fakes.completion(*sampled, logprobs=logprobs, version=version, text=f"<{sampled[0]}>")
+    return AgentCall(prompt_token_ids=tuple(asked), completion=done)
 
 
 def test_calls_that_go_on_are_one_sequence_and_what_came_between_is_not_trained() -> None:
@@ -41,10 +34,7 @@ def test_a_rewritten_history_begins_a_sequence_and_an_earlier_one_may_go_on() ->
     calls = [call([5], 10, 11), call([5, 10], 12), call([5, 10, 11, 6], 13)]  # the second has lost the 11
     first, second = join(PROMPT, calls)
     assert (first.token_ids, first.mask) == ([5, 10, 12], [False, False, True])
-    assert (second.token_ids, second.mask) == (
-        [5, 10, 11, 6, 13],
-        [False, True, True, False, True],
-    )  # its call came last
+    assert (second.token_ids, second.mask) == ([5, 10, 11, 6, 13], [False, True, True, False, True])  # called last
 
 
 def test_the_same_question_asked_twice_is_two_sequences_and_the_longest_one_goes_on() -> None:

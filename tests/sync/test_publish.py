@@ -13,7 +13,7 @@ import fakes
 from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
 from hocket.pool import ServerPool
-from hocket.protocol import Completion, Health, ReloadResponse, SamplingParams
+from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
 from hocket.sync.bring_up import Canary, bring_up
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import own_gpu
@@ -34,21 +34,19 @@ class FakeServer:
         self.url, self.version = url, version
         self.session = "s1"
         self.error: ServerError | None = None
-        self.asked: list[tuple[Sequence[Sequence[int]], SamplingParams, str | None]] = []
+        self.asked: list[GenerateRequest] = []
 
     async def health(self, *, timeout_s: float = 10.0) -> Health:
         if self.error is not None:
             raise self.error
         return fakes.health(version=self.version, session=self.session)
 
-    async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, timeout_s: float, session: str | None
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        self.asked.append((prompts, sampling, session))
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+        self.asked.append(request)
         if self.error is not None:
             raise self.error
-        for i in reversed(range(len(prompts))):
-            yield i, 0, fakes.completion(7, 8, logprobs=(-0.5, -0.25))
+        for i in reversed(range(len(request.prompts))):
+            yield StreamLine(prompt=i, index=0, completion=fakes.completion(7, 8, logprobs=(-0.5, -0.25)))
 
 
 class FakeTrainer:
@@ -171,9 +169,9 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
 
 async def test_the_canary_scores_the_servers_own_completions_as_they_were_sampled() -> None:
     world = await make_up(servers=1)
-    [(prompts, sampling, session)] = world.servers[0].asked
-    assert [tuple(prompt) for prompt in prompts] == [(1, 2, 3), (4,)]
-    assert (sampling.temperature, sampling.max_tokens, session) == (0.7, 8, "s1")
+    (request,) = world.servers[0].asked
+    assert request.prompts == [[1, 2, 3], [4]]
+    assert (request.sampling.temperature, request.sampling.max_tokens, request.session) == (0.7, 8, "s1")
     assert [sample.sequence for sample in world.trainer.scored[0]] == [
         TokenSequence(token_ids=(4, 7, 8), mask=(False, True, True), logprobs=(0.0, -0.5, -0.25)),
         TokenSequence(

@@ -130,7 +130,7 @@ def _is_text(key: str) -> bool:
         if not _is_section(model) or part not in model.model_fields:
             return False
         model = model.model_fields[part].annotation
-    return all(kind in (str, UserPath, type(None)) for kind in get_args(model) or (model,))
+    return all(kind in (str, UserPath, re.Pattern[str], type(None)) for kind in get_args(model) or (model,))
 
 
 def _number(value: Any) -> Any:

@@ -37,7 +37,6 @@ TAIL_BYTES = 1 << 16
 MAX_OUTPUT_MIB = 256
 LOOK_S = 1.0
 """Seconds between checks of the size of a program's output."""
-_REWARD = re.compile(r"reward:\s*(\S+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,9 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
                 os.killpg(process.pid, signal.SIGKILL)
         if status != 0:
             raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {_last_line(stderr)}")
-        return _result(_last_line(stdout))
+        line = _last_line(stdout)
+        reward = re.fullmatch(r"reward:\s*(\S+)", line)
+        return float(reward[1]) if reward else line or None  # any other line is an answer, even a number
 
 
 async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> int:
@@ -141,9 +142,3 @@ def _last_line(file: IO[bytes]) -> str:
     file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
     lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""
-
-
-def _result(line: str) -> float | str | None:
-    """Return the number of a line "reward: 0.5"; any other line is an answer, even a number."""
-    match = _REWARD.fullmatch(line)
-    return float(match[1]) if match else line or None
