@@ -5,7 +5,7 @@ A field's description is its documentation. Checks between sections are in whole
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
