@@ -161,7 +161,7 @@ def test_an_overrides_value_is_read_as_yaml_or_as_text(
         ("trainer.micro_batch_tokens=1", "micro_batch_tokens"),
         ("trainer.micro_batch_tokens=most", "micro_batch_tokens"),
         ("rollout.group_size=1", "set it to 2 or more, or the baseline to none or critic"),
-        ("rewards.functions={}", "name at least one reward"),
+        ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
         ("server.token=short", "at least 8 plain ASCII characters"),
         ("model.max_length=256", "leaves no room for a prompt"),
         ("model.lora.rank=0", "model.lora.rank"),

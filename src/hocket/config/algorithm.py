@@ -48,30 +48,18 @@ def _row(source: str, remark: str = "", **changes: Any) -> Preset:
 PRESETS: Mapping[PresetName, Preset] = {
     "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
     "dapo": _row(
-        "2503.14476",
-        "length penalty over the last fifth; groups with equal rewards are replaced",
-        clip_high=0.28,
-        overlong_share=0.2,
-        oversampling=2.0,
+        "2503.14476", "length penalty, dynamic sampling", clip_high=0.28, overlong_share=0.2, oversampling=2.0
     ),
     "dr_grpo": _row("2503.20783", scale="none", aggregate="constant"),
     "bnpo": _row("TRL", "with a global token count"),
     "gspo": _row("2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean"),
     "cispo": _row("2506.13585", "ratio capped at 5", clip="cispo", clip_low=1.0, clip_high=4.0),
     "rloo": _row(
-        "2402.14740",
-        "token-level clip; as in the paper: clip=none aggregate=seq_mean_token_sum",
-        baseline="leave_one_out",
-        scale="none",
+        "2402.14740", "the paper has clip=none aggregate=seq_mean_token_sum", baseline="leave_one_out", scale="none"
     ),
     "reinforce_pp": _row("2501.03262", baseline="none", scale="batch", kl="k1", kl_in="reward", kl_coef=0.01),
     "reinforce_pp_baseline": _row("2501.03262", scale="batch"),
-    "ppo": _row(
-        "1707.06347",
-        "with a critic (section critic) and generalised advantages, 1506.02438",
-        baseline="critic",
-        scale="batch",
-    ),
+    "ppo": _row("1707.06347", "with a critic and generalised advantages, 1506.02438", baseline="critic", scale="batch"),
 }
 
 

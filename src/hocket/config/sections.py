@@ -5,7 +5,7 @@ A field's description is its documentation. Checks between sections are in whole
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -14,6 +14,7 @@ from pydantic import Field
 from hocket.types import InFlight
 
 UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
+Names = Annotated[tuple[str, ...], pydantic.BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]  # or one
 MAX_LORA_RANK = 512
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -53,14 +54,9 @@ class LoraConfig(Section):
         description="4-bit frozen weights in the trainer (QLoRA); needs a GPU and the package bitsandbytes. The server "
         "keeps its dtype; the importance correction covers the difference of the log-probs.",
     )
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+    targets: Literal["all-linear"] | Annotated[Names, Field(min_length=1)] = Field(
         "all-linear", description="Adapted layers: `all-linear` (all but the output head), or names, e.g. [q_proj]."
     )
-
-    @pydantic.field_validator("targets", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) and value != "all-linear" else value
 
 
 class ModelConfig(Section):
@@ -148,30 +144,20 @@ class RewardSpec(Section):
 
     weight: float = 1.0  # every other key is an argument of the function
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _weight_alone(cls, value: Any) -> Any:
+        return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
 
 class RewardsConfig(Section):
     functions: dict[str, RewardSpec] = Field(
         default_factory=lambda: {"exact_match": RewardSpec(weight=1.0)},
+        min_length=1,
         description="Reward functions: {NAME: weight} or {NAME: {weight: ..., argument: ...}}; weight is 1 by default.",
     )
     timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
     max_error_rate: float = Field(0.5, ge=0, le=1, description="Share of failed scores in a step that stops the run.")
-
-    @pydantic.field_validator("functions", mode="before")
-    @classmethod
-    def _weight_alone(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return {
-            k: {"weight": v} if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()
-        }
-
-    @pydantic.field_validator("functions")
-    @classmethod
-    def _at_least_one(cls, value: dict[str, RewardSpec]) -> dict[str, RewardSpec]:
-        if not value:
-            raise ValueError("name at least one reward, e.g. rewards.functions: {exact_match: 1.0}")
-        return value
 
 
 class TrainerConfig(Section):
@@ -238,7 +224,7 @@ class SyncConfig(Section):
 class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="Address of the server; any but loopback needs a token.")
     port: int = Field(8000, ge=1, le=65535, description="Port of the server.")
-    urls: tuple[str, ...] = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
+    urls: Names = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
     token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds that the trainer waits for a server to be up.")
     silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
@@ -256,11 +242,6 @@ class ServerConfig(Section):
         None,
         description="vLLM's tool-call format (hermes, ...) for /v1's clients; the environment `tools` has its own.",
     )
-
-    @pydantic.field_validator("urls", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
     @pydantic.field_validator("urls")
     @classmethod
