@@ -17,7 +17,6 @@ from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
-from hocket.observe.metrics import train_metrics
 from hocket.observe.run_folder import RunFolder
 from hocket.registry import load_plugins
 from hocket.system import atomic_folder
@@ -39,9 +38,8 @@ def run(config: Config) -> None:
     Every rank calls it; rank 0 checks the data before a model is loaded. Each of trainer.steps steps trains on
     sft.batch_size rows, in a new seeded order per epoch.
     """
-    options: dict[str, Any] = {"loss": batch_loss, "temperature": 1.0}  # the model as it is
     if int(os.environ.get("RANK", "0")) > 0:
-        Trainer(config, **options).follow()
+        Trainer(config, loss=batch_loss).follow()
         return
     load_plugins(config.plugins)  # data.source may be a task of one
     saved = checkpoints.find(config, print)
@@ -56,7 +54,7 @@ def run(config: Config) -> None:
     with (
         Console(config.observe.console, steps) as console,
         RunFolder(config) as folder,
-        Trainer(config, **options) as trainer,
+        Trainer(config, loss=batch_loss) as trainer,
         ExitStack() as stack,
     ):
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
@@ -70,15 +68,15 @@ def run(config: Config) -> None:
         start, num_tokens = time.perf_counter(), 0
         for step in range(last + 1, steps + 1):
             console.progress(step, "training")
-            stats = trainer.step(list(itertools.islice(order, batch_size)), keep=folder.skipped(step))
-            metrics = train_metrics(stats) | kept.copy(step)
+            metrics = trainer.step(list(itertools.islice(order, batch_size)), keep=folder.skipped(step))
+            metrics |= kept.copy(step)
             folder.finish(step, metrics)
             kept.complete(step, metrics)
-            num_tokens += stats.num_tokens
+            num_tokens += round(metrics["train/tokens"])
             if step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
                 seconds = time.perf_counter() - start
                 console.say(
-                    f"step {step}/{steps}  loss {stats.loss:.4f}  grad {stats.grad_norm:.3f}  "
+                    f"step {step}/{steps}  loss {metrics['train/loss']:.4f}  grad {metrics['train/grad_norm']:.3f}  "
                     f"{num_tokens / seconds:,.0f} tokens/s  {seconds / (step - last) * (steps - step):.0f} s left"
                 )
         with atomic_folder(output) as partial:

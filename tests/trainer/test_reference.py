@@ -85,7 +85,7 @@ def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_do
             for _ in range(3):
                 if looks:
                     assert trainer.measure(ROLLOUTS) == base
-                norms[looks].append(trainer.step(make_samples()).grad_norm)
+                norms[looks].append(trainer.step(make_samples())["train/grad_norm"])
             if looks:
                 assert trainer.measure(ROLLOUTS) == base
     assert norms[True] == norms[False]

@@ -6,6 +6,7 @@ trained tokens only, no norms, activations or softmax.
 """
 
 import dataclasses
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,18 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-PEAKS = (  # words in the device's name, dense 16-bit operations per second with float32 sums, from the data sheets
-    (("B200",), 2250e12),
-    (("H200",), 989e12),
-    (("H100", "PCIe"), 756e12),
-    (("H100",), 989e12),
-    (("A100",), 312e12),
-    (("L40S",), 362e12),
-    (("L4",), 121e12),
-    (("A10",), 125e12),
-    (("4090",), 165e12),
-    (("3090",), 71e12),
-)
+PEAKS = {  # device → dense 16-bit operations per second with float32 sums, from the data sheets
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
 NUM_MEASUREMENTS = 5
 
 
@@ -40,10 +38,7 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Return the operations of a causal language model; call it before DeepSpeed spreads the weights over the ranks.
-
-    A trained weight takes part in three products (output, gradients of input and weight), a frozen one in two.
-    """
+    """Return the operations of a causal language model; call it before DeepSpeed spreads the weights over the ranks."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     per_position = per_trained_token = 0.0
@@ -51,12 +46,12 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         if isinstance(module, nn.Embedding):
             continue
         for weight in module.parameters(recurse=False):
-            flops = _multiply_adds(module, weight, config.to_dict()) * 2 * (3 if weight.requires_grad else 2)
+            passes = 3 if weight.requires_grad else 2  # output, gradient of the input and, if trained, of the weight
+            flops = _multiply_adds(module, weight, config.to_dict()) * 2 * passes
             if module is head:
                 per_trained_token += flops
             else:
                 per_position += flops
-
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_size, value_size = (getattr(config, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -70,7 +65,6 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def _multiply_adds(module: nn.Module, weight: Tensor, config: dict[str, object]) -> float:
-    """Return the products of one token with one weight."""
     if isinstance(module, nn.Linear):  # a quantised one packs its weight
         return module.in_features * module.out_features if weight is module.weight else 0.0
     if weight.dim() == 3:  # experts, of which each token takes some
@@ -88,7 +82,6 @@ def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """Return how many (token, earlier token or itself) pairs attend to each other."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
@@ -111,7 +104,5 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def known_peak(name: str) -> float | None:
     """Return the data sheet's peak for a device of this name; None if it is not listed, or a part of one (MIG)."""
-    words = set(name.replace("-", " ").split())
-    if "MIG" in words:
-        return None
-    return next((peak for wanted, peak in PEAKS if words.issuperset(wanted)), None)
+    found = (peak for device, peak in PEAKS.items() if re.search(rf"\b{device}\b", name) and "MIG" not in name)
+    return next(found, None)
