@@ -7,7 +7,7 @@ from tests.trainer.builders import sample_of, sequence
 
 from hocket.algorithm.samples import Measured
 from hocket.errors import TrainerError
-from hocket.trainer.batching import TrainBatch, balance, pack, unpack
+from hocket.trainer.batching import TrainBatch, balance, check_fits, pack, unpack
 from hocket.types import TrainSample
 
 
@@ -133,16 +133,15 @@ def test_a_rank_that_runs_out_gets_masked_batches() -> None:
 
 
 def test_a_sequence_that_fits_nowhere_names_the_setting() -> None:
-    assert pack([sample(*range(1, 10))], micro_batch_tokens=8, num_ranks=1)
+    check_fits([sample(*range(1, 10))], 8)
     with pytest.raises(TrainerError, match=r"trainer\.micro_batch_tokens=7.*at least 8"):
-        pack([sample(*range(1, 10))], micro_batch_tokens=7, num_ranks=1)
+        check_fits([sample(*range(1, 10))], 7)
 
 
 def test_nothing_to_train_on_is_an_error() -> None:
-    with pytest.raises(TrainerError, match="nothing to train on"):
-        pack([], micro_batch_tokens=8, num_ranks=1)
-    with pytest.raises(TrainerError, match="nothing to train on"):
-        pack([sample(1, 2, 3, prompt=3)], micro_batch_tokens=8, num_ranks=1)
+    for samples in ([], [sample(1, 2, 3, prompt=3)]):
+        with pytest.raises(TrainerError, match="nothing to train on"):
+            check_fits(samples, 8)
 
 
 def columns_of(batches: list[TrainBatch]) -> dict[str, list[torch.Tensor]]:

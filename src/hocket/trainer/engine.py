@@ -1,7 +1,4 @@
-"""DeepSpeed behind a small interface: forward, backward, step, gather, save, load. Nothing else imports it.
-
-Nothing has to be compiled, gradients are averaged over exactly the tokens of the step, and no step is skipped silently.
-"""
+"""DeepSpeed behind a small interface. Nothing has to be compiled, and no step is skipped silently."""
 
 import contextlib
 import gc
@@ -88,7 +85,7 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
 
 
 def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
-    """Return the factor on the learning rate after a number of steps: it rises at first and falls to 0 at the end."""
+    """Return the factor on the learning rate as a function of the steps taken: warm-up, then trainer.schedule."""
 
     def factor(steps: int) -> float:
         if steps < config.warmup_steps:
@@ -104,8 +101,7 @@ class DeepSpeedEngine:
 
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self.stage = default_zero_stage(config, dtype, ranks)
-        self._max_grad_norm = config.max_grad_norm
-        self._ranks = ranks
+        self._max_grad_norm, self._dtype, self._ranks = config.max_grad_norm, dtype, ranks
         self._adamw = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
@@ -114,15 +110,13 @@ class DeepSpeedEngine:
             fused=True,
         )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._adamw, learning_rate_factor(config))
+        options: dict[str, Any] = {"optimizer": self._adamw, "lr_scheduler": self._scheduler}
         settings = deepspeed_config(config, stage=self.stage, dtype=dtype)
-        self._engine = initialize(
-            ranks, model=module, optimizer=self._adamw, lr_scheduler=self._scheduler, config=settings
-        )
+        self._engine = initialize(ranks, model=module, config=settings, **options)
         if self.stage == 0 and ranks.size == 1:  # else all gradients are copied to be summed over one rank
             self._engine.enable_backward_allreduce = False
         if dtype == torch.float16:  # at the lowest scale a step is skipped like any other
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-        self._dtype = dtype
         self._offloads = config.offload_optimizer and ranks.device.type == "cuda"
 
     @property

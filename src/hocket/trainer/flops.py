@@ -1,8 +1,7 @@
 """Floating-point operations of a step, and the peak of the device: what the MFU is made of.
 
-Counted are the model's own operations, two per multiply-add, as in PaLM (arXiv 2204.02311, appendix B): no
-recomputation, no padding, causal attention once within each sequence, only the chosen experts, the output head over
-trained tokens only, no norms, activations or softmax.
+Counted as in PaLM (arXiv 2204.02311, appendix B), two per multiply-add: no recomputation, causal attention within each
+sequence, the chosen experts, the output head over trained tokens, no norms, activations or softmax.
 """
 
 import dataclasses
@@ -24,7 +23,6 @@ PEAKS = {  # device → dense 16-bit operations per second with float32 sums, fr
     "L40S": 362e12,
     "4090": 165e12,
 }
-NUM_MEASUREMENTS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +75,11 @@ def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens
     """Return the operations of one optimiser step over all ranks; a segment has one position less than tokens."""
     total = model.per_position * sum(segment_lengths) + model.per_trained_token * trained_tokens
     for window, num_layers in Counter(model.windows).items():
-        total += num_layers * model.per_pair * sum(_pairs(length, window) for length in segment_lengths)
+        for length in segment_lengths:
+            seen = min(length, window or length)
+            pairs = seen * (seen + 1) // 2 + (length - seen) * seen  # of a token and one that it sees
+            total += num_layers * model.per_pair * pairs
     return total
-
-
-def _pairs(length: int, window: int | None) -> int:
-    seen = length if window is None else min(length, window)
-    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -92,12 +88,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = known_peak(torch.cuda.get_device_name(device))
         if known is not None:
             return known
-    size = 4096 if device.type == "cuda" else 512
-    left = right = torch.ones(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(1 + NUM_MEASUREMENTS):  # the first one warms up
+    size, best = 4096 if device.type == "cuda" else 512, float("inf")
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    for _ in range(6):  # the first one warms up
         start = time.perf_counter()
-        float((left @ right)[0, 0])  # waits for the device
+        float((matrix @ matrix)[0, 0])  # waits for the device
         best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
 

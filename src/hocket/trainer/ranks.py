@@ -28,14 +28,7 @@ _NO_DEADLINE = datetime.timedelta(days=365)  # for the next command: generation 
 
 
 class Ranks:
-    """Connects to the other ranks; the constructor returns once all of them are there.
-
-    Args:
-        timeout_s: deadline of every wait between ranks, but for the wait for a command.
-
-    Attributes:
-        destroy: ends communication on this rank alone; a library with groups of its own may replace it.
-    """
+    """Connects to the other ranks, once all of them are there; no wait but that for a command exceeds `timeout_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         # Under a launcher every collective would print that its Python entry point is on its way out.
@@ -45,7 +38,7 @@ class Ranks:
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         self.is_main = self.rank == 0  # drives the others
         self.timeout_s = timeout_s
-        self.destroy: Callable[[], None] = dist.destroy_process_group
+        self.destroy: Callable[[], None] = dist.destroy_process_group  # a library with groups of its own replaces it
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hocket-ranks", daemon=True)
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
@@ -112,7 +105,7 @@ class Ranks:
         return list(total.tolist())
 
     def smallest(self, value: int) -> int:
-        """Return the smallest of the ranks' values on every rank."""
+        """Return the smallest of the ranks' values."""
         least = torch.tensor(value)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._reports)
         return int(least)
@@ -125,10 +118,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def deadline(self, doing: str) -> Iterator[None]:
-        """Context that raises failed communication as a TrainerError which names `doing` and the cause.
-
-        Any other error within it ends the other ranks, which name it too.
-        """
+        """Context that raises failed communication as a TrainerError; any other error ends the other ranks as well."""
         try:
             yield
         except Exception as error:
