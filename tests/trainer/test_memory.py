@@ -16,7 +16,7 @@ from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer import memory
 from hocket.trainer.engine import BUCKET_ELEMENTS
-from hocket.trainer.memory import GIB, estimate, fit_micro_batch, largest_micro_batch
+from hocket.trainer.memory import GIB, estimate, fit_micro_batch
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
@@ -140,13 +140,6 @@ def test_frozen_layers_in_four_bits_take_about_half_a_byte_per_weight(tied_model
     plain, small = (estimate(model, TrainerConfig(), quantized=q, **options).weights for q in (False, True))
     # hidden 32, query 32, key 16, inner 64: q, o; k, v; gate, up, down in each of two layers
     assert plain - small == pytest.approx((2 - 0.53) * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64))
-
-
-def test_the_largest_micro_batch_leaves_a_margin() -> None:
-    # 1000 bytes and 20 per token: a tenth of 11111 stays free, and 9000 / 20 fit
-    assert largest_micro_batch((100, 3000), (200, 5000), 11_111) == 449
-    assert largest_micro_batch((100, 3000), (200, 5000), 0) == 0
-    assert largest_micro_batch((100, 3000), (200, 3000), 11_111) == memory.LARGEST_MICRO_BATCH
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -216,11 +216,10 @@ class DeepSpeedEngine:
         bucket: dict[str, Tensor] = {}
         size = 0
         for name, parameter in self._trained():
-            piece = master.piece(parameter)
+            place, views = master.piece(parameter)
             for kind in KINDS:
                 whole = torch.zeros(whole_shape(parameter).numel(), device=self._ranks.device)
-                if piece is not None:
-                    piece.place_in(whole, kind).copy_(piece.views[kind])
+                whole[place].copy_(views[kind])
                 if self.stage > 0:
                     self._ranks.sum_in_place(whole.view(torch.int32))  # as bits, 0 on other ranks: -0.0 survives
                 if self._ranks.is_main:
@@ -245,14 +244,13 @@ class DeepSpeedEngine:
         """Restore what `state` and `counters` gave, on any number of ranks at any stage. Only rank 0 can `read`."""
         master = self._master()
         for name, parameter in self._trained():
-            piece = master.piece(parameter)
+            place, views = master.piece(parameter)
             for kind in KINDS:
                 whole = torch.empty(whole_shape(parameter).numel(), device=self._ranks.device)
                 if read is not None:
                     whole.copy_(read(f"{kind}/{name}").view(-1))
                 self._ranks.broadcast_in_place(whole)
-                if piece is not None:
-                    piece.views[kind].copy_(piece.place_in(whole, kind))
+                views[kind].copy_(whole[place])
         master.step = counters["updates"]
         master.to_parameters()
         self._loss_scaler().update(counters["loss_scale"])

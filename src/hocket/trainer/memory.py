@@ -147,33 +147,23 @@ def available_bytes(device: torch.device) -> int:
 
 
 def fit_micro_batch(learners: Sequence[Learner], config: TrainerConfig, ranks: Ranks) -> int:
-    """Return the micro-batch size that fits into the memory of every rank's GPU; on a CPU, the setting's default.
-
-    The first learner rehearses a step. Raise TrainerError where not even one sequence fits.
-    """
+    """Return the micro-batch size that fits into the memory of every rank's GPU; on a CPU, the setting's default."""
     if ranks.device.type != "cuda":
         return int(TrainerConfig.model_fields["micro_batch_tokens"].default)
     size = max(512, config.logprob_chunk_tokens)
     learner = learners[0]
     rehearse(learner, size, ranks)  # the first run allocates what libraries keep, which is no part of a micro-batch
-    small, large = ((tokens, _peak_bytes(learner, tokens, ranks)) for tokens in (size, 2 * size))
+    small, large = (_peak_bytes(learner, tokens, ranks) for tokens in (size, 2 * size))
+    per_token = (large - small) / size
     moments = sum(learner.engine.bytes_to_come() for learner in learners)  # the first real step allocates them
-    available = available_bytes(ranks.device) - moments
-    tokens = ranks.smallest(largest_micro_batch(small, large, available))
+    room = (1 - _MARGIN) * (available_bytes(ranks.device) - moments) - (small - per_token * size)
+    tokens = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) / max(per_token, 1e-9))))
     if tokens < 2:
         raise TrainerError(
             "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; set "
             "trainer.gradient_checkpointing=true, a smaller trainer.logprob_chunk_tokens, or take more ranks"
         )
     return tokens
-
-
-def largest_micro_batch(first: tuple[int, int], second: tuple[int, int], available: float) -> int:
-    """Return how many tokens fit, given two measurements (tokens, bytes) of memory = fixed + tokens x per token."""
-    per_token = (second[1] - first[1]) / (second[0] - first[0])
-    fixed = first[1] - per_token * first[0]
-    room = (1 - _MARGIN) * available - fixed
-    return int(min(LARGEST_MICRO_BATCH, max(0.0, room) / max(per_token, 1e-9)))
 
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks) -> None:
@@ -193,7 +183,6 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks) -> None:
 
 
 def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks) -> int:
-    """Return by how many bytes memory on the GPU grows at the peak of a rehearsal."""
     torch.cuda.synchronize(ranks.device)
     torch.cuda.reset_peak_memory_stats(ranks.device)
     before = torch.cuda.memory_allocated(ranks.device)

@@ -1,7 +1,6 @@
 """The training state: master weights and moments as whole float32 tensors, their files, and a model made of them."""
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,18 +26,6 @@ BUCKET_BYTES = 1 << 30  # most bytes of one file, and of CPU memory while it is 
 MASTER = "master"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *_MOMENTS)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """This rank's part of one parameter."""
-
-    start: int  # position in the flattened whole
-    views: Mapping[str, Tensor]  # kind → flat tensor, the optimizer's own memory
-
-    def place_in(self, whole: Tensor, kind: str) -> Tensor:
-        """Return the view of this rank's part in the flat `whole`."""
-        return whole[self.start : self.start + self.views[kind].numel()]
 
 
 class MasterState:
@@ -67,18 +54,19 @@ class MasterState:
         for flat in self._flats():
             self._adamw.state[flat]["step"].fill_(value)
 
-    def piece(self, parameter: nn.Parameter) -> Piece | None:
-        """Return this rank's piece; None where other ranks hold all of the parameter."""
+    def piece(self, parameter: nn.Parameter) -> tuple[slice, Mapping[str, Tensor]]:
+        """Return this rank's part of a flattened parameter, maybe empty: its place, and the optimizer's own memory."""
         if self._stage == 0:
-            return Piece(0, {kind: tensor.view(-1) for kind, tensor in self._of(parameter).items()})
+            return slice(None), {kind: tensor.view(-1) for kind, tensor in self._of(parameter).items()}
         if self._stage == 3:
             return self._partition(parameter)
         mapping = getattr(parameter, "_hp_mapping")  # noqa: B009 - DeepSpeed's own
-        if mapping is None:
-            return None
+        if mapping is None:  # other ranks hold all of it
+            return slice(0), dict.fromkeys(KINDS, torch.empty(0))
         flat, address = self._flats()[mapping.param_group_index], mapping.hp_fragment_address
         views = {kind: whole.narrow(0, address.start, address.numel) for kind, whole in self._of(flat).items()}
-        return Piece(mapping.lp_fragment_address.start, views)
+        start = mapping.lp_fragment_address.start
+        return slice(start, start + address.numel), views
 
     def to_parameters(self) -> None:
         """Copy the master weights to the module's parameters."""
@@ -90,14 +78,15 @@ class MasterState:
                 flat.data.copy_(master.data)
             self._zero.checkpoint_event_epilogue()  # gather them again
 
-    def _partition(self, parameter: Any) -> Piece:
+    def _partition(self, parameter: Any) -> tuple[slice, Mapping[str, Tensor]]:
         def view(key: str | None) -> Tensor:
             found: Tensor = self._zero._get_fp32_opt_state_partition(parameter, False, key)[0]
             return found.detach()
 
         start = self._zero._get_param_partition_rank(parameter) * view(None).numel()
         inside = max(0, min(view(None).numel(), parameter.ds_numel - start))  # the rest is padding
-        return Piece(start, {kind: view(None if kind == MASTER else kind)[:inside] for kind in KINDS})
+        views = {kind: view(None if kind == MASTER else kind)[:inside] for kind in KINDS}
+        return slice(start, start + inside), views
 
     def _of(self, flat: Tensor) -> dict[str, Tensor]:
         state = self._adamw.state[flat]

@@ -51,8 +51,7 @@ def on_all_ranks(method: F) -> F:
 class Trainer:
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
-    Any thread may call them, one at a time. An error within a method `on_all_ranks` ends the run: this rank raises it,
-    and the other ranks end with the same cause.
+    Any thread may call them, one at a time. An error within a method `on_all_ranks` ends all ranks with the same cause.
 
     Args:
         loss: computed on the model's own distribution; default: the configured policy loss at rollout.temperature.
@@ -232,20 +231,15 @@ class Trainer:
         return {f"train/{name}": value for name, value in metrics.items()} | of_critic | {"time/train": seconds}, fault
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
-        """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing.
-
-        Sequences that the algorithm doesn't use are not computed: their Measured is empty.
-        """
+        """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing."""
         if not sequences or not self.models.columns:
             return []
-        used = [index for index, sequence in enumerate(sequences) if is_measured(sequence, self._algorithm)]
-        own = [sequences[index] for index in used]
+        used = [is_measured(sequence, self._algorithm) for sequence in sequences]
+        own = itertools.compress(sequences, used)
         samples = tuple(TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in own)
         numbers = self._measure(samples) if samples else {}
-        measured = [Measured()] * len(sequences)
-        for place, index in enumerate(used):
-            measured[index] = Measured(**numbers[place])
-        return measured
+        found = (Measured(**numbers[place]) for place in range(len(samples)))
+        return [next(found) if is_used else Measured() for is_used in used]
 
     @on_all_ranks
     def _measure(self, samples: Sequence[TrainSample]) -> dict[int, dict[str, tuple[float, ...]]]:
@@ -274,10 +268,9 @@ class Trainer:
 
     @on_all_ranks
     def export(self, folder: Path) -> dict[str, TensorSpec]:
-        """Write the weights in Hugging Face format (an adapter: PEFT's) in the compute dtype, with the tokenizer.
+        """Write the weights in Hugging Face format (an adapter: PEFT's) and return the specs of the tensors in memory.
 
-        Return the specs of the tensors in memory, with which a reader can check the files. A disk that can't be
-        written raises an error that leaves the trainer usable.
+        A disk that can't be written raises an error that leaves the trainer usable.
         """
         named = [
             (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
@@ -296,30 +289,20 @@ class Trainer:
 
     @on_all_ranks
     def stream(self, max_bytes: int, sink: Sink | None) -> None:
-        """Give the weights to `sink` in buckets of about max_bytes at most, on the trainer's device.
-
-        An error of the sink is raised once the ranks have gathered the rest; the trainer stays usable.
-        """
+        """Give the weights to `sink` in buckets of about max_bytes at most; its error leaves the trainer usable."""
         self._give((self.policy.as_published(bucket) for bucket in self.engine.buckets(max_bytes)), sink)
 
     @on_all_ranks
     def state(self, sink: Sink | None) -> dict[str, Any]:
         """Give the tensors of a checkpoint to `sink`, bucket by bucket, and return the rest, ready for JSON.
 
-        Tensors are copies in CPU memory, whole and float32, for any number of ranks and any ZeRO stage. Errors of the
-        sink: as in `stream`.
+        Tensors are copies in CPU memory, whole and float32, for any number of ranks and any ZeRO stage.
         """
-        engines = self.models.saved
-        self._give(
-            (
-                {f"{name}/{key}": tensor for key, tensor in bucket.items()}
-                for name, engine in engines.items()
-                for bucket in engine.state(BUCKET_BYTES)
-            ),
-            sink,
-        )
+        for name, engine in self.models.saved.items():
+            buckets = engine.state(BUCKET_BYTES)
+            self._give(({f"{name}/{key}": tensor for key, tensor in bucket.items()} for bucket in buckets), sink)
         return {
-            "engines": {name: engine.counters() for name, engine in engines.items()},
+            "engines": {name: engine.counters() for name, engine in self.models.saved.items()},
             "skipped_in_row": self._skipped_in_row,
             "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self.models.fitted_for},
             "dtype": manifest.dtype_name(self.models.dtype),
@@ -327,11 +310,7 @@ class Trainer:
         }
 
     def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
-        """Restore what `state` gave, on any number of ranks and at any ZeRO stage.
-
-        Raises:
-            TrainerError: the state is of another model; nothing has changed.
-        """
+        """Restore what `state` gave. Raise TrainerError where it is of another model; then nothing has changed."""
         engines = self.models.saved.items()
         saved.check({f"{name}/{key}": shape for name, engine in engines for key, shape in engine.shapes().items()})
         self._restore(saved.read, rest)
