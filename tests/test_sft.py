@@ -16,8 +16,6 @@ from hocket.errors import ConfigError, DataError
 from hocket.observe.run_folder import RunFolder
 from hocket.types import TokenSequence, TrainSample
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
-
 ROWS = [((1, 2, 3), (4, 5, 11)), ((6,), (7, 11)), ((2, 2), (8, 9, 10, 11))]
 
 

@@ -108,17 +108,6 @@ def test_differencing_is_done_as_karmarkar_and_karp_did_it() -> None:
     assert sorted(balance([3.0, 1.0], 1)[0]) == [0, 1]
 
 
-@pytest.mark.parametrize("num_parts", [2, 3, 8])
-def test_no_part_costs_much_more_than_the_mean(num_parts: int) -> None:
-    rng = random.Random(num_parts)
-    lengths = [int(2000 ** rng.uniform(0.5, 1)) for _ in range(128)]
-    costs = [length + length**2 / 1000 for length in lengths]
-    parts = balance(costs, num_parts)
-    assert sorted(index for part in parts for index in part) == list(range(128))
-    sums = [sum(costs[index] for index in part) for part in parts]
-    assert max(sums) < 1.002 * sum(costs) / num_parts
-
-
 def test_ranks_share_the_cost_rather_than_the_tokens() -> None:
     # With n² a sequence of 30 positions costs as much as nine of 10: tokens would put five of these beside it.
     samples = [sample(*range(1, 32)), *(sample(*range(1, 12)) for _ in range(9))]

@@ -20,7 +20,6 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 Returns = Callable[[tuple[int, ...]], list[float]]
 ROLLOUTS = builders.make_rollouts(12, longest=14, seed=3)
 

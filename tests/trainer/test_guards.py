@@ -24,9 +24,6 @@ from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
-
-
 SAMPLES = [
     builders.sample_of(builders.sequence(range(first, first + 9)), advantage, id=f"step 1/0/{first}")
     for first, advantage in ((0, 1.0), (10, -1.0), (20, 0.5))

@@ -20,7 +20,6 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 IDS = torch.arange(12)[None]
 LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
@@ -134,23 +133,6 @@ def test_recomputed_activations_give_the_same_gradients(ranks: Ranks, tied_model
             norms.append([trainer.step(make_samples())["train/grad_norm"] for _ in range(2)])
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert norms[0][0] > 0
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_bfloat16_adapter_has_float32_master_weights(
-    ranks: Ranks, tied_model: str, stage: int, tmp_path: Path
-) -> None:
-    # 40 steps of 1e-5 on numbers near 0.2, whose neighbours in bfloat16 are 1e-3 apart: without masters none moves.
-    settings = ("model.dtype=bfloat16", f"trainer.zero_stage={stage}", "trainer.learning_rate=2e-5")
-    with make_trainer(ranks, tied_model, *settings) as trainer:
-        trainer.export(tmp_path / "start")
-        for _ in range(40):
-            trainer.step(make_samples())
-        trainer.export(tmp_path / "end")
-    start, end = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "end"))
-    assert {tensor.dtype for tensor in end.values()} == {torch.bfloat16}
-    moved = [(start[name] != end[name]).float().mean() for name in end if "lora_A" in name]
-    assert min(moved) > 0.05
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -19,7 +19,6 @@ from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 IDS = torch.arange(12)[None]
 
 
@@ -128,16 +127,6 @@ def test_the_state_of_another_model_or_a_damaged_one_is_refused_and_the_trainer_
             trainer.restore(SavedTensors(folders["wide"]), rest)
         with pytest.raises(TrainerError, match="is damaged"):
             SavedTensors(folders["damaged"])
-        assert not trainer.step(make_samples())["train/skipped"]
-
-
-def test_a_sink_that_fails_is_heard_and_the_trainer_goes_on(ranks: Ranks, tied_model: str, tmp_path: Path) -> None:
-    def full(bucket: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with Trainer(make_config(tied_model, tmp_path), ranks=ranks) as trainer:
-        with pytest.raises(OSError, match="No space left"):
-            trainer.state(full)
         assert not trainer.step(make_samples())["train/skipped"]
 
 

@@ -21,14 +21,13 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import token_logprobs
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the precision of forward and backward passes; master weights are always float32."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[config.dtype]
+    return cast(torch.dtype, getattr(torch, config.dtype))
 
 
 class Policy(nn.Module):
@@ -130,12 +129,10 @@ class Policy(nn.Module):
         alone = [self._hidden(ids_bt[:, half], positions_bt[:, half], [8]) for half in halves]
         packed = self._hidden(ids_bt, positions_bt, [8, 8])
         self.model.set_attn_implementation("eager")  # the model's own
-        try:
-            inputs = {"input_ids": ids_bt[:, 8:], "position_ids": positions_bt[:, 8:]}
-            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-            logits = self.model(**inputs, use_cache=False).logits
-        finally:
-            self.model.set_attn_implementation(attention.NAME)
+        inputs = {"input_ids": ids_bt[:, 8:], "position_ids": positions_bt[:, 8:]}
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        logits = self.model(**inputs, use_cache=False).logits
+        self.model.set_attn_implementation(attention.NAME)
         name = type(self.model).__name__
         if not _close(head(hidden), logits):
             raise TrainerError(f"{name} changes its logits after the output head; it can't be trained here")
@@ -146,7 +143,7 @@ class Policy(nn.Module):
 
 
 def skeleton(config: ModelConfig) -> Any:
-    """Return the model without weights, on the meta device, for its sizes. Raise ConfigError."""
+    """Return the model without weights, on the meta device, for its sizes."""
     with torch.device("meta"):
         model = _load(config, random_init=True)
         if config.lora is not None:

@@ -19,7 +19,7 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import AdapterConfig
 from hocket.system import atomic_folder
 from hocket.trainer import lora
-from hocket.trainer.policy import DTYPES, PREFIX, skeleton, unshared, write_model
+from hocket.trainer.policy import PREFIX, skeleton, unshared, write_model
 
 POLICY = "policy"  # prefix of the names of the trained model's tensors
 BUCKET_BYTES = 1 << 30  # most bytes of one file, and of CPU memory while it is written; a larger tensor is alone
@@ -154,7 +154,7 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
     saved = SavedTensors(folder)
     prefix = f"{POLICY}/{MASTER}/{PREFIX}"
     names = [name.removeprefix(prefix) for name in saved.shapes() if name.startswith(prefix)]
-    tensors = {name: saved.read(prefix + name).to(DTYPES[dtype]) for name in names}
+    tensors = {name: saved.read(prefix + name).to(getattr(torch, dtype)) for name in names}
     if adapter is not None:
         named = {lora.published_name(name): tensor for name, tensor in tensors.items()}
         with TemporaryDirectory(prefix="hocket-") as temporary:
@@ -168,4 +168,6 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
         raise TrainerError(f"the checkpoint {folder} is of another model than {base}; name it with model.path=")
     with atomic_folder(output) as partial:
-        write_model(partial, model, tokenizer, unshared(revert_weight_conversion(model, tensors)), DTYPES[dtype])
+        write_model(
+            partial, model, tokenizer, unshared(revert_weight_conversion(model, tensors)), getattr(torch, dtype)
+        )
