@@ -17,7 +17,6 @@ from hocket.errors import ConfigError
 from hocket.trainer import lora
 from hocket.trainer.engine import gathered
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 
 IDS = torch.arange(12)[None]
@@ -133,21 +132,6 @@ def test_recomputed_activations_give_the_same_gradients(ranks: Ranks, tied_model
             norms.append([trainer.step(make_samples())["train/grad_norm"] for _ in range(2)])
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert norms[0][0] > 0
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_restored_adapter_continues_bit_for_bit(ranks: Ranks, untied_model: str, stage: int, tmp_path: Path) -> None:
-    with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}") as trainer:
-        trainer.step(make_samples())
-        rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))
-        first = trainer.step(make_samples())
-        trainer.restore(SavedTensors(tmp_path), rest)
-        again = trainer.step(make_samples())
-        assert (again["train/loss"], again["train/grad_norm"]) == (first["train/loss"], first["train/grad_norm"])
-        trained = sum(p.numel() for p in trainer.policy.parameters() if p.requires_grad and stage == 1)
-    if stage == 1:
-        size = sum(file.stat().st_size for file in tmp_path.iterdir())
-        assert 12 * trained < size < 12 * trained + 20_000  # frozen weights are no part of it
 
 
 def test_targets_and_rank_are_what_the_config_says(ranks: Ranks, tied_model: str) -> None:
