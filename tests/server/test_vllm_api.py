@@ -78,7 +78,6 @@ NAMES = {
         "AsyncLLM.wake_up",
     ],
     "vllm.v1.engine.core": ["EngineCoreProc.run_engine_core"],
-    "vllm.v1.engine.utils": ["get_mp_context"],
     "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
     "vllm.v1.worker.gpu_worker": ["Worker.add_lora", "Worker.reload_weights", "Worker.remove_lora"],
 }
