@@ -29,7 +29,7 @@ from hocket.rollout.episodes import player
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import Canary, bring_up
-from hocket.sync.disk import VersionFolders, Versions
+from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
@@ -319,19 +319,19 @@ def _publisher(
     """Choose the way of the weights, and have the pool bring up servers with it."""
     from hocket.sync.collective import CollectiveTransport
 
-    folders = VersionFolders(config.run_dir, trainer, config.sync)
-    disk = DiskTransport(folders, config.sync_root, config.sync, say)
+    versions = Versions(config.run_dir, trainer, config.sync)
+    disk = DiskTransport(versions, config.sync_root, config.sync, say)
     transport: Transport = disk
     trainer_turn: TrainerTurn = own_gpu
     if config.launch.share_gpu:
         keep = config.model.lora is not None
-        transport = SharedGpu(disk, folders, trainer, servers, config.sync, keep=keep)
+        transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=keep)
         trainer_turn = transport.trainer_turn
     elif config.sync.backend == "nccl" and servers.members:
         transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
     canary = Canary(prompts[:CANARY_PROMPTS], trainer, config.rollout, config.sync, trainer_turn)
     publisher = Publisher(
-        versions=Versions(folders),
+        versions=versions,
         pool=servers,
         transport=transport,
         check=canary.check,

@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -87,11 +87,11 @@ class FakeTransport:
         assert self.running == 1, "there is one trainer, which sends one version at a time"
         await asyncio.sleep(0.01)
         self.running -= 1
-        answers = [
-            self.fails.get(server.url) or self.held(version, self.sessions.get(server.url, server.session))
+        answers = {
+            server: self.fails.get(server.url) or self.held(version, self.sessions.get(server.url, server.session))
             for server in servers
-        ]
-        return Delivery(checksums=[self.checksum] * len(servers), answers=answers, metrics={**METRICS})
+        }
+        return Delivery({server: (self.checksum, answer) for server, answer in answers.items()}, {**METRICS})
 
     def held(self, version: int, session: str = "s1", checksum: str | None = None) -> ReloadResponse:
         return fakes.reloaded(version, checksum or self.checksum, session)
@@ -103,7 +103,6 @@ class World:
     pool: ServerPool
     servers: list[FakeServer]
     trainer: FakeTrainer
-    folders: Mock
     disk: FakeTransport
     collective: FakeTransport
     said: list[str]
@@ -121,11 +120,11 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
     fakes = [FakeServer(url, version) for url in URLS[:servers]]
     for member, fake in zip(pool.members, fakes, strict=True):
         member.server = fake  # type: ignore[assignment]
-    trainer, folders, disk, fast = FakeTrainer(), Mock(), FakeTransport("disk"), FakeTransport("fast")
+    trainer, disk, fast = FakeTrainer(), FakeTransport("disk"), FakeTransport("fast")
     prompts = [Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))]
     canary = Canary(prompts, trainer, config.rollout, config.sync, own_gpu)  # type: ignore[arg-type]
     sync = Publisher(
-        versions=Versions(folders),
+        versions=Versions(Path("/nowhere"), trainer, config.sync),  # type: ignore[arg-type]
         pool=pool,
         transport=WithFallback(fast, disk, said.append) if collective else disk,
         check=canary.check,
@@ -133,7 +132,7 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         trainer_turn=own_gpu,
     )
     pool.bring_up = functools.partial(bring_up, sync, trainer.check_same_model, said.append)
-    return World(sync, pool, fakes, trainer, folders, disk, fast, said)
+    return World(sync, pool, fakes, trainer, disk, fast, said)
 
 
 async def make_up(*settings: str, **options: Any) -> World:
@@ -152,8 +151,6 @@ async def test_the_first_version_is_one_above_the_servers_and_the_next_ones_go_t
     assert f"server {URLS[0]} holds version 5: float32, 3.0 MiB in 0.75 s, checksums agree" in world.said[0]
     assert await world.sync.publish() == METRICS | {"sync/servers": 2.0}
     assert world.disk.sent == [(5, [URLS[0]]), (5, [URLS[1]]), (6, list(URLS))]
-    world.sync.versions.save()
-    world.folders.full.assert_called_once_with(6)
 
 
 @pytest.mark.parametrize(("held", "expected"), [(0, 8), (9, 10)])
@@ -165,7 +162,6 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
     await before.sync.publish()
     assert before.sync.versions.state() == {"version": 7}
     world.sync.versions.restore(before.sync.versions.state())
-    world.folders.remove_above.assert_called_once_with(7)
     await world.pool.wait_up()
     assert world.disk.sent == [(expected, [URLS[0]])]
     assert len(world.trainer.scored) == 1  # the canary is asked
