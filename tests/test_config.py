@@ -1,5 +1,6 @@
 """One YAML file, overrides, and answers that name the key."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -130,7 +131,7 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
         ("trainer.gradient_checkpointing=true", True),
         ("trainer.micro_batch_tokens=auto", "auto"),
         ("trainer.micro_batch_tokens=100", 100),
-        ("data.answer_pattern=x=(.*)", "x=(.*)"),
+        ("data.answer_pattern=#### x=(.*)", re.compile("#### x=(.*)")),
         ("run.dir=runs/exp #3", "runs/exp #3"),  # text is taken as it stands
         ("run.dir=2024_10", "2024_10"),
         ("run.dir=010/a", "010/a"),
@@ -160,7 +161,7 @@ def test_an_overrides_value_is_read_as_yaml_or_as_text(
         ("trainer.micro_batch_tokens=1", "micro_batch_tokens"),
         ("trainer.micro_batch_tokens=most", "micro_batch_tokens"),
         ("rollout.group_size=1", "set it to 2 or more, or the baseline to none or critic"),
-        ("rewards.functions={}", "name at least one reward"),
+        ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
         ("server.token=short", "at least 8 plain ASCII characters"),
         ("model.max_length=256", "leaves no room for a prompt"),
         ("model.lora.rank=0", "model.lora.rank"),
@@ -188,6 +189,10 @@ def test_a_mistake_is_answered_by_name(override: str, answer: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (["data.answer_pattern=("], "data.answer_pattern: Input should be a valid regular expression"),
+        (["data.answer_pattern=x"], "data: answer_pattern needs a group (...) around the answer"),
+        (["data.answer_pattern=(x)", "data.answer_column=null"], "data: answer_pattern needs answer_column"),
+        (["data.system_prompt=x", "data.chat_template=false"], "data: system_prompt needs chat_template: true"),
         (["model.lora={}", "model.random_init=true"], "with random_init there are none"),
         (["model.lora.quantize=nf4", "trainer.zero_stage=3"], "set stage 2"),
         (["algorithm.preset=ppo", "critic.warmup_steps=10", "trainer.steps=10"], "leaves no step of trainer.steps=10"),

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,10 +26,10 @@ from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Play, collect
 from hocket.rollout.episodes import player
-from hocket.rollout.evaluate import EVAL_STEP, MAIN, Evaluation, eval_rewards
+from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import Canary, bring_up
-from hocket.sync.disk import VersionFolders, Versions
+from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
@@ -112,7 +112,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         scorer=scorer,
         shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
         batches=(lambda new_batch: replay) if replay else parts.pipeline,
-        evaluation=parts.evaluation({} if replay else held_out, play, eval_scorer),
+        evaluation=parts.evaluation(() if replay else held_out, play, eval_scorer),
         publisher=publisher,
         kl=kl,
         folder=folder,
@@ -149,7 +149,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
 
         async def run() -> dict[str, float]:
             async with parts.servers_as_they_are(arguments) as servers:
-                console.say(f"evaluating on {sum(map(len, held_out.values()))} prompts")
+                console.say(f"evaluating on {len(held_out)} prompts")
                 metrics, groups = await parts.evaluation(held_out, parts.play(servers), eval_scorer).run("eval")
             path = config.run_dir / "rollouts" / "eval.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,10 +218,10 @@ class Parts:
             raise ConfigError(f"{what}: no prompt of {data.source} is short enough; {advice}")
         return prompts
 
-    def held_out(self) -> dict[str, tuple[Prompt, ...]]:
+    def held_out(self) -> tuple[Prompt, ...]:
         """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
         number = self.config.eval.num_prompts
-        return {MAIN: self.prompts("eval", self.config.eval.data)[:number]} if number else {}
+        return self.prompts("eval", self.config.eval.data)[:number] if number else ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
         """Return the stream that draws the prompts of the batches."""
@@ -247,12 +247,12 @@ class Parts:
         steps, progress = config.trainer.steps, self.console.progress
         return Pipeline(new_batch, plan, steps=steps, max_staleness=max_staleness, progress=progress)
 
-    def evaluation(self, datasets: Mapping[str, Sequence[Prompt]], play: Play, scorer: RewardScorer) -> Evaluation:
+    def evaluation(self, prompts: Sequence[Prompt], play: Play, scorer: RewardScorer) -> Evaluation:
         """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
         config, settings = self.config, self.config.eval
         seed, temperature = config.trainer.seed, settings.temperature
         return Evaluation(
-            datasets=datasets,
+            prompts=prompts,
             play=play,
             score=scorer.score,
             reward=next(iter(eval_rewards(config.rewards, settings.reward).functions)),
@@ -319,19 +319,19 @@ def _publisher(
     """Choose the way of the weights, and have the pool bring up servers with it."""
     from hocket.sync.collective import CollectiveTransport
 
-    folders = VersionFolders(config.run_dir, trainer, config.sync)
-    disk = DiskTransport(folders, config.sync_root, config.sync, say)
+    versions = Versions(config.run_dir, trainer, config.sync)
+    disk = DiskTransport(versions, config.sync_root, config.sync, say)
     transport: Transport = disk
     trainer_turn: TrainerTurn = own_gpu
     if config.launch.share_gpu:
         keep = config.model.lora is not None
-        transport = SharedGpu(disk, folders, trainer, servers, config.sync, keep=keep)
+        transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=keep)
         trainer_turn = transport.trainer_turn
     elif config.sync.backend == "nccl" and servers.members:
         transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
     canary = Canary(prompts[:CANARY_PROMPTS], trainer, config.rollout, config.sync, trainer_turn)
     publisher = Publisher(
-        versions=Versions(folders),
+        versions=versions,
         pool=servers,
         transport=transport,
         check=canary.check,

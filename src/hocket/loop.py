@@ -76,7 +76,7 @@ class Run:
         return await collect(
             plan,
             self.stream.take,  # 1 prompts  data/stream.py
-            self.play,  # 2 rollouts  rollout/episodes.py, agents.py
+            self.play,  # 2 rollouts  rollout/episode.py, agents.py
             self.scorer.score,  # 3 scores  rewards/scorer.py
             informative=lambda group: self.shape(group).reason is None,
         )
@@ -113,7 +113,7 @@ class Run:
 
     async def evaluate(self, step: int) -> Metrics:
         """Return the eval/* metrics of the weights that the servers hold; empty without held-out prompts."""
-        if not self.evaluation.datasets:
+        if not self.evaluation.prompts:
             return {}
         metrics: Metrics = {}
         self.console.progress(step, "held-out evaluation")

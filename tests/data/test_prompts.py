@@ -168,10 +168,6 @@ def test_the_first_offenders_are_shown_and_all_are_counted(tokenizer: Any, write
         ({"source": "rows.csv"}, "none of file.jsonl"),
         ({"source": "missing.jsonl"}, "is not a file; paths are relative to"),
         ({"source": "task:sort", "split": "validation"}, "splits train and test"),
-        ({"source": "task:sort", "answer_pattern": "("}, "no regular expression"),
-        ({"source": "task:sort", "answer_pattern": "x"}, "needs a group"),
-        ({"source": "task:sort", "answer_pattern": "(x)", "answer_column": None}, "needs data.answer_column"),
-        ({"source": "task:sort", "system_prompt": "x", "chat_template": False}, "needs data.chat_template: true"),
     ],
 )
 def test_a_section_that_can_t_work_says_why(tokenizer: Any, settings: dict[str, Any], message: str) -> None:

@@ -112,10 +112,7 @@ def publish(model: Any, folder: Path, version: int, *, dtype: str = "float32", d
         if name not in drop
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    built = manifest.build(version, tensors.items())
-    (folder / manifest.MANIFEST_FILE).write_text(built.model_dump_json())
-    (folder / manifest.COMPLETE_FILE).touch()
-    return built.checksum
+    return manifest.write(folder, version, manifest.specs(tensors.items()))
 
 
 def flip_a_byte(folder: Path) -> None:

@@ -69,10 +69,7 @@ def publish(adapter: Adapter, folder: Path, version: int) -> str:
     folder.mkdir(parents=True)
     save_file(adapter.tensors, folder / "adapter_model.safetensors")
     (folder / manifest.ADAPTER_FILE).write_text(adapter.adapter.model_dump_json())
-    built = manifest.build(version, adapter.tensors.items(), content="adapter")
-    (folder / manifest.MANIFEST_FILE).write_text(built.model_dump_json())
-    (folder / manifest.COMPLETE_FILE).touch()
-    return built.checksum
+    return manifest.write(folder, version, manifest.specs(adapter.tensors.items()))
 
 
 def load_by_disk(server: Any, adapter: Adapter) -> ReloadResponse:
@@ -97,9 +94,9 @@ def load_by_collective(server: Any, adapter: Adapter) -> ReloadResponse:
                 return await transport.deliver(version, [client])
 
     delivery = asyncio.run(deliver())
-    answer = delivery.answers[0]
+    ((sent, answer),) = delivery.answers.values()
     assert isinstance(answer, ReloadResponse), answer
-    assert (answer.version, answer.checksum) == (version, delivery.checksums[0])
+    assert (answer.version, answer.checksum) == (version, sent)
     # The adapter alone: A and B of rank 4 in both blocks, and at most 24 bytes of padding and checksum per tensor.
     numbers = sum(tensor.numel() for tensor in adapter.tensors.values())
     assert 4 * numbers <= delivery.metrics["sync/mebibytes"] * 2**20 <= 4 * numbers + 24 * len(adapter.tensors)
@@ -189,9 +186,7 @@ def adapt_the_head(folder: Path) -> None:
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / manifest.MANIFEST_FILE).write_text(
-        manifest.build(1000, tensors.items(), content="adapter").model_dump_json()
-    )
+    manifest.write(folder, 1000, manifest.specs(tensors.items()))
 
 
 def change_config(folder: Path, **change: Any) -> None:
@@ -205,7 +200,7 @@ SPOILERS: dict[str, Any] = {
     "another rank": (lambda folder: change_config(folder, r=5), "has shape"),
     "another kind of adapter": (lambda folder: change_config(folder, use_dora=True), "not of plain LoRA"),
     "a layer the model has not": (lambda folder: change_config(folder, target_modules=["x"]), "has no tensor"),
-    "no config": (lambda folder: (folder / manifest.ADAPTER_FILE).unlink(), manifest.ADAPTER_FILE),
+    "no config": (lambda folder: (folder / manifest.ADAPTER_FILE).unlink(), "has no tensor 'base_model."),
 }
 
 

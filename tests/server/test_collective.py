@@ -22,7 +22,7 @@ from hocket.client import ServerClient
 from hocket.errors import HocketError
 from hocket.protocol import ReloadResponse, TensorLayout
 from hocket.sync.collective import CollectiveTransport
-from hocket.sync.publish import Delivery
+from hocket.sync.publish import Answer
 
 pytestmark = pytest.mark.engine
 
@@ -58,10 +58,14 @@ def transport(source: Any, *settings: str) -> Iterator[CollectiveTransport]:
         made.close()
 
 
-def send(server: Any, made: CollectiveTransport, version: int) -> Delivery:
-    async def deliver() -> Delivery:
+def send(server: Any, made: CollectiveTransport, version: int) -> Answer:
+    """Returns the answer to a version; one that is loaded has the checksum of what was sent."""
+
+    async def deliver() -> Answer:
         async with ServerClient(str(server.client.base_url).rstrip("/"), token=kit_token(server)) as client:
-            return await made.deliver(version, [client])
+            ((checksum, answer),) = (await made.deliver(version, [client])).answers.values()
+            assert isinstance(answer, HocketError) or (answer.version, answer.checksum) == (version, checksum)
+            return answer
 
     return asyncio.run(deliver())
 
@@ -85,10 +89,8 @@ def test_after_an_update_every_log_prob_is_the_new_models(servers: Any, kit: Any
         source = Source(new, dtype=dtype)
         version = new_version(server)
         with transport(source) as made:
-            delivery = send(server, made, version)
-        answer = delivery.answers[0]
+            answer = send(server, made, version)
         assert isinstance(answer, ReloadResponse), answer
-        assert (answer.version, answer.checksum) == (version, delivery.checksums[0])
         assert answer.num_tensors == (26 if head == "tied" else 27)
         assert server.health()["version"] == version
         gaps = server.gaps(model=new)
@@ -103,8 +105,8 @@ def test_experts_travel_under_the_names_of_their_checkpoint(servers: Any, kit: A
     server = servers("experts float32")
     new = kit.make_experts(seed=9)
     with transport(Source(new)) as made:
-        delivery = send(server, made, new_version(server))
-    assert isinstance(delivery.answers[0], ReloadResponse), delivery.answers
+        answer = send(server, made, new_version(server))
+    assert isinstance(answer, ReloadResponse), answer
     assert max(server.gaps(model=new)) < 1e-4
     server.model = new
 
@@ -119,12 +121,12 @@ def test_both_workers_of_a_tensor_parallel_engine_receive_adapters_and_after_a_f
         lost = Source(kit.make_model(tied=True, seed=405))
         with transport(lost) as made:
             lost.before = lambda number: made.close() if number == 3 else None
-            assert isinstance(send(server, made, new_version(server)).answers[0], HocketError)
+            assert isinstance(send(server, made, new_version(server)), HocketError)
         server.wait_for(lambda health: health["status"] == "failed")
         old, new = server.model, kit.make_model(tied=True, seed=305)
         with transport(Source(new)) as made:
-            delivery = send(server, made, new_version(server))
-        assert isinstance(delivery.answers[0], ReloadResponse), delivery.answers
+            answer = send(server, made, new_version(server))
+        assert isinstance(answer, ReloadResponse), answer
         assert max(server.gaps(model=new)) < 1e-4
         assert statistics.mean(server.gaps(model=old)) > 0.3
         # By disk, too: each worker reads its part.
@@ -141,8 +143,8 @@ def test_requests_in_flight_are_kept_drained_or_aborted(server: Any, kit: Any, i
     n = 16 if in_flight == "drain" else 64
     asking = kit.asking(server, prompts=[[5, 6, 7, 8]], n=n, sampling={"max_tokens": 400})
     with asking as answers, transport(Source(new), f"sync.in_flight={in_flight}") as made:
-        delivery = send(server, made, version)
-    assert isinstance(delivery.answers[0], ReloadResponse), delivery.answers
+        answer = send(server, made, version)
+    assert isinstance(answer, ReloadResponse), answer
     server.model = new
     refused = {answer.json()["error"]["code"] for answer in answers if answer.status_code != 200}
     assert refused == ({"aborted"} if in_flight == "abort" else set())
@@ -167,14 +169,14 @@ def test_a_tensor_that_changes_on_its_way_is_named_and_the_next_update_heals(
 
     monkeypatch.setattr(weight_group, "pack", corrupt)
     with transport(source) as made:
-        failure = send(server, made, new_version(server)).answers[0]
+        failure = send(server, made, new_version(server))
         assert isinstance(failure, HocketError)
         assert f"the bytes of tensor '{packed[2]}' changed on their way" in str(failure)
         assert server.health()["error"]["code"] == "reload_failed"
         assert server.client.post("/generate", json={"prompts": [[5]]}).status_code == 503
         monkeypatch.undo()
         version = new_version(server)
-        assert isinstance(send(server, made, version).answers[0], ReloadResponse)
+        assert isinstance(send(server, made, version), ReloadResponse)
     assert (server.health()["status"], server.health()["version"]) == ("ready", version)
     assert max(server.gaps(model=new)) < 1e-4
     server.model = new
@@ -183,7 +185,7 @@ def test_a_tensor_that_changes_on_its_way_is_named_and_the_next_update_heals(
 def test_weights_of_another_model_are_refused_before_anything_is_touched(server: Any, kit: Any) -> None:
     before = server.health()
     with transport(Source(kit.make_model(tied=True, seed=1, vocab_size=128))) as made:
-        failure = send(server, made, 5000).answers[0]
+        failure = send(server, made, 5000)
     assert isinstance(failure, HocketError)
     assert "tensor 'model.embed_tokens.weight' has shape [128, 64], the model's is [96, 64]" in str(failure)
     assert server.health() == before
@@ -204,11 +206,11 @@ def test_whatever_a_vanished_trainer_leaves_half_loaded_the_next_update_is_whole
                     made.close()  # as the kernel closes a killed trainer's connections
 
             lost.before = vanish
-            assert isinstance(send(server, made, new_version(server)).answers[0], HocketError)
+            assert isinstance(send(server, made, new_version(server)), HocketError)
         server.wait_for(lambda health: health["status"] == "failed")
         new = kit.make_model(tied=True, seed=340 + cut)
         with transport(Source(new)) as made:
-            answer = send(server, made, new_version(server)).answers[0]
+            answer = send(server, made, new_version(server))
             assert isinstance(answer, ReloadResponse), answer
         assert max(server.gaps(model=new)) < 1e-4
         server.model = new
@@ -222,7 +224,7 @@ def test_an_engine_that_stops_answering_is_named_at_the_deadline(servers: Any, k
         source.before = lambda number: engine.send_signal(signal.SIGSTOP) if number == 3 else None
         with transport(source, "sync.timeout_s=3") as made:
             start = time.monotonic()
-            failure = send(server, made, new_version(server)).answers[0]
+            failure = send(server, made, new_version(server))
             assert time.monotonic() - start < 20
         assert "did not finish" in str(failure)
         assert "in 3 s" in str(failure)
@@ -236,5 +238,5 @@ def test_joining_twice_does_no_harm(server: Any) -> None:
     with transport(Source(server.model)) as made:
         for version in (new_version(server), new_version(server)):
             made.close()  # as a trainer that was started again: a group of its own each time
-            answers.append(send(server, made, version).answers[0])
+            answers.append(send(server, made, version))
     assert [type(answer) for answer in answers] == [ReloadResponse, ReloadResponse]

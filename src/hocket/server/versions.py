@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hocket import manifest
-from hocket.protocol import AdapterConfig, BaseVersion, CollectiveSource, Manifest, TensorLayout
+from hocket.protocol import AdapterConfig, CollectiveSource, Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -221,14 +221,14 @@ class PatchedCopy:
                 # Whatever it was, a full disk or a delta of nonsense: the version in full needs no copy.
                 raise _refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
 
-    def _patched(self, folder: Path, described: Manifest, base: BaseVersion) -> Path:
+    def _patched(self, folder: Path, described: Manifest, base: str) -> Path:
         from hocket import delta  # with torch, which the server imports in parallel to its engine
 
-        if self._folder is None or self._checksum not in (base.checksum, described.checksum):
+        if self._folder is None or self._checksum not in (base, described.checksum):
             self.discard()
             full, checksum = self._full or (None, "")
-            if full is None or checksum != base.checksum or not full.is_dir():
-                reason = f"this is what changed since version {base.version}, of which this server has no files"
+            if full is None or checksum != base or not full.is_dir():
+                reason = "this is only what has changed since a version of which this server has no files"
                 raise ApiError(409, "no_base", reason, "publish the version in full")
             self._folder = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
             for path in full.glob("*.safetensors"):
@@ -255,7 +255,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_adapter(folder: Path, described: Manifest) -> AdapterConfig | None:
     """Read the config of an adapter, None for whole weights. Raises ApiError where it can't be read."""
-    if described.content != "adapter":
+    if not (folder / manifest.ADAPTER_FILE).is_file():
         return None
     if described.base is not None:
         raise _refused("an adapter is published whole, never as what has changed in it")

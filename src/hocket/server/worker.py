@@ -5,11 +5,10 @@ module in a process that the server has started ties it to the server.
 """
 
 import functools
-import queue
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -135,48 +134,25 @@ class WorkerExtension:
 
 @contextmanager
 def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) -> Iterator[Iterator[Part]]:
-    """Make each part in a second thread while the previous one is used; at most one waits, so memory stays bounded.
+    """Make each part in a second thread while the previous one is used, so that at most two are in memory.
 
     Args:
         give_up: called where the body raises; must interrupt a part that is being made.
     """
-    waiting: queue.Queue[Part | Exception | None] = queue.Queue(maxsize=1)
-    stopped = threading.Event()
+    with ThreadPoolExecutor(1, "weights ahead") as thread:
+        first = thread.submit(next, parts, None)
 
-    def put(part: "Part | Exception | None") -> None:
-        while not stopped.is_set():
-            with suppress(queue.Full):
-                waiting.put(part, timeout=0.1)
-                return
+        def take() -> Iterator[Part]:
+            coming = first
+            while (part := coming.result()) is not None:
+                coming = thread.submit(next, parts, None)
+                yield part
 
-    def make() -> None:
         try:
-            for part in parts:
-                put(part)
-                if stopped.is_set():
-                    return
-            put(None)
-        # The using thread raises it; without it that would wait for ever.
-        except Exception as error:  # noqa: BLE001
-            put(error)
-
-    def take() -> Iterator[Part]:
-        while (part := waiting.get()) is not None:
-            if isinstance(part, Exception):
-                raise part
-            yield part
-
-    thread = threading.Thread(target=make, name="weights ahead", daemon=True)
-    thread.start()
-    try:
-        yield take()
-    except BaseException:
-        stopped.set()
-        give_up()
-        raise
-    finally:
-        stopped.set()
-        thread.join()
+            yield take()
+        except BaseException:
+            give_up()
+            raise
 
 
 def _read(folder: Path) -> Iterator[Part]:
@@ -195,7 +171,7 @@ def _receive(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Part]
 
     sizes = [weight_group.num_bytes(bucket) for bucket in source.buckets]
     flat = torch.empty(sizes[0], dtype=torch.uint8, device=group.device)  # there must be room before anything is sent
-    group.announce(weight_group.receiving(source.turn))
+    group.announce(source.turn)
     for number, bucket in enumerate(source.buckets, 1):
         if number > 1:
             flat = torch.empty(sizes[number - 1], dtype=torch.uint8, device=group.device)
