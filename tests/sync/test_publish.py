@@ -11,7 +11,7 @@ import pytest
 
 import fakes
 from hocket import config as config_module
-from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
+from hocket.errors import HocketError, ServerError, SyncError, TrainerError
 from hocket.pool import ServerPool
 from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
 from hocket.sync.bring_up import Canary, bring_up
@@ -318,7 +318,7 @@ async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is
     world = await make_up(collective=True)
     assert (await world.sync.publish())["sync/fallbacks"] == 0.0
     assert world.disk.sent == []
-    world.collective.fails[URLS[1]] = SyncTimeout("server http://b did not finish bucket 3/7 of version 7 in 60 s")
+    world.collective.fails[URLS[1]] = SyncError("server http://b did not finish bucket 3/7 of version 7 in 60 s")
     metrics = await world.sync.publish()
     assert world.collective.sent[-1] == (7, list(URLS))
     assert world.disk.sent == [(7, [URLS[1]])]
