@@ -87,8 +87,8 @@ def test_a_taken_port_names_its_holder() -> None:
         assert list(doctor.port(number)) == [doctor.Finding("port", f"{number} is free")]
         held.listen()
         (finding,) = doctor.port(number)
-    assert finding.text.startswith(f"{number} is taken by process {os.getpid()}: ")
-    assert f"kill {os.getpid()}" in finding.note
+    assert finding.text.startswith(f"{number} is taken by process {os.getpid()} (")
+    assert "server.port=8001" in finding.note
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from hocket import environment
 from hocket.errors import SetupError
+from processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 FAKE_PYTHON = """#!/bin/sh
@@ -244,13 +244,6 @@ def start(place: Place) -> "subprocess.Popen[str]":
     )
 
 
-def wait_for(file: Path, text: str) -> None:
-    end = time.monotonic() + 60
-    while not file.exists() or text not in file.read_text():
-        assert time.monotonic() < end, f"{text!r} did not come up in {file}"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_an_ended_installation_takes_pip_along_and_the_one_that_waits_repairs_it(
     place: Place, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
@@ -258,7 +251,7 @@ def test_an_ended_installation_takes_pip_along_and_the_one_that_waits_repairs_it
     monkeypatch.setenv("HANG", "1")
     monkeypatch.setenv("FAIL_ON", "--no-deps")
     first = start(place)
-    wait_for(place.root / "calls", "--no-deps")
+    wait_for(lambda: any("--no-deps" in call for call in place.calls()), "pip is at work")
     monkeypatch.setenv("HANG", "")
     monkeypatch.setenv("FAIL_ON", "nothing")
     second = start(place)

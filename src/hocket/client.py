@@ -79,6 +79,10 @@ class ServerClient:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
         await self._rollouts.aclose()
 

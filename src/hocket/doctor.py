@@ -106,8 +106,7 @@ def libraries() -> Iterator[Finding]:
         fix = "vLLM on a CPU needs libnuma: apt install libnuma1 (or yum install numactl-libs)"
         yield Finding("libraries", "libnuma.so.1 is missing", error=fix)
     if shutil.which("g++") is None:
-        note = "several trainer processes on a CPU need a C++ compiler: apt install g++"
-        yield Finding("libraries", "no C++ compiler", note=note)
+        yield Finding("libraries", "no C++ compiler", note="several trainers on a CPU need one: apt install g++")
 
 
 def resources() -> Iterator[Finding]:
@@ -132,17 +131,19 @@ def memory() -> Iterator[Finding]:
 
 def port(number: int = PORT) -> Iterator[Finding]:
     """Name the process that listens on a port."""
-    listening = [each for each in psutil.net_connections(kind="tcp") if each.status == psutil.CONN_LISTEN]
-    holders = [each.pid for each in listening if each.laddr.port == number]
-    if not holders:
-        yield Finding("port", f"{number} is free")
-        return
-    holder, end = "a process of another user", ""
-    with suppress(psutil.Error, TypeError):  # TypeError: None, of another user
-        holder = f"process {holders[0]}: {' '.join(psutil.Process(int(holders[0])).cmdline())[:90]}"
-        end = f"end it (kill {holders[0]}), or "
-    note = f"port {number} is taken: {end}choose another with server.port=8001"
-    yield Finding("port", f"{number} is taken by {holder}", note=note)
+    who = holder(number)
+    note = f"port {number} is taken: end that process, or choose another port with server.port=8001" if who else ""
+    yield Finding("port", f"{number} is taken by {who}" if who else f"{number} is free", note=note)
+
+
+def holder(number: int) -> str | None:
+    """Return who listens on a port of this machine: "process 7 (python3 run.py serve)"."""
+    for each in psutil.net_connections(kind="tcp"):
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == number:
+            with suppress(psutil.Error, TypeError):  # TypeError: None, of another user
+                return f"process {each.pid} ({' '.join(psutil.Process(int(each.pid)).cmdline())[:90]})"
+            return "a process of another user"
+    return None
 
 
 def processes() -> Iterator[Finding]:

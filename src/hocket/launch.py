@@ -1,6 +1,7 @@
 """Start hocket's processes on this machine and end them: quickstart's server and trainer, and a server for eval."""
 
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hocket.config import Config
-from hocket.errors import ConfigError, ServerError
+from hocket.errors import ServerError
 from hocket.processes import die_with_parent
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
@@ -141,10 +142,8 @@ def free_port(host: str, wanted: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, wanted))
-        except OSError as error:
-            if wanted == 0:
-                raise ConfigError(f"can't listen on server.host={host}: {error.strerror}") from error
-            return free_port(host, 0)
+        except OSError as error:  # another error the server will explain
+            return free_port(host, 0) if error.errno == errno.EADDRINUSE else wanted
         return int(probe.getsockname()[1])
 
 

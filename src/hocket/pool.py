@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from hocket.client import HEALTH_TIMEOUT_S, ServerClient
@@ -124,17 +124,14 @@ class ServerPool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ServerPool":
-        async with AsyncExitStack() as stack:
-            for member in self.members:
-                await stack.enter_async_context(member.server)
-            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         while self._tasks:  # a task that ends may start another
             await cancel(self._tasks)
             await asyncio.sleep(0)  # until they are discarded
-        await self._stack.aclose()
+        for member in self.members:
+            await member.server.close()
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run work in a task that leaving the pool cancels."""
@@ -294,10 +291,10 @@ class RecordedSession:
         """End the session and return its record. Raise ServerError if that is lost."""
         try:
             record = await self._member.server.close_session(self._id, timeout_s=self._pool.silence_s)
+            self.open = False
+            return record
         except ServerError as error:
             self.open = False
             if error.code in GONE:
                 self._pool.mark_lost(self._member, str(error))
             raise
-        self.open = False
-        return record

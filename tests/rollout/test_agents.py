@@ -230,19 +230,18 @@ async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_al
         rng = random.Random(task.seed)
         session.ask(5)
         await asyncio.sleep(rng.random() / 100)
-        trouble = rng.choice(["raise", "hang", "cancel", "timeout", "exit", "stop", *[None] * 6])
-        if trouble == "raise":
-            raise KeyError("a bug")
+        raises = [
+            KeyError("a bug"),
+            asyncio.CancelledError(),
+            TimeoutError("of its own"),
+            SystemExit(2),
+            StopIteration(),
+        ]
+        trouble = rng.choice([*raises, "hang", *[None] * 6])
         if trouble == "hang":
             await asyncio.sleep(3600)
-        if trouble == "cancel":
-            raise asyncio.CancelledError
-        if trouble == "timeout":
-            raise TimeoutError("of its own")
-        if trouble == "exit":
-            raise SystemExit(2)  # as argparse does
-        if trouble == "stop":
-            raise StopIteration
+        if isinstance(trouble, BaseException):
+            raise trouble
         return 1.0
 
     limits = Limits(max_turns=6, max_length=64, timeout_s=0.5)
@@ -290,39 +289,40 @@ async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_ran
     assert len(set(seeds)) == 1
 
 
-async def test_an_episode_on_which_server_after_server_is_lost_has_failed_and_says_so() -> None:
+@pytest.mark.parametrize(
+    ("raises", "hangs", "sessions", "error"),
+    [
+        (
+            True,
+            False,
+            3,
+            "agent: it raised ConnectionError: refused; what the model said is lost: can't reach http://fake",
+        ),
+        (False, False, 3, "agent: what the model said is lost: can't reach http://fake"),
+        (
+            False,
+            True,  # until the batch's end: it is not played again
+            1,
+            "agent: it was not done when rollout.timeout_s had passed; what the model said is lost: can't reach "
+            "http://fake",
+        ),
+    ],
+)
+async def test_an_episode_on_which_server_after_server_is_lost_has_failed_and_says_so(
+    raises: bool, hangs: bool, sessions: int, error: str
+) -> None:
     servers = FakeServers()
+    servers.lost = 99
 
     async def plays(task: Task, session: FakeSession) -> float:
-        if task.answer == "0":
+        if raises:
             raise ConnectionError("refused")
+        await asyncio.sleep(3600 if hangs else 0)
         return 1.0
 
-    servers.lost = 99
-    (lost,) = await played(plays, servers)
-    assert lost.scores[0].error == (
-        "agent: it raised ConnectionError: refused; what the model said is lost: can't reach http://fake"
-    )
-    assert len(servers.sessions) == 3
-    (later,) = await played(plays, servers, first=2)
-    assert later.scores[0].error == "agent: what the model said is lost: can't reach http://fake"
-    (fine,) = await played(plays, FakeServers(), first=1)
-    assert fine.scores[0].total == 1.0
-
-
-async def test_a_lost_episode_is_not_played_again_after_the_batch_s_end() -> None:
-    servers = FakeServers()
-    servers.lost = 99
-
-    async def plays(task: Task, session: FakeSession) -> float:
-        await asyncio.sleep(3600)
-        return 1.0
-
-    (late,) = await played(plays, servers, timeout_s=0.2)
-    assert late.scores[0].error == (
-        "agent: it was not done when rollout.timeout_s had passed; what the model said is lost: can't reach http://fake"
-    )
-    assert len(servers.sessions) == 1
+    (lost,) = await played(plays, servers, timeout_s=0.2 if hangs else 30.0)
+    assert lost.scores[0].error == error
+    assert len(servers.sessions) == sessions
 
 
 async def test_the_time_without_any_server_is_not_that_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

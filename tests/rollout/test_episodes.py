@@ -79,45 +79,26 @@ def sampled(seed: int, max_tokens: int) -> Completion:
 
 
 class Wordy(Environment):
-    """Says something random, and ends at random; what it says and how it ends, the seed decides.
-
-    Attributes:
-        gave: every reward of the prompt's episode; the last one is -1 where it was cut off.
-    """
+    """Says something random, and ends at random; what it says and how it ends, the seed decides."""
 
     def __init__(self, gave: dict[str, list[float]]) -> None:
-        self.gave = gave
+        self.gave = gave  # every reward of a prompt's episode; the last one is -1 where it was cut off
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        self.mine = self.gave[prompt.id]
-        self.rng = random.Random(seed)
+        self.mine, self.rng = self.gave[prompt.id], random.Random(seed)
         await asyncio.sleep(self.rng.random() / 200)
-        return self.rng.choice(
-            [
-                None,
-                Observation(text="Begin: "),
-                Observation(messages=[{"role": "user", "content": "Begin."}], max_tokens=2),
-            ]
-        )
+        begin = Observation(messages=[{"role": "user", "content": "Begin."}], max_tokens=2)
+        return self.rng.choice([None, Observation(text="Begin: "), begin])
 
     async def step(self, action: Action) -> Step:
         await asyncio.sleep(self.rng.random() / 200)
-        says = self.rng.choice(
-            [
-                {
-                    "messages": [
-                        {"role": "user", "content": self.rng.choice(["", "go on", "hallo 你好 <|end|>", "x" * 40])}
-                    ]
-                },
-                {"messages": [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]},
-                {"text": "\nHint: "},
-                {},
-            ]
-        )
+        content = self.rng.choice(["", "go on", "hallo 你好 <|end|>", "x" * 40])
+        tools = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+        said: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": content}]}, {"messages": tools}]
+        says = self.rng.choice([*said, {"text": "\nHint: "}, {}])
         self.mine.append(self.rng.random())
-        return Step(
-            **says, done=self.rng.random() < 0.25, reward=self.mine[-1], max_tokens=self.rng.choice([None, 1, 3])
-        )
+        done, max_tokens = self.rng.random() < 0.25, self.rng.choice([None, 1, 3])
+        return Step(**says, done=done, reward=self.mine[-1], max_tokens=max_tokens)
 
     async def truncated(self) -> float:
         self.mine.append(-1.0)
@@ -214,15 +195,10 @@ class Unruly(Environment):
     async def trouble(self, chance: float) -> None:
         await asyncio.sleep(self.rng.random() / 100)
         if self.rng.random() < chance:
-            trouble = self.rng.choice(["raise", "hang", "cancel", "role", "exit"])
-            if trouble == "raise":
-                raise KeyError("a bug")
-            if trouble == "hang":
-                await asyncio.sleep(3600)
-            if trouble == "cancel":
-                raise asyncio.CancelledError
-            if trouble == "exit":
-                raise SystemExit(2)
+            trouble = self.rng.choice([KeyError("a bug"), None, asyncio.CancelledError(), SystemExit(2)])
+            if trouble is not None:
+                raise trouble
+            await asyncio.sleep(3600)
 
     async def close(self) -> None:
         self.closings += 1
@@ -235,15 +211,8 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
     renderer: Renderer,
 ) -> None:
     closed: collections.Counter[int] = collections.Counter()
-    engine = FakeEngine(delay_s=0.0005)
-    groups = await played(
-        lambda: Unruly(closed),
-        renderer,
-        engine,
-        num_prompts=125,
-        group_size=4,
-        limits=Limits(max_turns=5, max_length=256, timeout_s=2.0),
-    )
+    limits, engine = Limits(max_turns=5, max_length=256, timeout_s=2.0), FakeEngine(delay_s=0.0005)
+    groups = await played(lambda: Unruly(closed), renderer, engine, num_prompts=125, group_size=4, limits=limits)
     ids = [rollout.id for group in groups for rollout in group.rollouts]
     assert ids == [f"s/{i}/{j}" for i in range(125) for j in range(4)]  # each once, in its place
     scores = [score for group in groups for score in group.scores]
@@ -296,7 +265,6 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
 
 async def test_a_dead_server_ends_all_episodes_and_closes_their_environments(renderer: Renderer) -> None:
     closed: collections.Counter[int] = collections.Counter()
-
     with pytest.raises(ServerError, match="the engine died"):
         await played(lambda: Endless(closed), renderer, FakeEngine(fail_after=40), num_prompts=30)
     assert closed == {1: 30}
@@ -326,8 +294,7 @@ async def test_the_same_run_twice_is_the_same_whatever_the_order(renderer: Rende
 
 
 async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Renderer) -> None:
-    begun: list[str] = []
-    most = 0
+    begun, most, closed = list[str](), 0, 0
 
     class Counting(Environment):
         async def reset(self, prompt: Prompt, seed: int) -> None:
@@ -343,7 +310,6 @@ async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Rend
             nonlocal closed
             closed += 1
 
-    closed = 0
     # A prompt has 6 tokens and a turn 8: 14 each, so that 50 tokens hold three episodes at a time.
     await played(Counting, renderer, FakeEngine(), num_prompts=20, budget=50)
     assert begun == [f"p{i}" for i in range(20)]

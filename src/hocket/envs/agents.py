@@ -1,14 +1,4 @@
-"""Agents: the user's own code plays the episode, and asks the model through an OpenAI-compatible URL.
-
-    from hocket.envs import Task, agent
-
-    @agent("twice")
-    async def twice(task: Task) -> float:
-        client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
-        ...
-
-with `env: {name: agent, function: twice}`; or any program, with `env: {name: agent, command: "python my_agent.py"}`.
-"""
+"""Run the user's own code as an episode: a function or a program that asks the model through a URL like OpenAI's."""
 
 import asyncio
 import contextlib

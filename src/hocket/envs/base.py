@@ -1,22 +1,8 @@
-"""What an environment is: a class registered under a name; every episode gets an instance of its own.
+"""Define environments: classes under a name, of which every episode gets an instance (docs/environments.md).
 
-    from hocket.envs import Action, Environment, Step, environment
-
-    @environment("echo")
-    class Echo(Environment):
-        def __init__(self, times=2):
-            self.left = times
-
-        async def step(self, action):
-            self.left -= 1
-            if self.left == 0:
-                return Step(done=True, reward=float(action.text == "goodbye"))
-            return Step(messages=[{"role": "user", "content": action.text}])
-
-Arguments of the constructor are options, set in the config beside the name: `env: {name: echo, times: 3}`. Which tokens
-are trained follows from who produced them: the model's own are, those of an environment never. What a method raises
-ends its episode with an error, which is never a reward of 0, and no other episode. Methods share the event loop with
-all other episodes: what takes long is awaited (`asyncio.to_thread` for plain functions).
+Which tokens are trained follows from who produced them: the model's own are, those of an environment never. What a
+method raises ends its episode with an error, which is never a reward of 0, and no other episode. Methods share the
+event loop with all other episodes: what takes long is awaited (`asyncio.to_thread` for plain functions).
 """
 
 import asyncio

@@ -83,7 +83,7 @@ class Agents:
                         error = f"{error}; " if error else "agent: "
                         return _rollout(prompt, seat, (), returned, f"{error}what the model said is lost: {lost}")
                     again = f"; it was played again, as what the model had said was lost: {lost}"
-        transcripts = join(prompt, record.calls, self.decode) or [Transcript(prompt)]
+        transcripts = join(record.calls, self.decode) or [Transcript(prompt.token_ids)]
         if error is None:
             return _rollout(prompt, seat, transcripts, returned)
         if not record.cut_off:
@@ -140,9 +140,7 @@ async def _cancel(running: "asyncio.Task[Any]") -> bool:
     return running.done()
 
 
-def join(
-    prompt: Prompt, calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str] = lambda token_ids: ""
-) -> list[Transcript]:
+def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> list[Transcript]:
     """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
 
     A call whose prompt goes on from a sequence extends it: what came in between was told, and its completion follows. A
@@ -161,7 +159,7 @@ def join(
             told = asked[len(transcript.token_ids) :]
             transcript.add_observation(told, Observation(text=decode(told)))
         else:
-            transcript = Transcript(prompt, asked)
+            transcript = Transcript(asked)
         transcript.add_completion(call.completion)
         transcripts.append(transcript)
     return transcripts
@@ -174,7 +172,7 @@ def _rollout(
     returned: float | str | None,  # by the agent: a reward, or the text to score
     error: str | None = None,
 ) -> Rollout:
-    transcripts = transcripts or [Transcript(prompt)]
+    transcripts = transcripts or [Transcript(prompt.token_ids)]
     if isinstance(returned, str):
         transcripts[-1].text = returned
     sequences = tuple(transcript.sequence() for transcript in transcripts)

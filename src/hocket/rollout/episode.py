@@ -93,14 +93,14 @@ def late(failed: ServerError, seat: Seat) -> str:
 class Transcript:
     """The sequence so far, which begins with the prompt; tokens are only ever appended."""
 
-    def __init__(self, prompt: Prompt, token_ids: Sequence[int] | None = None) -> None:
+    def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids, self.mask, self.logprobs = list[int](), list[bool](), list[float]()
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
         self.turns = 0
         self.text = ""  # of the last turn
         self.finish_reason: FinishReason = "stop"
-        self.add_observation(prompt.token_ids if token_ids is None else token_ids)
+        self.add_observation(token_ids)
 
     def add_observation(self, token_ids: Sequence[int], observation: Observation | None = None) -> None:
         """Append tokens that the policy did not sample: what the environment said, or the prompt."""
@@ -142,7 +142,7 @@ async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
     try:
         completion = await ask(model_turn(prompt, seat, 1, prompt.token_ids))
     except ServerError as failed:
-        error, sequence = late(failed, seat), Transcript(prompt).sequence()
+        error, sequence = late(failed, seat), Transcript(prompt.token_ids).sequence()
     else:
         versions = [version for version, _, _ in completion.versions]
         sequence = TokenSequence(
@@ -170,7 +170,7 @@ class Episode:
     budget: TokenBudget
 
     def __post_init__(self) -> None:
-        self.transcript = Transcript(self.prompt)
+        self.transcript = Transcript(self.prompt.token_ids)
         self.reward: float | None = None
         self._left_s = self.limits.timeout_s
         self._held = most_tokens(self.prompt, self.seat.sampling)
@@ -263,7 +263,7 @@ class Episode:
         if token_ids is None or len(token_ids) >= self.limits.max_length:
             length = "too many" if token_ids is None else len(token_ids)
             raise EpisodeError(f"reset: a prompt of {length} tokens leaves no room for a turn in model.max_length")
-        self.transcript = Transcript(self.prompt, token_ids)
+        self.transcript = Transcript(token_ids)
         return []
 
     async def _between(self, step: Step, completion: Completion) -> list[int] | None:
