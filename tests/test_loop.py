@@ -18,7 +18,6 @@ from hocket.data import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
-from hocket.observe.metrics import StepStats
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
@@ -84,22 +83,11 @@ class World:
         self.diary.append(("measure", len(sequences)))
         return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in sequences]
 
-    def step(self, samples: Sequence[TrainSample], *, keep: Path) -> StepStats:
+    def step(self, samples: Sequence[TrainSample], *, keep: Path) -> dict[str, float]:
         self.keep.append(keep)
         self.diary.append(("train", len(samples), sorted({sample.sequence.version_min for sample in samples})))
-        return StepStats(
-            loss=0.5,
-            grad_norm=1.0,
-            learning_rate=0.1,
-            skipped=False,
-            metrics={"logprob_gap": 0.0},
-            num_tokens=2 * len(samples),
-            num_positions=3 * len(samples),
-            num_sequences=len(samples),
-            num_micro_batches=1,
-            mfu=0.5,
-            seconds=0.1,
-        )
+        metrics = {"loss": 0.5, "grad_norm": 1.0, "logprob_gap": 0.0, "tokens": 2.0 * len(samples), "mfu": 0.5}
+        return {f"train/{name}": value for name, value in metrics.items()} | {"time/train": 0.1}
 
     def state(self, sink: object) -> dict[str, Any]:
         self.diary.append("copy")

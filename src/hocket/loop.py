@@ -14,7 +14,7 @@ from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data.stream import EXHAUSTED, PromptStream
 from hocket.observe.console import Console
-from hocket.observe.metrics import step_metrics, train_metrics
+from hocket.observe.metrics import step_metrics
 from hocket.observe.run_folder import RunFolder
 from hocket.pool import ServerPool
 from hocket.rewards.scorer import RewardScorer, refuse_failing
@@ -92,8 +92,8 @@ class Run:
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
         self.kl.update(shaping.get("rollout/kl"), len(samples))
         # 5 loss, 6 update; if either is not finite, the batch is kept in a file  algorithm/losses.py, trainer/step.py
-        stats = await run_in_thread(self.trainer.step, samples, keep=self.folder.skipped(step))
-        return metrics | shaping | train_metrics(stats)
+        trained = await run_in_thread(self.trainer.step, samples, keep=self.folder.skipped(step))
+        return metrics | shaping | trained
 
     async def learn(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
         """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""

@@ -3,7 +3,6 @@
 The table feeds the console, the report and the documentation (`python run.py config --metrics`).
 """
 
-import dataclasses
 import math
 import statistics
 from collections import Counter
@@ -122,24 +121,6 @@ METRICS = (
 # fmt: on
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """The outcome of one optimiser step, the same on every rank."""
-
-    loss: float  # the global loss that was minimised
-    grad_norm: float  # of the global gradient before clipping; nan if the step was skipped
-    learning_rate: float
-    skipped: bool  # loss or gradient was not finite, and the weights are unchanged
-    metrics: Mapping[str, float]  # the loss function's own, token-weighted over the batch; the loss scale in float16
-    critic: Mapping[str, float] = dataclasses.field(default_factory=dict)  # the critic's own
-    num_tokens: int  # trained ones
-    num_positions: int  # tokens that went through forward and backward, prompts included, padding not
-    num_sequences: int
-    num_micro_batches: int
-    mfu: float  # share of the devices' peak operations per second that the model's own operations took
-    seconds: float  # of forward, backward and update
-
-
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return the reward/* and rollout/* metrics of one step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -179,25 +160,6 @@ def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> d
         "staleness/max": float(max(ages)),
         "staleness/over_bound": sum(age > bound for age in ages) / len(ages),
         **{f"staleness/share_{age}": count / len(ages) for age, count in sorted(Counter(ages).items())},
-    }
-
-
-def train_metrics(stats: StepStats) -> dict[str, float]:
-    """Return the train/* and critic/* metrics and time/train of one optimiser step."""
-    return {
-        "train/loss": stats.loss,
-        "train/grad_norm": stats.grad_norm,
-        "train/learning_rate": stats.learning_rate,
-        "train/skipped": float(stats.skipped),
-        "train/tokens": float(stats.num_tokens),
-        "train/sequences": float(stats.num_sequences),
-        "train/micro_batches": float(stats.num_micro_batches),
-        "train/tokens_per_s": stats.num_tokens / stats.seconds,
-        "train/positions_per_s": stats.num_positions / stats.seconds,
-        "train/mfu": stats.mfu,
-        "time/train": stats.seconds,
-        **{f"train/{name}": value for name, value in stats.metrics.items()},
-        **{f"critic/{name}": value for name, value in stats.critic.items()},
     }
 
 
