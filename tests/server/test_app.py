@@ -43,7 +43,7 @@ class FakeEngine:
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
         if self.reason is not None and self.reason.code not in admits:
-            raise ApiError.of(503, self.reason)
+            raise ApiError(503, **self.reason.model_dump())
 
     def health(self) -> Health:
         failed = self.reason if self.reason is None or self.reason.code != "asleep" else None

@@ -75,7 +75,7 @@ import json
 import multiprocessing.forkserver
 import os
 
-from hocket.server import engine_process, vllm_api
+from hocket.server import vllm_api
 
 if __name__ == "__main__":
     method = os.environ["METHOD"]
@@ -84,7 +84,7 @@ if __name__ == "__main__":
         os.environ["METHOD"] = "fork"  # vLLM's own choice, which must not count on a CPU
         multiprocessing.forkserver.ensure_running()
     os.environ["LATE"] = "set after the fork server began"
-    os.environ[engine_process.SERVER_PID] = str(os.getpid())
+    os.environ[vllm_api.SERVER_PID] = str(os.getpid())
     print(json.dumps([vllm_api.start_engine(None), vllm_api.start_engine(None)]))
 """
 

@@ -11,7 +11,7 @@ import pytest
 
 from hocket import environment
 from hocket.errors import ConfigError
-from hocket.server import engine_process, main
+from hocket.server import main
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
@@ -79,7 +79,7 @@ def test_an_address_of_no_machine_is_refused() -> None:
 
 
 def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHDYNAMO_DISABLE", engine_process.SERVER_PID):
+    for name in ("TORCHDYNAMO_DISABLE", main.vllm_api.SERVER_PID):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
@@ -93,7 +93,7 @@ def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
-    assert os.environ[engine_process.SERVER_PID] == str(os.getpid())
+    assert os.environ[main.vllm_api.SERVER_PID] == str(os.getpid())
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
 
 

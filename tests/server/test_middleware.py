@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from hocket.protocol import ErrorResponse
 from hocket.server.errors import ApiError
-from hocket.server.middleware import LimitBody, RefuseWhenFailed, RequireToken
+from hocket.server.middleware import AnswerErrors, LimitBody, RefuseWhenFailed, RequireToken
 
 TOKEN = "correct-horse"
 
@@ -26,7 +26,7 @@ def no_keys(path: str, key: bytes) -> bool:
 
 
 def client(app: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(AnswerErrors(app)), base_url="http://test")
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ async def test_a_websocket_without_the_token_is_closed() -> None:
     async def receive() -> Any:
         return {"type": "websocket.connect"}
 
-    await RequireToken(inner, TOKEN, no_keys)(
+    await AnswerErrors(RequireToken(inner, TOKEN, no_keys))(
         {"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send
     )
     assert sent == [{"type": "websocket.close", "code": 1008}]
@@ -127,7 +127,7 @@ async def test_the_limit_holds_while_reading_whatever_content_length_says(app: S
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/x", "headers": [(b"content-length", b"5")]}
-    await LimitBody(app, 1000)(scope, receive, send)
+    await AnswerErrors(LimitBody(app, 1000))(scope, receive, send)
     assert sent[0]["status"] == 413
     assert read == 1100
 
@@ -142,7 +142,7 @@ async def test_a_body_that_never_ends_is_given_up() -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
-    await LimitBody(Starlette(), 1000, timeout_s=0.05)(scope, receive, send)
+    await AnswerErrors(LimitBody(Starlette(), 1000, timeout_s=0.05))(scope, receive, send)
     assert sent[0]["status"] == 408
 
 

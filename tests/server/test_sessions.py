@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from hocket.protocol import AgentRecord, SamplingParams, SessionRequest
 from hocket.server import sessions as module
 from hocket.server.errors import ApiError
+from hocket.server.middleware import AnswerErrors
 from hocket.server.sessions import CURRENT, OpenSessions, RouteSessions
 
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
@@ -85,7 +86,7 @@ def test_only_a_call_that_ended_well_has_a_completion() -> None:
         for call in (good, broken):
             call.add([7], [-0.5], "x")
             call.add([8, 9], [-0.25, -1.0], "yz")
-        good.finish_reason, good.versions = "stop", [(4, 0, 3)]
+        good.finish_reason, good.versions = "stop", ((4, 0, 3),)
     assert session.running == []
     completion = good.recorded().completion
     assert completion is not None
@@ -125,7 +126,7 @@ async def door() -> Any:
             return JSONResponse({"error": {"message": "as vLLM says it", "param": param}}, status_code=400)
         return {"route": route, "body": body, "session": None if session is None else session.id}
 
-    transport = httpx.ASGITransport(RouteSessions(app, store, "the model"))
+    transport = httpx.ASGITransport(AnswerErrors(RouteSessions(app, store, "the model")))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client, store
 

@@ -36,13 +36,7 @@ class Job:
 
 
 class Sampler:
-    """Sample the completions of requests, within the limits of a model and a server.
-
-    Args:
-        llm: a running AsyncLLM.
-        tokenizer: Hugging Face tokenizer of its model.
-        require_ready: raises ApiError where the engine can't generate.
-    """
+    """Sample the completions of requests, unless `require_ready` raises the reason why the engine can't."""
 
     max_prompts = 1024  # per request
     max_n = 128  # completions per prompt
@@ -93,10 +87,7 @@ class Sampler:
         return request, jobs
 
     def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
-        """Yield each job with its completion, in the order in which they finish.
-
-        Leaving the iteration early aborts the rest. Raises ApiError where generation breaks off.
-        """
+        """Yield each job with its completion, in the order in which they finish; leaving early aborts the rest."""
         return as_completed([self.complete(job) for job in jobs])
 
     async def complete(self, job: Job) -> tuple[Job, Completion]:
@@ -105,7 +96,7 @@ class Sampler:
         try:
             name = f"hocket-{job.prompt}-{job.index}"
             output = await vllm_api.complete(self._llm, job.token_ids, job.sampling, job.seed, name)
-        except vllm_api.client_errors() as error:
+        except vllm_api.client_error() as error:
             raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
         except vllm_api.engine_errors() as error:
             self._require_ready()

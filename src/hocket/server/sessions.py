@@ -45,7 +45,7 @@ class SampledCall:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason = "abort"
-    versions: Sequence[VersionSpan] | None = None  # None until it has ended well
+    versions: tuple[VersionSpan, ...] | None = None  # None until it has ended well
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], text: str) -> None:
         """Append newly sampled tokens."""
@@ -55,15 +55,17 @@ class SampledCall:
 
     def recorded(self) -> AgentCall:
         """Return the call for the trainer."""
-        completion = None
-        if self.versions is not None:
-            completion = Completion(
+        completion = (
+            None
+            if self.versions is None
+            else Completion(
                 token_ids=tuple(self.token_ids),
                 logprobs=tuple(self.logprobs),
                 text=self.text,
                 finish_reason=self.finish_reason,
-                versions=tuple(self.versions),
+                versions=self.versions,
             )
+        )
         prompt = tuple(self.prompt_token_ids)
         return AgentCall(prompt_token_ids=prompt, seed=self.sampling.seed, completion=completion)
 
@@ -97,16 +99,10 @@ class OpenSession:
         self._used = time.monotonic()
 
     def begin(self, prompt_token_ids: list[int], max_tokens: int | None) -> SampledCall:
-        """Return a new call with the session's sampling parameters, cut to the room for tokens.
+        """Return a new call with the session's sampling parameters; `max_tokens` is the agent's own limit.
 
         Its seed follows from the prompt and from the calls with the same prompt before it: simultaneous calls repeat
-        exactly, and so does one that the server ended.
-
-        Args:
-            max_tokens: of the agent's request.
-
-        Raises:
-            ApiError: 400, too many calls, or too long a prompt.
+        exactly, and so does one that the server ended. Raises ApiError: too many calls, or too long a prompt.
         """
         sampling = self._request.sampling
         if len(self.calls) >= self._request.max_calls:
@@ -198,11 +194,7 @@ class OpenSessions:
 
 
 class RouteSessions:
-    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session.
-
-    Args:
-        model: vLLM's name of its model, which replaces the agent's.
-    """
+    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session and with the name `model`."""
 
     def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str) -> None:
         self.app = app
@@ -216,17 +208,13 @@ class RouteSessions:
             with _current(None):
                 await self.app(scope, receive, send)
             return
-        try:
-            session = self._sessions.get(match["id"])
-            if (scope["method"], match["route"]) not in ROUTES:
-                known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
-                message = f"a session has no {scope['method']} {match['route']}"
-                raise ApiError(404, "not_found", message, f"it has {known}")
-            if scope["method"] == "POST":
-                receive = self._checked(await receive(), receive)
-        except ApiError as error:
-            await error.response()(scope, receive, send)
-            return
+        session = self._sessions.get(match["id"])
+        if (scope["method"], match["route"]) not in ROUTES:
+            known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
+            message = f"a session has no {scope['method']} {match['route']}"
+            raise ApiError(404, "not_found", message, f"it has {known}")
+        if scope["method"] == "POST":
+            receive = self._checked(await receive(), receive)
         scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
         with _current(session):
             await self.app(scope, receive, _watched(send, session))
