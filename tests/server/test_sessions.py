@@ -170,11 +170,11 @@ async def test_a_prompt_that_vllm_refuses_as_too_long_cuts_its_session_off(door:
 @pytest.mark.parametrize(
     ("route", "body", "status", "says"),
     [
-        ("chat/completions", {"n": 2}, 400, "n must be 1"),
-        ("completions", {"best_of": 3}, 400, "best_of must be 1"),
-        ("completions", {"use_beam_search": True}, 400, "beam search does not sample"),
-        ("completions", {"echo": True, "max_tokens": 0}, 400, "echo, and max_tokens of 0"),
-        ("chat/completions", {"max_completion_tokens": 0}, 400, "echo, and max_tokens of 0"),
+        ("chat/completions", {"n": 2}, 400, "n: only one sampled"),
+        ("completions", {"best_of": 3}, 400, "best_of: only"),
+        ("completions", {"use_beam_search": True}, 400, "use_beam_search: only"),
+        ("completions", {"echo": True, "max_tokens": 0}, 400, "echo, max_tokens: only"),
+        ("chat/completions", {"max_completion_tokens": 0}, 400, "max_completion_tokens: only"),
         ("responses", {}, 404, "has no POST /v1/responses"),
         ("../generate", {}, 404, "not found"),
     ],
@@ -268,7 +268,7 @@ def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tupl
         {"extra_body": {"use_beam_search": True}},
     ]
     for wish in refused:
-        with pytest.raises(openai.BadRequestError, match=r"can't be trained|must be 1|could be trained"):
+        with pytest.raises(openai.BadRequestError, match=r"can't be trained|can be trained"):
             client.chat.completions.create(model="x", messages=chat, **wish)
     assert calls_of(server, session_id) == ()
     for _ in range(6):

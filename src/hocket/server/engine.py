@@ -305,15 +305,15 @@ class Engine:
         """Return the shapes that the tensors must have. Raises ApiError for an adapter that can't be used here."""
         if adapter is None:
             return model
-        if self._base_replaced:
-            message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
-            raise ApiError(409, "base_replaced", message, "restart the server")
         lora = self.llm.vllm_config.lora_config
         highest = 0 if lora is None else int(lora.max_lora_rank)
         if adapter.r > highest:
             hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
             message = f"the engine takes adapters up to rank {highest}"
             raise ApiError(409, "rank_too_high", message, hint)
+        if self._base_replaced:
+            message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
+            raise ApiError(409, "base_replaced", message, "restart the server")
         return versions.adapter_shapes(adapter, model)
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:

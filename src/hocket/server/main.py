@@ -32,9 +32,6 @@ def serve(config: Config) -> None:
     """Load the model and serve it until Ctrl-C or SIGTERM; return with every child process ended.
 
     In a script, call it below `if __name__ == "__main__":`, as the engine's processes import the script again.
-
-    Raises:
-        ConfigError: the address is not allowed or taken, or vLLM can't run this model with these settings.
     """
     import uvloop
 
@@ -201,12 +198,8 @@ def _ending_children() -> Iterator[None]:
     finally:
         _ignore_signals()
         left = [child for child in _children() if child not in before]
-        for child in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.terminate()
-        for child in psutil.wait_procs(left, timeout=GRACE_S)[1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        _send(signal.SIGTERM, left)
+        _send(signal.SIGKILL, psutil.wait_procs(left, timeout=GRACE_S)[1])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -221,6 +214,12 @@ def _children() -> list[psutil.Process]:
     return found
 
 
+def _send(number: signal.Signals, children: list[psutil.Process]) -> None:
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
+
+
 def _ignore_signals() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -231,7 +230,5 @@ class _Interrupted(BaseException):
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    for child in _children():  # they have no work to finish yet
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    _send(signal.SIGKILL, _children())  # they have no work to finish yet
     raise _Interrupted

@@ -41,11 +41,7 @@ class AnswerErrors:
 
 
 class RequireToken:
-    """Deny by default: without the bearer token only GET /health passes, whatever the route, method or protocol.
-
-    Args:
-        admits: returns whether a key that is not the token opens a path.
-    """
+    """Let only GET /health pass without the bearer token, or a key that `admits` takes for its path."""
 
     def __init__(self, app: ASGIApp, token: str, admits: Callable[[str, bytes], bool]) -> None:
         self.app = app
@@ -71,11 +67,7 @@ class RequireToken:
 
 
 class RefuseWebPages:
-    """Without a token, answer 403 to browsers on another site's page, even if it uses this machine's own name.
-
-    Args:
-        host: the address that the server listens on.
-    """
+    """Refuse browsers on another site's page, also one under this machine's name, where the server has no token."""
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self.app = app

@@ -82,21 +82,17 @@ class OpenSession:
         self._request = request
         self._running: set[SampledCall] = set()
         self._begun = itertools.count()
-        self._used = time.monotonic()
+        self.used = time.monotonic()
 
     @property
     def running(self) -> list[str]:
-        """Ids of the engine's requests that have not ended."""
+        """Return the ids of the engine's requests that have not ended."""
         return [call.request_id for call in self._running]
 
     @property
     def idle(self) -> bool:
-        """Whether its agent has made no call for idle_timeout_s."""
-        return not self._running and time.monotonic() - self._used > self._request.idle_timeout_s
-
-    def touch(self) -> None:
-        """Reset the idle timer."""
-        self._used = time.monotonic()
+        """Return whether its agent has made no call for idle_timeout_s."""
+        return not self._running and time.monotonic() - self.used > self._request.idle_timeout_s
 
     def begin(self, prompt_token_ids: list[int], max_tokens: int | None) -> SampledCall:
         """Return a new call with the session's sampling parameters; `max_tokens` is the agent's own limit.
@@ -150,7 +146,7 @@ class OpenSession:
             raise
         finally:
             self._running.discard(call)
-            self.touch()
+            self.used = time.monotonic()
 
 
 class OpenSessions:
@@ -176,7 +172,7 @@ class OpenSessions:
             self._sessions.pop(session_id, None)
             message = f"there is no session {session_id[:64]!r}: it was deleted, idle for too long, or never there"
             raise ApiError(404, "no_session", message, "POST /sessions opens one")
-        session.touch()
+        session.used = time.monotonic()
         return session
 
     def admits(self, path: str, key: bytes) -> bool:
@@ -225,14 +221,12 @@ class RouteSessions:
         with contextlib.suppress(ValueError):  # vLLM reports what is wrong with it
             body = json.loads(message.get("body", b""))
         if isinstance(body, dict):
-            for field in ("n", "best_of"):
-                if body.get(field) not in (None, 1):
-                    raise ApiError(400, "not_recorded", f"{field} must be 1 in a session", "send several requests")
-            if body.get("use_beam_search"):
-                raise ApiError(400, "not_recorded", "beam search does not sample: nothing could be trained", "sample")
-            if body.get("echo") or 0 in (body.get("max_tokens"), body.get("max_completion_tokens")):
-                why = "a call in a session samples: echo, and max_tokens of 0, are not for it"
-                raise ApiError(400, "not_recorded", why, "leave them out")
+            wrong = [name for name in ("n", "best_of") if body.get(name) not in (None, 1)]
+            wrong += [name for name in ("use_beam_search", "echo") if body.get(name)]
+            wrong += [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) == 0]
+            if wrong:
+                reason = f"{', '.join(wrong)}: only one sampled completion per call can be trained"
+                raise ApiError(400, "not_recorded", reason, "leave it out")
             body["model"] = self._model
             message = {**message, "body": json.dumps(body).encode()}
         return replay(message, receive)
