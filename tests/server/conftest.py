@@ -49,44 +49,26 @@ def make_tokenizer() -> Any:
     return fast
 
 
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "intermediate_size": 128}
+
+
 def make_model(*, tied: bool, seed: int, **sizes: int) -> Any:
     """A Qwen2 model whose every weight depends on the seed."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    usual = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": MAX_LENGTH,
-    }
-    config = Qwen2Config(**usual | sizes, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    return randomize(Qwen2ForCausalLM(config), seed)
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    sizes = SIZES | {"max_position_embeddings": MAX_LENGTH} | sizes
+    return randomize(Qwen2ForCausalLM(Qwen2Config(**sizes, **special, tie_word_embeddings=tied)), seed)
 
 
 def make_experts(*, seed: int) -> Any:
     """A Qwen3-MoE model whose every weight depends on the seed."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return randomize(Qwen3MoeForCausalLM(config), seed)
+    sizes = SIZES | {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": MAX_LENGTH}
+    return randomize(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **special)), seed)
 
 
 def randomize(model: Any, seed: int) -> Any:
@@ -116,8 +98,7 @@ def publish(model: Any, folder: Path, version: int, *, dtype: str = "float32", d
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     built = manifest.build(version, tensors.items())
-    (folder / manifest.MANIFEST_FILE).write_text(built.model_dump_json())
-    (folder / manifest.COMPLETE_FILE).touch()
+    manifest.write(folder, built)
     return built.checksum
 
 

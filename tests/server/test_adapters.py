@@ -132,7 +132,7 @@ def change_config(folder: Path, **change: Any) -> None:
 SPOILERS: dict[str, Any] = {
     "missing tensor": (drop_a_tensor, "is missing"),
     "another rank": (lambda folder: change_config(folder, r=5), "has shape"),
-    "another kind of adapter": (lambda folder: change_config(folder, use_dora=True), "not of plain LoRA"),
+    "another kind of adapter": (lambda folder: change_config(folder, use_dora=True), "can't read adapter_config.json"),
     "a layer the model has not": (lambda folder: change_config(folder, target_modules=["x"]), "has no tensor"),
     "no config": (lambda folder: (folder / manifest.ADAPTER_FILE).unlink(), manifest.ADAPTER_FILE),
     "a rank too high": (lambda folder: None, "takes adapters up to rank 8"),

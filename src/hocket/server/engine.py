@@ -180,11 +180,9 @@ class Engine:
             uploaded, source = self._uploads.present(), request.source
             if isinstance(source, DiskSource):
                 key = source.name
-                folder = await self._reading_files(versions.find, self._root, key)
-                described = await self._reading_files(versions.read_manifest, folder)
+                folder, described, adapter = await self._reading_files(versions.read, self._root, key)
                 if (held := self._holds(key, request.version)) and held.checksum == described.checksum:
                     return held
-                adapter = await self._reading_files(versions.read_adapter, folder, described)
                 expected = self._expected(adapter, shapes)
                 folder = await self._reading_files(self._copy.whole, folder, described, request.version, expected)
                 call, checksum = "hocket_load_disk", described.checksum

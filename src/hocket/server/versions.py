@@ -128,24 +128,22 @@ def check_headers(folder: Path, described: Manifest) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    missing = dict(described.tensors)
+    wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in described.tensors.items()}
+    found: dict[str, tuple[str, list[int]]] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if name not in described.tensors:
-                        raise _refused(f"the files hold tensor {name!r}, which the manifest does not have")
-                    if (wanted := missing.pop(name, None)) is None:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    if name in found:
                         raise _refused(f"the files hold tensor {name!r} twice")
-                    header = file.get_slice(name)
-                    dtype, shape = DTYPES.get(header.get_dtype(), header.get_dtype()), list(header.get_shape())
-                    if (dtype, shape) != (wanted.dtype, wanted.shape):
-                        reason = f"is {dtype} {shape} in the file, {wanted.dtype} {wanted.shape} in the manifest"
-                        raise _refused(f"tensor {name!r} {reason}")
+                    header = opened.get_slice(name)
+                    found[name] = DTYPES.get(header.get_dtype(), header.get_dtype()), list(header.get_shape())
     except (OSError, SafetensorError) as error:
         raise _refused(f"can't read the safetensors files: {error}") from error
-    if missing:
-        raise _refused(f"tensor {min(missing)!r} is missing in the files ({len(missing)} in all)")
+    for name in wanted | found:
+        if wanted.get(name) != found.get(name):
+            file, announced = found.get(name, "missing"), wanted.get(name, "missing")
+            raise _refused(f"tensor {name!r} is {file} in the files, {announced} in the manifest")
 
 
 def temporary_prefix() -> str:
@@ -214,24 +212,20 @@ class PatchedCopy:
         self._folder, self._checksum = None, ""
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read manifest.json. Raises ApiError where it is missing or malformed."""
+def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
+    """Find a version; return its folder, manifest and, unless it is of whole weights, the adapter's config."""
+    folder, file = find(root, name), manifest.MANIFEST_FILE
     try:
-        return manifest.read(folder)
+        described = manifest.read(folder)
+        if described.content != "adapter":
+            return folder, described, None
+        file = manifest.ADAPTER_FILE
+        adapter = AdapterConfig.model_validate_json((folder / file).read_bytes())
     except (OSError, ValueError) as error:
-        raise _refused(f"can't read {manifest.MANIFEST_FILE}: {error}") from error
-
-
-def read_adapter(folder: Path, described: Manifest) -> AdapterConfig | None:
-    """Read the config of an adapter, None for whole weights. Raises ApiError where it can't be read."""
-    if described.content != "adapter":
-        return None
+        raise _refused(f"can't read {file}: {error}") from error
     if described.base is not None:
         raise _refused("an adapter is published whole, never as what has changed in it")
-    try:
-        return AdapterConfig.model_validate_json((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _refused(f"can't read {manifest.ADAPTER_FILE}, or it is not of plain LoRA: {error}") from error
+    return folder, described, adapter
 
 
 def check_layout(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:

@@ -132,10 +132,9 @@ def engine_arguments(config: Config) -> Namespace:
         settings["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, tokenizers.context_length(config.model))
         if server.tensor_parallel_size == 1:
             settings["distributed_executor_backend"] = "uni"
-    for key, value in settings.items():
-        if not hasattr(args, key):
-            raise ValueError(f"this release of vLLM has no setting {key!r}; install the one in requirements.txt")
-        setattr(args, key, value)
+    if unknown := settings.keys() - vars(args).keys():
+        raise ValueError(f"this release of vLLM has no setting {min(unknown)!r}; install the one in requirements.txt")
+    vars(args).update(settings)
     return args
 
 
