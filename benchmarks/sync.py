@@ -176,7 +176,7 @@ class Bench:
 
     def __init__(self, settings: Sequence[str], transports: dict[str, Sequence[str]]) -> None:
         from hocket.sync.collective import CollectiveTransport
-        from hocket.sync.disk import VersionFolders
+        from hocket.sync.disk import Versions
         from hocket.sync.transports import DiskTransport
         from hocket.trainer.trainer import Trainer
 
@@ -188,8 +188,8 @@ class Bench:
             if chosen.sync.backend == "nccl":
                 self.transports[name] = CollectiveTransport(self.trainer, chosen.sync)
             else:
-                folders = VersionFolders(chosen.run_dir, self.trainer, chosen.sync)
-                self.transports[name] = DiskTransport(folders, chosen.sync_root, chosen.sync)
+                versions = Versions(chosen.run_dir, self.trainer, chosen.sync)
+                self.transports[name] = DiskTransport(versions, chosen.sync_root, chosen.sync)
         self._url = config.own_url
         self.version = 0
 
@@ -205,8 +205,8 @@ class Bench:
                     start = time.perf_counter()
                     delivery: Delivery = await self.transports[name].deliver(self.version, [client])
                     seconds = time.perf_counter() - start
-                    if isinstance(delivery.answers[0], HocketError):
-                        raise delivery.answers[0]
+                    if isinstance(answer := delivery.answers[client][1], HocketError):
+                        raise answer
                     row = {"seconds": seconds}
                     columns = {"MiB": "mebibytes", "prepare": "prepare_s", "transfer": "transfer_s"}
                     row |= {column: delivery.metrics[f"sync/{metric}"] for column, metric in columns.items()}

@@ -8,24 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import hocket
 from hocket import config as config_module
 from hocket.cli import main, read_settings
-from hocket.errors import ConfigError
-
-COMMANDS = [
-    "quickstart",
-    "serve",
-    "train",
-    "rollout",
-    "sft",
-    "generate",
-    "eval",
-    "config",
-    "export",
-    "ledger",
-    "doctor",
-]
-
 
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "fastapi", "datasets", "httpx"}
 IMPORTED = f"""
@@ -39,7 +24,7 @@ print("imported:", {HEAVY!r} & set(sys.modules))
 """
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", sorted({*hocket.COMMANDS} - {"test"}))
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -80,30 +65,22 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
         "epoch 1: 3 prompts",
     ]
     shutil.rmtree(folder)  # now nothing tells that c is in flight,
-    assert main(["ledger", str(tmp_path), "--json"]) == 0
+    assert main(["ledger", str(tmp_path)]) == 0
     (tmp_path / "summary.json").touch()  # and here, that nothing is
-    capsys.readouterr()
-    assert main(["ledger", str(tmp_path), "--json"]) == 1
-    first, *_ = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (first["states"], first["problems"]) == (
-        {"trained": 2, "missing": 1},
-        ["1 prompts are not accounted for: c"],
-    )
+    assert main(["ledger", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "epoch 0: 1 prompts are not accounted for: c",
+        "epoch 1: 1 prompts are not accounted for: a",
+    ]
 
 
 def test_what_has_no_ledger_is_refused_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (tmp_path / "elsewhere", Path("config/quickstart.yaml")):
-        assert main(["ledger", str(path)]) == 1
-        said = f"error: {path} is not a folder; name the folder of a run (run.dir)\n"
-        assert capsys.readouterr().err == said
     folder = tmp_path / "checkpoints" / "step_000004"  # a replay has checkpoints, a rollout and sft not even draws
     folder.mkdir(parents=True)
     (folder / "COMPLETE").touch()
-    assert main(["ledger", str(tmp_path)]) == 1
-    assert "has no ledger: " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["ledger", str(tmp_path), "nonsense=3"])
-    assert capsys.readouterr().err.endswith("unrecognized arguments: nonsense=3\n")
+    for path in (tmp_path, tmp_path / "elsewhere"):
+        assert main(["ledger", str(path)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {path} is no run with a ledger")
 
 
 @pytest.mark.parametrize("args", [["train", "--help"], ["config", "trainer.steps=3"]])
@@ -134,7 +111,7 @@ def test_config_prints_what_load_reads_back(capsys: pytest.CaptureFixture[str], 
         (["config", "trainer.stepz=3"], "did you mean 'trainer.steps'"),
         (["config", "a.yaml", "b.yaml"], "one config file at most"),
         (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a file"),
-        (["generate", "-p", "a", "-n", "0"], "-n 0 can't be asked for: Input should be greater than or equal to 1"),
+        (["generate", "-p", "a", "-n", "0"], "can't be asked for: Input should be greater than or equal to 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_1(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,14 +133,6 @@ def test_settings_are_one_file_and_overrides_in_any_order() -> None:
     assert (config.trainer.steps, config.data.source) == (3, "task:sort")
     assert arguments == ["config/quickstart.yaml", "trainer.steps=3"]
     assert read_settings([], "config/quickstart.yaml")[1] == ["config/quickstart.yaml"]
-    with pytest.raises(ConfigError):
-        read_settings(["a.yaml", "b.yaml"])
-
-
-def test_the_rank_argument_of_deepspeeds_launcher_is_ignored(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["config", "--local_rank=1", "trainer.steps=3"], ["--local-rank=0", "config", "trainer.steps=3"]):
-        assert main(argv) == 0
-        assert "steps: 3" in capsys.readouterr().out
 
 
 def test_an_interrupt_while_the_process_exits_changes_nothing() -> None:

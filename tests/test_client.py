@@ -9,39 +9,27 @@ from typing import Any
 import httpx
 import pytest
 
+import fakes
 from hocket.client import ServerClient
 from hocket.errors import ServerError
 from hocket.protocol import (
-    Completion,
     DiskSource,
+    GenerateRequest,
     GroupRequest,
     GroupResponse,
     ReloadRequest,
-    ReloadResponse,
     SamplingParams,
+    SessionRequest,
+    SessionResponse,
     SleepRequest,
     SleepResponse,
+    StreamLine,
     Toolbox,
     ToolCall,
     WakeRequest,
 )
 
-HEALTH = {
-    "status": "ready",
-    "version": 3,
-    "model": "m",
-    "dtype": "float32",
-    "vocab_size": 10,
-    "max_length": 64,
-    "tokenizer_sha256": "ab",
-    "session": "s1",
-    "in_flight": 0,
-    "root": "/runs",
-    "device": "cpu",
-    "workers": 1,
-    "kv_tokens": 4096,
-    "error": None,
-}
+HEALTH = fakes.health(session="s1", version=3).model_dump(mode="json")
 COMPLETION = {
     "token_ids": [4, 2],
     "logprobs": [-0.5, -0.25],
@@ -60,39 +48,33 @@ def lines(*messages: object) -> bytes:
     return "".join(json.dumps(message) + "\n" for message in messages).encode()
 
 
-async def generate(server: ServerClient, **kwargs: object) -> list[tuple[int, int, Completion]]:
-    options = {"n": 1, "timeout_s": 5.0} | kwargs
-    return [item async for item in server.generate([[1, 2]], SamplingParams(max_tokens=4, seed=7), **options)]  # type: ignore[arg-type]
+async def generate(server: ServerClient, timeout_s: float = 5.0, **fields: Any) -> list[StreamLine]:
+    request = GenerateRequest(prompts=[[1, 2]], sampling=SamplingParams(max_tokens=4, seed=7), **fields)
+    return [line async for line in server.generate(request, timeout_s=timeout_s)]
 
 
 async def test_a_step_is_one_streaming_request_with_token_ids_and_the_token() -> None:
     seen: list[httpx.Request] = []
+    call = {"name": "f", "arguments": '{"x": 1}', "id": ""}
+    text = "d\u2028e"  # a line separator within a line of the stream
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
-        return httpx.Response(200, content=lines({"prompt": 0, "index": 0, "completion": COMPLETION}, END))
+        done = COMPLETION | {"tool_calls": [call], "text": text}
+        line = json.dumps({"prompt": 0, "index": 0, "completion": done}, ensure_ascii=False)
+        return httpx.Response(200, content=line.encode() + b"\n" + lines(END))
 
+    toolbox = Toolbox(parser="hermes", tools=({"type": "function", "function": {"name": "f", "parameters": {}}},))
     async with client(handler) as server:
-        answers = await generate(server)
-    assert answers == [
-        (
-            0,
-            0,
-            Completion(token_ids=(4, 2), logprobs=(-0.5, -0.25), finish_reason="stop", versions=((3, 0, 2),), text="d"),
-        )
-    ]
+        answers = await generate(server, seeds=[[11]], session="s1", tools=toolbox)
+    done = fakes.completion(4, 2, logprobs=(-0.5, -0.25), version=3, text=text)
+    done = done.model_copy(update={"tool_calls": (ToolCall(name="f", arguments='{"x": 1}'),)})
+    assert answers == [StreamLine(prompt=0, index=0, completion=done)]
     body = json.loads(seen[0].content)
     assert (seen[0].url.path, seen[0].headers["authorization"]) == ("/generate", "Bearer secret-token")
     assert (body["prompts"], body["stream"], body["n"]) == ([[1, 2]], True, 1)
-    assert body["sampling"] == {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "max_tokens": 4,
-        "stop": [],
-        "stop_token_ids": [],
-        "seed": 7,
-    }
+    assert (body["seeds"], body["session"], body["tools"]) == ([[11]], "s1", toolbox.model_dump(mode="json"))
+    assert body["sampling"] == SamplingParams(max_tokens=4, seed=7).model_dump(mode="json")
 
 
 async def test_a_refusal_carries_the_servers_words_code_and_hint() -> None:
@@ -124,47 +106,11 @@ class Stalling(httpx.AsyncByteStream):
         await asyncio.sleep(60)
 
 
-async def test_a_text_with_a_line_separator_is_one_line_of_the_stream() -> None:
-    line = {"prompt": 0, "index": 0, "completion": COMPLETION | {"text": "a\u2028b"}}
-    content = json.dumps(line, ensure_ascii=False).encode() + b"\n" + lines(END)
-    ((_, _, completion),) = await generate(client(lambda request: httpx.Response(200, content=content)))
-    assert completion.text == "a\u2028b"
-
-
 async def test_a_stream_that_stalls_ends_at_the_deadline() -> None:
     async with client(lambda _: httpx.Response(200, stream=Stalling())) as server:
         with pytest.raises(ServerError, match=r"/generate did not finish in 0.1 s") as raised:
             await generate(server, timeout_s=0.1, n=2)
     assert raised.value.code == "timeout"
-
-
-async def test_seeds_and_the_session_go_with_the_request() -> None:
-    seen: list[dict[str, object]] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(json.loads(request.content))
-        return httpx.Response(200, content=lines({"prompt": 0, "index": 0, "completion": COMPLETION}, END))
-
-    async with client(handler) as server:
-        await generate(server, seeds=[[11]], session="s1")
-        await generate(server)
-    assert [(body["seeds"], body["session"]) for body in seen] == [([[11]], "s1"), (None, None)]
-
-
-async def test_tools_go_with_the_request_and_calls_come_back() -> None:
-    seen: list[dict[str, object]] = []
-    schema = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    call = {"name": "f", "arguments": '{"x": 1}', "id": ""}
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(json.loads(request.content))
-        done = COMPLETION | {"tool_calls": [call]}
-        return httpx.Response(200, content=lines({"prompt": 0, "index": 0, "completion": done}, END))
-
-    async with client(handler) as server:
-        ((_, _, completion),) = await generate(server, tools=Toolbox(parser="hermes", tools=(schema,)))
-    assert completion.tool_calls == (ToolCall(name="f", arguments='{"x": 1}'),)
-    assert seen[0]["tools"] == {"parser": "hermes", "tools": [schema]}
 
 
 async def test_only_a_connection_that_fails_counts_as_nobody_there() -> None:
@@ -180,7 +126,8 @@ async def test_only_a_connection_that_fails_counts_as_nobody_there() -> None:
             await server.answers()
 
 
-async def test_control_calls_do_not_wait_behind_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_control_calls_do_not_wait_behind_rollouts_and_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setattr("hocket.client.MAX_CONNECTIONS", 1)
     playing = asyncio.Event()
 
@@ -207,33 +154,6 @@ async def test_control_calls_do_not_wait_behind_rollouts(monkeypatch: pytest.Mon
         await asyncio.gather(rollouts, return_exceptions=True)
 
 
-async def test_health_ends_at_its_deadline() -> None:
-    async def hang(_: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(60)
-        raise AssertionError
-
-    async with client(hang) as server:  # type: ignore[arg-type]
-        with pytest.raises(ServerError, match=r"/health did not finish in 0.1 s") as raised:
-            await server.health(timeout_s=0.1)
-    assert raised.value.code == "timeout"
-
-
-async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        body = json.dumps(HEALTH).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
-        port = listening.sockets[0].getsockname()[1]
-        async with ServerClient(f"http://127.0.0.1:{port}") as server:
-            assert (await server.health()).session == "s1"
-
-
 @pytest.mark.parametrize(("status", "text"), [(200, "hello"), (502, "bad gateway")])
 async def test_an_answer_of_another_program_is_told_from_a_servers(status: int, text: str) -> None:
     async with client(lambda _: httpx.Response(status, text=text)) as server:
@@ -245,23 +165,35 @@ async def test_an_answer_of_another_program_is_told_from_a_servers(status: int, 
 
 
 @pytest.mark.parametrize(
-    ("call", "asked", "answer"),
+    ("call", "route", "asked", "answer"),
     [
         (
             "reload_weights",
+            "/reload_weights",
             ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain"),
-            ReloadResponse(version=4, seconds=0.1, num_tensors=2, checksum="cc", session="s1"),
+            fakes.reloaded(4, "cc"),
         ),
         (
             "init_weight_group",
+            "/init_weight_group",
             GroupRequest(session="g", host="127.0.0.1", port=5, backend="gloo", device=None, timeout_s=9.0),
             GroupResponse(session="g", workers=2),
         ),
-        ("sleep", SleepRequest(level=2), SleepResponse(asleep=["weights", "kv_cache"], session="s1")),
-        ("wake_up", WakeRequest(tags=["weights"]), SleepResponse(asleep=["kv_cache"], session="s1")),
+        ("sleep", "/sleep", SleepRequest(level=2), SleepResponse(asleep=["weights", "kv_cache"], session="s1")),
+        ("wake_up", "/wake_up", WakeRequest(tags=["weights"]), SleepResponse(asleep=["kv_cache"], session="s1")),
+        (
+            "open_session",
+            "/sessions",
+            SessionRequest(
+                sampling=SamplingParams(seed=7, stop=("x",)), max_length=64, max_calls=3, idle_timeout_s=9.0
+            ),
+            SessionResponse(id="ab", key="its own", model="m"),
+        ),
     ],
 )
-async def test_a_control_call_sends_its_message_and_returns_the_answer(call: str, asked: Any, answer: Any) -> None:
+async def test_a_control_call_sends_its_message_and_returns_the_answer(
+    call: str, route: str, asked: Any, answer: Any
+) -> None:
     seen: list[tuple[str, object]] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -270,7 +202,7 @@ async def test_a_control_call_sends_its_message_and_returns_the_answer(call: str
 
     async with client(handler) as server:
         assert await getattr(server, call)(asked, timeout_s=5) == answer
-    assert seen == [(f"/{call}", asked.model_dump(mode="json"))]
+    assert seen == [(route, asked.model_dump(mode="json"))]
 
 
 async def test_a_version_is_sent_file_by_file_and_its_marker_last(tmp_path: Path) -> None:
@@ -311,34 +243,19 @@ async def test_after_a_refused_file_no_more_are_sent(tmp_path: Path) -> None:
     assert (caught.value.status, seen) == (507, ["/upload/v1/model.safetensors"])
 
 
-async def test_a_session_is_opened_named_for_agents_and_closed_with_its_calls() -> None:
-    seen: list[httpx.Request] = []
+async def test_a_session_is_closed_with_its_calls() -> None:
     calls = [
         {"prompt_token_ids": [7, 8], "seed": 4, "completion": COMPLETION},
         {"prompt_token_ids": [7], "seed": 5, "completion": None},
     ]
 
-    opening = {"id": "ab", "key": "its own", "model": "m"}
-
     def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return httpx.Response(200, json=opening if request.method == "POST" else {"calls": calls, "cut_off": True})
+        assert (request.method, request.url.path) == ("DELETE", "/sessions/ab")
+        return httpx.Response(200, json={"calls": calls, "cut_off": True})
 
     async with client(handler) as server:
-        sampling = SamplingParams(max_tokens=4, seed=7, stop=("x",))
-        bounds = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}
-        opened = await server.open_session(sampling, session="s1", timeout_s=5.0, **bounds)
-        assert (opened.id, opened.key, opened.model) == ("ab", "its own", "m")
-        assert server.session_url("ab") == "http://server/sessions/ab/v1"
         recorded = await server.close_session("ab", timeout_s=5.0)
-    body = json.loads(seen[0].content)
-    assert {key: body[key] for key in ("session", *bounds)} == {"session": "s1", **bounds}
-    assert (body["sampling"]["max_tokens"], body["sampling"]["seed"], body["sampling"]["stop"]) == (4, 7, ["x"])
-    assert (seen[1].method, seen[1].url.path) == ("DELETE", "/sessions/ab")
-    assert seen[1].headers["authorization"] == "Bearer secret-token"
-    assert [call.prompt_token_ids for call in recorded.calls] == [(7, 8), (7,)]
     assert recorded.cut_off
-    assert recorded.calls[1].completion is None
-    done = recorded.calls[0].completion
-    assert done is not None
-    assert (done.token_ids, done.logprobs, done.versions) == ((4, 2), (-0.5, -0.25), ((3, 0, 2),))
+    assert [call.prompt_token_ids for call in recorded.calls] == [(7, 8), (7,)]
+    done = fakes.completion(4, 2, logprobs=(-0.5, -0.25), version=3, text="d")
+    assert [call.completion for call in recorded.calls] == [done, None]

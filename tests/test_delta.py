@@ -43,10 +43,10 @@ def test_a_tensor_goes_whole_where_that_is_smaller() -> None:
     old = torch.zeros(300, dtype=torch.bfloat16)
     sparse, whole = (delta.encode(old, changed(old, list(range(count)))) for count in (199, 200))
     assert (sparse.count, sorted(sparse.parts)) == (199, ["gaps", "values"])
-    assert (whole.count, sorted(whole.parts)) == (200, ["whole"])
+    assert (whole.count, sorted(whole.parts)) == (200, ["values"])
     assert torch.equal(delta.apply(old, whole.parts), changed(old, list(range(200))))
     few = torch.zeros(4)
-    assert sorted(delta.encode(few, changed(few, [2])).parts) == ["whole"]
+    assert sorted(delta.encode(few, changed(few, [2])).parts) == ["values"]
 
 
 def test_bits_are_compared_not_numbers() -> None:
@@ -101,18 +101,13 @@ FAR, TWO = (delta.encode(torch.zeros(100), changed(torch.zeros(100), at)).parts 
         {"gaps": torch.zeros(9, dtype=torch.uint8), "values": torch.ones(2)},
         {"gaps": TWO["gaps"], "values": torch.ones(2, dtype=torch.bfloat16)},
         {"gaps": TWO["gaps"]},
-        {"whole": torch.ones(5)},
-        {"whole": torch.ones(4, dtype=torch.bfloat16)},
+        {"values": torch.ones(5)},
+        {"values": torch.ones(4, dtype=torch.bfloat16)},
     ],
 )
 def test_a_change_made_for_another_tensor_is_an_error(parts: dict[str, torch.Tensor]) -> None:
-    with pytest.raises((OSError, ValueError, IndexError, RuntimeError)):
+    with pytest.raises((OSError, ValueError, IndexError, KeyError, RuntimeError)):
         delta.apply(torch.zeros(4), parts)
-
-
-def test_tensors_that_are_not_alike_have_no_difference() -> None:
-    with pytest.raises(ValueError, match=r"a torch.float32 tensor \[4\] can't become torch.float32 \[2, 2\]"):
-        delta.encode(torch.zeros(4), torch.zeros(2, 2))
 
 
 def test_files_are_patched_in_place_whichever_holds_the_tensor(tmp_path: Path) -> None:
@@ -124,7 +119,7 @@ def test_files_are_patched_in_place_whichever_holds_the_tensor(tmp_path: Path) -
     save_file({"a.weight": old["a.weight"]}, files / "model-1.safetensors", metadata={"format": "pt"})
     save_file({"b": old["b"], "c": old["c"]}, files / "model-2.safetensors")
     delta.save({name: delta.encode(old[name], new[name]) for name in old}, folder)
-    assert sorted(load_file(folder / "delta.safetensors")) == ["a.weight:gaps", "a.weight:values", "b:whole"]
+    assert sorted(load_file(folder / "delta.safetensors")) == ["a.weight:gaps", "a.weight:values", "b:values"]
     delta.patch(files, folder)
     found = load_file(files / "model-1.safetensors") | load_file(files / "model-2.safetensors")
     assert found.keys() == new.keys()

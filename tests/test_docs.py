@@ -39,20 +39,19 @@ def test_every_setting_has_a_description() -> None:
             assert field.description, section
 
 
-def test_readme_names_no_file_that_is_not_there() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = readme.split("## Reading order")[1].split("```")[1]
-    named = {word for word in tree.split() if word.endswith((".py", ".yaml"))}
-    assert "loop.py" in named
-    assert [name for name in sorted(named) if not list(ROOT.glob(f"**/{name}"))] == []
-
-
-def test_the_page_on_architecture_names_no_file_that_is_not_there() -> None:
+def test_readme_and_architecture_name_no_file_that_is_not_there() -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## Reading order")[1].split("```")[1]
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"[\w/]+\.py", page)) | set(re.findall(r"`([\w/]+/)`", page))
+    named = {word for word in tree.split() if word.endswith((".py", ".yaml"))}
+    named |= set(re.findall(r"[\w/]+\.py", page)) | set(re.findall(r"`([\w/]+/)`", page))
     assert {"loop.py", "sync/publish.py", "data/"} <= named
-    roots = (ROOT, ROOT / "src" / "hocket", ROOT / "src" / "hocket" / "sync")
-    assert [name for name in sorted(named) if not any((root / name).exists() for root in roots)] == []
+    there = [
+        *ROOT.glob("*"),
+        *(path for folder in ("src", "tests", "config", "benchmarks") for path in (ROOT / folder).rglob("*")),
+    ]
+    assert [
+        name for name in sorted(named) if not any(f"{path}/".endswith(f"/{name.rstrip('/')}/") for path in there)
+    ] == []
 
 
 async def test_the_readmes_own_reward_works_as_it_stands(tmp_path: Path) -> None:

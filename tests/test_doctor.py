@@ -1,5 +1,6 @@
 """The doctor: what it says of this machine, of a broken one, and which processes it takes for hocket's."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -10,8 +11,6 @@ import pytest
 
 from hocket import doctor, environment
 from hocket.doctor import is_ours
-
-SLEEPER = "import time; time.sleep(600)"
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +33,19 @@ def test_a_machine_with_everything_is_ready(
     assert out.splitlines()[-1] == "verdict    ready: python3 run.py quickstart"
 
 
-def test_a_missing_package_is_an_error_with_a_fix(
+def test_what_is_missing_is_an_error_with_a_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "missing", lambda build, command: ["httpx>=1"])
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr(doctor, "psutil", None)  # then the rest is still reported
     assert doctor.run() == 1
     out = capsys.readouterr().out
-    assert "httpx>=1" in next(line for line in out.splitlines() if "missing:" in line)
+    assert "missing: httpx>=1\n" in out
     assert "fix:  packages are missing" in out
-    assert "to fix" in out.splitlines()[-1]
+    assert "runs can't be written" in out
+    assert out.splitlines()[-1].endswith("to fix")
+    assert "\nport" not in out
 
 
 def test_torch_is_really_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +69,10 @@ def test_a_broken_torch_does_not_break_the_doctor(monkeypatch: pytest.MonkeyPatc
     assert "libcudart" not in probe or "libcudart.so.13: cannot open" in finding.text
 
 
-def test_gpus_are_listed_and_a_full_one_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_noted_and_a_driver_that_torch_cannot_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "has_cuda", lambda: True)
+    (finding,) = doctor.devices()
+    assert "torch (for CPUs) can't use the NVIDIA driver" in finding.error
     gpus = '[["NVIDIA H200", 140.0, 150.0], ["NVIDIA H200", 20.0, 150.0]]'
     monkeypatch.setattr(doctor, "PROBE", f"print('[\"13.0\", {gpus}]')")
     first, second = doctor.devices()
@@ -74,33 +80,15 @@ def test_gpus_are_listed_and_a_full_one_is_noted(monkeypatch: pytest.MonkeyPatch
     assert "more than half of cuda:1 is taken" in second.note
 
 
-def test_a_driver_that_torch_cannot_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "has_cuda", lambda: True)
-    (finding,) = doctor.devices()
-    assert "torch (for CPUs) can't use the NVIDIA driver" in finding.error
-
-
 def test_a_taken_port_names_its_holder() -> None:
-    listen = (
-        "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
-        "print(s.getsockname()[1], flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", listen], stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None
-            port = int(holder.stdout.readline())
-            (finding,) = doctor.port(port)
-        finally:
-            holder.kill()
-    assert finding.text.startswith(f"{port} is taken by process {holder.pid}: {sys.executable}")
-    assert f"kill {holder.pid}" in finding.note
-
-
-def test_a_free_port_is_free() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound, not listening: nobody else can take it meanwhile
         number = held.getsockname()[1]
         assert list(doctor.port(number)) == [doctor.Finding("port", f"{number} is free")]
+        held.listen()
+        (finding,) = doctor.port(number)
+    assert finding.text.startswith(f"{number} is taken by process {os.getpid()} (")
+    assert "server.port=8001" in finding.note
 
 
 @pytest.mark.parametrize(
@@ -127,41 +115,16 @@ def test_hockets_processes_are_told_from_others(words: list[str], ours: bool) ->
     assert is_ours(words) is ours
 
 
-def test_running_processes_are_listed_by_pid(tmp_path: Path) -> None:
+def test_running_processes_are_listed_and_one_without_a_parent_is_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "run.py"
-    script.write_text(SLEEPER)
+    script.write_text("import time; time.sleep(600)")
     with subprocess.Popen([sys.executable, str(script), "serve"]) as process:
         try:
-            texts = [finding.text for finding in doctor.processes()]
+            assert any(finding.text.startswith(f"{process.pid} running") for finding in doctor.processes())
+            monkeypatch.setattr(psutil.Process, "ppid", lambda process: 1)
+            (found,) = (finding for finding in doctor.processes() if finding.text.startswith(f"{process.pid} leftover"))
         finally:
             process.kill()
-    assert any(text.startswith(f"{process.pid} running") for text in texts)
-
-
-def test_a_process_without_a_parent_is_a_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(SLEEPER)
-    start = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
-    words = [sys.executable, "-c", start, sys.executable, str(script), "train"]
-    pid = int(subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout)
-    try:
-        monkeypatch.setattr(psutil.Process, "ppid", lambda process: 1)  # under `run.py test`, that adopts it
-        (finding,) = (finding for finding in doctor.processes() if finding.text.startswith(f"{pid} leftover"))
-        assert f"kill {pid}" in finding.note
-    finally:
-        psutil.Process(pid).kill()
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert "can't be written" in list(doctor.resources())[-1].error
-
-
-def test_without_psutil_the_rest_is_still_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "psutil", None)
-    doctor.run()
-    out = capsys.readouterr().out
-    assert "\ndisk" in out
-    assert "\nport" not in out
+    assert f"kill {process.pid}" in found.note

@@ -5,14 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from hocket import launch
 from hocket.errors import ServerError
-from hocket.launch import Child, refuse_dead
+from hocket.launch import Child
+from processes import wait_for
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
@@ -23,13 +23,6 @@ WITH_CHILD = (
 )
 
 
-def wait_for(condition: object, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.05)
-
-
 def gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
@@ -38,7 +31,7 @@ def gone(pid: int) -> bool:
 
 
 def first_line(log: Path) -> str:
-    wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
+    wait_for(lambda: log.exists() and log.read_text().endswith("\n"), "a line in the log")
     return log.read_text().splitlines()[0]
 
 
@@ -48,19 +41,17 @@ def test_a_child_that_ends_by_itself_gives_its_status_and_log(tmp_path: Path) ->
         env={"X": "y"},
         log=tmp_path / "logs" / "a",
     )
-    wait_for(lambda: child.poll() is not None)
-    assert child.poll() == 3
-    assert child.tail() == "hello y"
+    assert wait_for(child.poll, "the child ends") == 3
     with pytest.raises(ServerError, match=r"ended with status 3(.|\n)*hello y"):
-        refuse_dead(child)
+        child.refuse_dead()
 
 
 def test_stopping_a_child_ends_what_it_started_too(tmp_path: Path) -> None:
     child = Child(["-c", WITH_CHILD], env={}, log=tmp_path / "log")
     grandchild = int(first_line(tmp_path / "log"))
-    refuse_dead(child)  # it runs: no error
+    child.refuse_dead()  # it runs: no error
     assert child.stop() == -signal.SIGTERM
-    wait_for(lambda: gone(grandchild))
+    wait_for(lambda: gone(grandchild), "the grandchild is gone")
 
 
 def test_a_child_that_ignores_the_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +74,7 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         child = int(first_line(log))
         parent.kill()
         parent.wait(10)
-        wait_for(lambda: gone(child))
+        wait_for(lambda: gone(child), "the child is gone")
     finally:
         parent.kill()
 
@@ -98,15 +89,12 @@ while len(list(folder.iterdir())) < 3:
 """
 
 
-def nothing() -> None: ...
-
-
 def ranks_in(folder: Path) -> list[list[str]]:
     return [path.read_text().split() for path in sorted(folder.iterdir())]
 
 
 def test_ranks_run_together_and_find_each_other(tmp_path: Path) -> None:
-    assert launch.run_ranks(["-c", RANK, str(tmp_path)], 3, env={"X": "y"}, check=nothing) == 0
+    assert launch.run_ranks(["-c", RANK, str(tmp_path)], 3, env={"X": "y"}, check=lambda: None) == 0
     ports = {words[6] for words in ranks_in(tmp_path)}
     assert len(ports) == 1
     assert [words[1:] for words in ranks_in(tmp_path)] == [
@@ -116,7 +104,7 @@ def test_ranks_run_together_and_find_each_other(tmp_path: Path) -> None:
 
 def test_a_rank_that_fails_ends_the_others_with_its_status(tmp_path: Path) -> None:
     code = f"{RANK}\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)"
-    assert launch.run_ranks(["-c", code, str(tmp_path)], 3, env={"X": "y"}, check=nothing) == 7
+    assert launch.run_ranks(["-c", code, str(tmp_path)], 3, env={"X": "y"}, check=lambda: None) == 7
     assert len(ranks_in(tmp_path)) == 3
     assert all(gone(int(words[0])) for words in ranks_in(tmp_path))
 
@@ -128,7 +116,7 @@ def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
 
     with pytest.raises(ServerError):
         launch.run_ranks(["-c", f"{RANK}\ntime.sleep(600)", str(tmp_path)], 3, env={"X": "y"}, check=check)
-    wait_for(lambda: all(words and gone(int(words[0])) for words in ranks_in(tmp_path)))
+    wait_for(lambda: all(words and gone(int(words[0])) for words in ranks_in(tmp_path)), "the ranks are gone")
 
 
 def test_what_comes_next_is_a_model_that_can_be_served(tmp_path: Path) -> None:

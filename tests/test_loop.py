@@ -18,7 +18,6 @@ from hocket.data import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console
-from hocket.observe.metrics import StepStats
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
@@ -33,16 +32,15 @@ Reward = Callable[[int, int], float | None]
 class World:
     """Everything around the loop, keeping a diary of what it was asked to do."""
 
-    def __init__(self, reward: Reward) -> None:
+    def __init__(self, reward: Reward, score_s: float, reference: tuple[float, float] | None) -> None:
         self.reward = reward
-        self.score_s = 0.0
+        self.score_s = score_s
         self.played = set[str]()
         self.diary: list[Any] = []
-        self.version = 4  # the server was used before
+        self.current = 4  # the server was used before
         self.keep: list[Path] = []
-        self.lock = asyncio.Lock()
         self.publishes: list[bool] = []  # each time that the trainer is held
-        self.reference: tuple[float, float] | None = None  # its log-probs of every completion
+        self.reference = reference  # its log-probs of every completion
 
     async def wait_up(self) -> None:
         if "wait" not in self.diary:
@@ -53,10 +51,6 @@ class World:
     def versions(self) -> "World":
         return self
 
-    @property
-    def current(self) -> int:
-        return self.version
-
     @contextlib.asynccontextmanager
     async def training(self, *, publishes: bool) -> AsyncIterator[dict[str, float]]:
         self.publishes.append(publishes)
@@ -66,13 +60,13 @@ class World:
         label = seat.group.rpartition("/")[0]
         if label not in self.played:
             self.played.add(label)
-            self.diary.append(("play", label, self.version))
+            self.diary.append(("play", label, self.current))
         sequence = TokenSequence(
             token_ids=(*prompt.token_ids, 5, 2),
             mask=(False, True, True),
             logprobs=(0.0, -0.1, -0.2),
-            version_min=self.version,
-            version_max=self.version,
+            version_min=self.current,
+            version_max=self.current,
             text=seat.id.rpartition("/")[2],
         )
         return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,))
@@ -89,34 +83,23 @@ class World:
         self.diary.append(("measure", len(sequences)))
         return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in sequences]
 
-    def step(self, samples: Sequence[TrainSample], *, keep: Path) -> StepStats:
+    def step(self, samples: Sequence[TrainSample], *, keep: Path) -> dict[str, float]:
         self.keep.append(keep)
         self.diary.append(("train", len(samples), sorted({sample.sequence.version_min for sample in samples})))
-        return StepStats(
-            loss=0.5,
-            grad_norm=1.0,
-            learning_rate=0.1,
-            skipped=False,
-            metrics={"logprob_gap": 0.0},
-            num_tokens=2 * len(samples),
-            num_positions=3 * len(samples),
-            num_sequences=len(samples),
-            num_micro_batches=1,
-            mfu=0.5,
-            seconds=0.1,
-        )
+        metrics = {"loss": 0.5, "grad_norm": 1.0, "logprob_gap": 0.0, "tokens": 2.0 * len(samples), "mfu": 0.5}
+        return {f"train/{name}": value for name, value in metrics.items()} | {"time/train": 0.1}
 
     def state(self, sink: object) -> dict[str, Any]:
         self.diary.append("copy")
         return {}
 
     async def publish(self) -> dict[str, float]:
-        self.version += 1
-        self.diary.append(("publish", self.version))
+        self.current += 1
+        self.diary.append(("publish", self.current))
         return {"sync/mebibytes": 2.0}
 
     def save(self) -> None:
-        self.diary.append(("save", self.version))
+        self.diary.append(("save", self.current))
 
 
 async def trained(
@@ -127,33 +110,19 @@ async def trained(
     score_s: float = 0.0,
     reference: tuple[float, float] | None = None,
 ) -> tuple[World, list[Any], Any]:
-    config = config_module.load(
-        None,
-        [
-            f"run.dir={tmp_path}/runs/a",
-            "observe.tensorboard=false",
-            "rollout.prompts_per_step=2",
-            "rollout.group_size=2",
-            "trainer.steps=2",
-            *settings,
-        ],
-    )
-    world: Any = World(reward)
-    world.score_s = score_s
-    world.reference = reference
+    fixed = ["observe.tensorboard=false", "rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]
+    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *fixed, *settings])
+    max_staleness = config.pipeline.max_staleness
+    world: Any = World(reward, score_s, reference)
     with (
         RunFolder(config) as folder,
         Console("plain", config.trainer.steps) as console,
         Checkpoints(config, world.state, {}) as kept,
     ):
-        stream = PromptStream(
-            [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(3)],
-            config.trainer.seed,
-            retire_after=config.curriculum.retire_after,
-        )
-        held_out_prompts = [Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)]
+        prompts = [Prompt(id=f"p{i}", token_ids=(1,)) for i in range(3)]
+        stream = PromptStream(prompts, config.trainer.seed, retire_after=config.curriculum.retire_after)
         evaluation = Evaluation(
-            datasets={"": held_out_prompts} if held_out else {},
+            prompts=[Prompt(id=f"h{i}", token_ids=(1,)) for i in range(held_out)],
             play=world.play,
             score=world.score,
             reward="exact_match",
@@ -167,11 +136,9 @@ async def trained(
             config=config.rollout,
             seed=config.trainer.seed,
             oversampling=config.algorithm.oversampling,
-            max_staleness=config.pipeline.max_staleness,
+            max_staleness=max_staleness,
         )
-        batches = functools.partial(
-            Pipeline, plan=plan, steps=config.trainer.steps, max_staleness=config.pipeline.max_staleness
-        )
+        batches = functools.partial(Pipeline, plan=plan, steps=config.trainer.steps, max_staleness=max_staleness)
         summary = await Run(
             config=config,
             trainer=world,
@@ -214,20 +181,15 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     assert metrics[2]["staleness/max"] == 0
     assert metrics[2]["sync/mebibytes"] == 2.0
     assert (summary["steps"], summary["final_version"], summary["before"], summary["after"]) == (2, 7, 0.0, 0.0)
-    assert sorted(path.name for path in (tmp_path / "runs/a/rollouts").iterdir()) == [
-        "eval_000000.jsonl",
-        "eval_000002.jsonl",
-        "step_000001.jsonl",
-        "step_000002.jsonl",
-    ]
+    written = sorted(path.stem for path in (tmp_path / "runs/a/rollouts").iterdir())
+    assert written == ["eval_000000", "eval_000002", "step_000001", "step_000002"]
 
 
 async def test_a_run_goes_on_after_what_is_recorded_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     _, straight, expected = await trained(tmp_path / "straight", lambda step, j: float(j), "trainer.steps=4")
     await trained(tmp_path, lambda step, j: float(j))
-    world, metrics, summary = await trained(
-        tmp_path, lambda step, j: float(j), "trainer.steps=4", "checkpoint.resume=true"
-    )
+    settings = ("trainer.steps=4", "checkpoint.resume=true")
+    world, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings)
     assert [entry for entry in world.diary if entry[0] in ("play", "train")] == [
         ("play", "step 3", 5),  # step 3: no evaluation before, that was recorded
         ("train", 4, [5]),
@@ -246,9 +208,8 @@ async def test_every_prompt_that_was_drawn_is_in_the_ledger_with_its_outcome(tmp
     settings = ("trainer.steps=4", "rewards.max_error_rate=1")
     await trained(tmp_path, lambda step, j: rewards.get(step, [None, None])[j], *settings, held_out=0)
     lines = [json.loads(line) for line in (tmp_path / "runs/a/ledger.jsonl").open()]
-    assert [(line["step"], line["draw"], line["epoch"]) for line in lines] == [
-        (i // 2 + 1, i, i // 3) for i in range(8)
-    ]
+    places = [(line["step"], line["draw"], line["epoch"]) for line in lines]
+    assert places == [(i // 2 + 1, i, i // 3) for i in range(8)]
     assert [(line["state"], line.get("why"), line.get("pass_rate")) for line in lines[::2]] == [
         ("trained", None, 0.5),
         ("filtered", "every reward is 1", 1.0),
@@ -302,7 +263,8 @@ async def test_a_step_is_shared_out_among_what_the_loop_waited_for(tmp_path: Pat
     world, metrics, _ = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=1", held_out=0, score_s=0.3)
     (first, step) = metrics
     assert "time/step" not in first
-    assert step["time/generate"] < 0.3 <= step["time/reward"]  # the scores are waited for when all tokens are there
+    assert step["time/reward"] > 0.29  # the scores are waited for when all tokens are there
+    assert step["time/generate"] + step["time/reward"] <= step["time/step"]
     assert step["pipeline/wait_for_rewards"] == pytest.approx(step["time/reward"] / step["time/step"])
     assert step["step/tokens_per_s"] == pytest.approx(8 / step["time/step"])
     assert world.keep == [tmp_path / "runs/a/skipped/step_000001.json"]

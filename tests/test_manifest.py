@@ -93,12 +93,13 @@ def test_a_versions_sum_covers_every_property_in_any_order(change: dict[str, obj
 
 
 def test_a_manifest_is_read_back(tmp_path: Path) -> None:
-    built = manifest.build(4, [("w", torch.ones(2, 3, dtype=torch.bfloat16))])
-    assert (built.tensors["w"].dtype, built.tensors["w"].shape) == ("bfloat16", [2, 3])
     with pytest.raises(FileNotFoundError):
         manifest.read(tmp_path)
-    manifest.write(tmp_path, built)
-    assert manifest.read(tmp_path) == built
+    specs = manifest.specs([("w", torch.ones(2, 3, dtype=torch.bfloat16))])
+    checksum = manifest.write(tmp_path, 4, specs, base="b")
+    found = manifest.read(tmp_path)
+    assert (found.version, found.tensors, found.checksum, found.base) == (4, specs, checksum, "b")
+    assert (found.tensors["w"].dtype, found.tensors["w"].shape) == ("bfloat16", [2, 3])
     assert (tmp_path / manifest.COMPLETE_FILE).is_file()
 
 

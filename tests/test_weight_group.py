@@ -161,18 +161,18 @@ def test_a_member_that_never_comes_or_a_store_that_nobody_made_is_waited_for_unt
 
 def test_what_ranks_announce_is_seen_for_their_group_alone_and_without_waiting() -> None:
     store = weight_group.make_store("127.0.0.1", 10)
-    assert not weight_group.announced(store, "g", weight_group.JOINING, [1])
+    assert not weight_group.announced(store, "g", 0, [1])
     groups = joined(store, size=3)
-    assert weight_group.announced(store, "g", weight_group.JOINING, [0, 1, 2])
-    assert not weight_group.announced(store, "g", weight_group.JOINING, [1, 2, 3])
-    assert not weight_group.announced(store, "other", weight_group.JOINING, [1])
-    assert not weight_group.announced(store, "g", weight_group.receiving(1), [1])
-    groups[1].announce(weight_group.receiving(1))
+    assert weight_group.announced(store, "g", 0, [0, 1, 2])
+    assert not weight_group.announced(store, "g", 0, [1, 2, 3])
+    assert not weight_group.announced(store, "other", 0, [1])
+    assert not weight_group.announced(store, "g", 1, [1])
+    groups[1].announce(1)
     end = time.monotonic() + 5
-    while not weight_group.announced(store, "g", weight_group.receiving(1), [1]):
+    while not weight_group.announced(store, "g", 1, [1]):
         assert time.monotonic() < end
-    assert not weight_group.announced(store, "g", weight_group.receiving(1), [1, 2])
-    assert not weight_group.announced(store, "g", weight_group.receiving(2), [1])
+    assert not weight_group.announced(store, "g", 1, [1, 2])
+    assert not weight_group.announced(store, "g", 2, [1])
 
 
 def test_store_and_group_listen_on_the_given_address_only() -> None:

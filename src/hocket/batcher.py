@@ -8,19 +8,17 @@ lost server has not finished is asked again, of the others or of itself once it 
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from hocket.errors import ServerError
 from hocket.pool import GONE, MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
-from hocket.protocol import Completion, SamplingParams, Toolbox
+from hocket.protocol import Completion, GenerateRequest, SamplingParams, Toolbox
 
 WINDOW_S = 0.002
 MAX_REQUESTS = 48
 """Requests in flight at the same time; each server's client has a few more connections."""
-MAX_PROMPTS = 256
-"""Different prompts in one request: at most what a server takes."""
-MAX_SAMPLES = 64
-"""Completions of one prompt in one request: at most what a server takes."""
+MAX_TURNS = 128
+"""Turns in one request: a server takes as many prompts, and as many completions of one prompt."""
 MAX_HOMES = 1 << 12
 """Groups whose server is remembered."""
 AGAIN = frozenset({"aborted", "asleep"})
@@ -29,15 +27,17 @@ AGAIN = frozenset({"aborted", "asleep"})
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class Turn:
-    """One model turn that waits for its completion."""
+    """One model turn that waits for its completion. Make it inside the event loop."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams  # its seed plays no part
-    seed: int
+    seed: int  # alone decides the random numbers, whichever server plays it
     deadline: Deadline
     group: str  # turns of one group go to one server, whose prefix cache has what they share
     place: str  # of its episode, for messages: "step 12/5/0 (prompt gsm8k:1042)"
-    answer: "asyncio.Future[Completion]"
+    answer: "asyncio.Future[Completion]" = dataclasses.field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     request: "asyncio.Task[None] | None" = None  # that it was last sent with
     losses: int = 0  # servers that were lost while they played it
 
@@ -58,41 +58,24 @@ class Batcher:
         self._dispatch: asyncio.Task[None] | None = None
         self._homes: dict[str, tuple[Member, int]] = {}  # group: its server, tokens of its first turns
 
-    async def ask(
-        self,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        deadline: Deadline,
-        group: str = "",
-        place: str = "",
-    ) -> Completion:
-        """Return the completion of one prompt; `seed` alone decides its random numbers, whichever server plays it.
+    async def ask(self, turn: Turn) -> Completion:
+        """Return the completion of a turn.
 
         Raises:
             ServerError: refused, not finished in time, no server is left, or MAX_LOSSES servers were lost with it.
         """
-        turn = Turn(
-            token_ids=tuple(token_ids),
-            sampling=sampling,
-            seed=seed,
-            deadline=deadline,
-            group=group,
-            place=place,
-            answer=asyncio.get_running_loop().create_future(),
-        )
         self._waiting.append(turn)
         self._wake()
         try:
             return await turn.answer
         except asyncio.CancelledError:
-            together = self._requests.get(turn.request) if turn.request else None
-            if turn.request and together and all(other.answer.done() for other in together):
+            if turn.request and all(other.answer.done() for other in self._requests.get(turn.request, ())):
                 turn.request.cancel()  # no episode waits for any of its turns; its server is free then
             raise
 
-    def _wake(self) -> None:
+    def _wake(self, ended: "asyncio.Task[None] | None" = None) -> None:
+        if ended is not None:
+            del self._requests[ended]
         if self._dispatch is None and self._waiting and len(self._requests) < MAX_REQUESTS:
             self._dispatch = self._pool.start(self._dispatch_soon())
 
@@ -103,63 +86,65 @@ class Batcher:
             up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
             waiting, self._waiting = self._waiting, []
             wanted = [turn for turn in waiting if not turn.answer.done()]  # an episode may have been cancelled
-            for member, prompts in _requests(self._routed(wanted, up)):
-                turns = [turn for turns in prompts for turn in turns]
+            for member, turns in self._divided(wanted, up):
                 if len(self._requests) >= MAX_REQUESTS:
                     self._waiting += turns  # until a request has ended
                     continue
-                request = self._pool.start(self._request(member, prompts))
+                request = self._pool.start(self._request(member, turns))
                 self._requests[request] = turns
                 for turn in turns:
                     turn.request = request
-                request.add_done_callback(self._ended)
+                request.add_done_callback(self._wake)
         except Exception as error:  # noqa: BLE001 - whatever it is, every episode that waits raises it
             _fail(self._waiting, error)
             self._waiting = []
         self._dispatch = None
         self._wake()
 
-    def _ended(self, request: "asyncio.Task[None]") -> None:
-        del self._requests[request]
-        self._wake()
+    def _divided(self, turns: Sequence[Turn], up: Sequence[Member]) -> list[tuple[Member, list[Turn]]]:
+        """Divide turns into requests of one server, sampling and deadline, the most urgent first.
 
-    def _routed(self, turns: Sequence[Turn], up: Sequence[Member]) -> dict[Member, list[Turn]]:
-        """Divide turns among servers: a group goes to its last server, unless that is busier by more than the group."""
-        groups: dict[str | Turn, list[Turn]] = defaultdict(list)
+        A group goes to its last server, unless that is busier by more than the group; a new one to the least busy.
+        """
+        groups: dict[str, list[Turn]] = defaultdict(list)
         for turn in turns:
-            groups[turn.group or turn].append(turn)
+            groups[turn.group].append(turn)
         load = {member: member.in_flight for member in up}
-        shares: dict[Member, list[Turn]] = defaultdict(list)
         sizes = {group: sum(turn.tokens for turn in mine) for group, mine in groups.items()}
-        for group, mine in sorted(groups.items(), key=lambda item: -sizes[item[0]]):
+        alike: dict[tuple[Member, SamplingParams, Deadline], list[Turn]] = defaultdict(list)
+        for group in sorted(groups, key=sizes.__getitem__, reverse=True):
             member = min(load, key=load.__getitem__)
-            if isinstance(group, str):
-                home, size = self._homes.get(group, (member, sizes[group]))
-                if home in load and load[home] - load[member] <= size:
-                    member = home
-                self._homes[group] = member, size
-                if len(self._homes) > MAX_HOMES:
-                    del self._homes[next(iter(self._homes))]
+            home, size = self._homes.get(group, (member, sizes[group]))
+            if home in load and load[home] - load[member] <= size:
+                member = home
+            self._homes[group] = member, size
+            if len(self._homes) > MAX_HOMES:
+                del self._homes[next(iter(self._homes))]
             load[member] += sizes[group]
-            shares[member] += mine
-        return shares
+            for turn in groups[group]:
+                alike[member, turn.sampling, turn.deadline].append(turn)
+        urgent = sorted(alike.items(), key=lambda item: item[0][2].left_s)
+        return [(key[0], mine[k : k + MAX_TURNS]) for key, mine in urgent for k in range(0, len(mine), MAX_TURNS)]
 
-    async def _request(self, member: Member, prompts: Sequence[Sequence[Turn]]) -> None:
-        """Have one server play a request; turns that it has not finished when it is lost wait again."""
-        todo = {turn: None for turns in prompts for turn in turns}
-        deadline = prompts[0][0].deadline
+    async def _request(self, member: Member, turns: Sequence[Turn]) -> None:
+        """Have one server play the turns of a request; those not finished when it is lost wait again."""
+        todo = dict.fromkeys(turns)
         member.in_flight += sum(turn.tokens for turn in todo)
         try:
-            await self._pool.watched(member, self._play(member, prompts, todo))
+            await self._pool.watched(member, self._play(member, turns, todo))
         except ServerError as error:
-            if deadline.over or error.code not in GONE | AGAIN:
+            if turns[0].deadline.over or error.code not in GONE | AGAIN:
                 _fail(todo, error)
             elif error.code in GONE:
                 self._pool.mark_lost(member, str(error))
                 for turn in todo:
                     turn.losses += 1
                     if turn.losses == MAX_LOSSES:
-                        _fail([turn], _lost_too_often(turn, error))
+                        message = (
+                            f"{MAX_LOSSES} servers failed while generating {turn.place}. The prompt may crash the "
+                            f"engine: see the server logs, or leave the row out. Last error: {error}"
+                        )
+                        _fail([turn], ServerError(message, code=error.code, status=error.status))
             else:
                 await asyncio.sleep(POLL_S)
             self._waiting += todo
@@ -168,49 +153,28 @@ class Batcher:
         finally:
             member.in_flight -= sum(turn.tokens for turn in todo)
 
-    async def _play(self, member: Member, prompts: Sequence[Sequence[Turn]], todo: dict[Turn, None]) -> None:
-        answers = member.server.generate(
-            [turns[0].token_ids for turns in prompts],
-            prompts[0][0].sampling,
-            timeout_s=prompts[0][0].deadline.left_s,
-            seeds=[[turn.seed for turn in turns] for turns in prompts],
+    async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
+        """Answer the turns as their completions come, and take them out of `todo`."""
+        prompts: dict[tuple[int, ...], list[Turn]] = defaultdict(list)
+        for turn in turns:
+            prompts[turn.token_ids].append(turn)
+        by_prompt = list(prompts.values())
+        request = GenerateRequest(
+            prompts=[list(token_ids) for token_ids in prompts],
+            sampling=turns[0].sampling,
+            seeds=[[turn.seed for turn in mine] for mine in by_prompt],
             session=member.session,
             tools=self._tools,
         )
-        async for i, j, completion in answers:
-            turn = prompts[i][j]
+        async for line in member.server.generate(request, timeout_s=turns[0].deadline.left_s):
+            turn = by_prompt[line.prompt][line.index]
             del todo[turn]
             member.in_flight -= turn.tokens
             if not turn.answer.done():
-                turn.answer.set_result(completion)
-
-
-def _requests(shares: Mapping[Member, Sequence[Turn]]) -> list[tuple[Member, list[list[Turn]]]]:
-    """Divide shares into requests of one sampling and deadline, prompt by prompt, within what a server takes."""
-    alike: dict[tuple[Member, SamplingParams, Deadline], dict[tuple[int, ...], list[Turn]]] = {}
-    for member, turns in shares.items():
-        for turn in turns:
-            by_prompt = alike.setdefault((member, turn.sampling, turn.deadline), {})
-            by_prompt.setdefault(turn.token_ids, []).append(turn)
-    requests = []
-    for (member, _, _), by_prompt in sorted(alike.items(), key=lambda item: item[0][2].left_s):
-        prompts = [
-            turns[k : k + MAX_SAMPLES] for turns in by_prompt.values() for k in range(0, len(turns), MAX_SAMPLES)
-        ]
-        requests += [(member, prompts[k : k + MAX_PROMPTS]) for k in range(0, len(prompts), MAX_PROMPTS)]
-    return requests
+                turn.answer.set_result(line.completion)
 
 
 def _fail(turns: Iterable[Turn], error: Exception) -> None:
     for turn in turns:
         if not turn.answer.done():
             turn.answer.set_exception(error)
-
-
-def _lost_too_often(turn: Turn, error: ServerError) -> ServerError:
-    return ServerError(
-        f"{MAX_LOSSES} servers failed while generating {turn.place}. The prompt may crash the engine: see the server "
-        f"logs, or leave the row out. Last error: {error}",
-        code=error.code,
-        status=error.status,
-    )

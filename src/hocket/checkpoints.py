@@ -1,11 +1,9 @@
-"""Checkpoints of a run: all that resuming needs, in <run.dir>/checkpoints/step_000010/.
-
-state_00000.safetensors ...   the trainer's tensors (trainer/state.py)
-state.json                    step, config, metrics, the trainer's counters, and the state of every part of the run
-COMPLETE                      the last file to be written; then the folder gets its name
+"""Checkpoints of a run, in <run.dir>/checkpoints/step_000010/: the trainer's tensors, state.json with all the rest, and
+COMPLETE, the last file to be written before the folder gets its name.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -34,13 +32,11 @@ TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]
 
 
 class Part(Protocol):
-    """A part of a run with a state of a few values: the position in the data, the weight version."""
+    """A part of a run with a state of a few values, ready for JSON: the position in the data, the weight version."""
 
-    def state(self) -> Mapping[str, Any]:
-        """Return what `restore` needs, ready for JSON."""
+    def state(self) -> Mapping[str, Any]: ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a state."""
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,44 +78,43 @@ def complete(run_dir: Path) -> list[Path]:
 def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     """Return the newest complete checkpoint with checkpoint.resume; without one, move an older run's files aside.
 
-    Raises:
-        ConfigError: the config is of another run than the checkpoint.
+    Raise ConfigError where the config is of another run than the checkpoint.
     """
     if not config.checkpoint.resume:
         return None
-    folders = complete(config.run_dir)
+    run_dir, folders = config.run_dir, complete(config.run_dir)
     if not folders:
-        _move_aside(config.run_dir, say)
+        there = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
+        if there:
+            aside = next(folder for i in range(1, 10_000) if not (folder := run_dir / f"aside-{i}").exists())
+            aside.mkdir()
+            for path in there:
+                path.rename(aside / path.name)
+            say(f"{run_dir} has no complete checkpoint: the run begins again; what was there is in {aside}")
         return None
     saved = read(folders[-1])
-    said = []
-    for key, (before, now) in changes(saved.config, config).items():
+    changed = changes(saved.config, config)
+    for key, (before, now) in changed.items():
         if any(f"{key}.".startswith(f"{same}.") for same in _SAME):
             raise ConfigError(
                 f"can't go on from {saved.folder}: {key} was {before!r}, and {now!r} makes it another run; set it as "
                 "it was, or choose another run.dir"
             )
-        said.append(f"; {key} was {before!r} and is {now!r}")
+    said = [f"; {key} was {before!r} and is {now!r}" for key, (before, now) in changed.items()]
     say(f"going on from {saved.folder}{''.join(said)}")
     return saved
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run. Use it as a context manager: its end waits for one that is being written.
+    """Writes the checkpoints of one run; its end as a context manager waits for one that is being written.
 
     With checkpoint.async a thread writes the files while training goes on, one checkpoint at a time; its errors are
-    raised at the next step.
-
-    Args:
-        config: uses checkpoint, run.dir and trainer.steps; each checkpoint holds all of it.
-        last: the step that the run resumes from, 0 at the beginning.
+    raised at the next step. `last`: the step that the run resumes from, 0 at the beginning.
     """
 
     def __init__(self, config: Config, state: TrainerState, parts: Mapping[str, Part], *, last: int = 0) -> None:
-        self._config, self._settings = config, config.checkpoint
-        self._root = config.run_dir / FOLDER
-        self._state, self._parts = state, parts
-        self._last = last
+        self._config, self._settings, self._root = config, config.checkpoint, config.run_dir / FOLDER
+        self._state, self._parts, self._last = state, parts, last
         self._copied: Mapping[str, Any] | None = None  # the trainer's state of a checkpoint that is not complete yet
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -134,17 +129,14 @@ class Checkpoints:
             self._wait()
 
     def due(self, step: int, *, last: bool = False) -> bool:
-        """Whether to save after this step; `last`: the run ends with it, before trainer.steps."""
+        """Return whether to save after this step; `last`: the run ends with it, before trainer.steps."""
         every = self._settings.every_steps
         return every > 0 and (step // every > self._last // every or last or step == self._config.trainer.steps)
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
-        """Copy the trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds.
+        """Copy the idle trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds.
 
-        The trainer must be idle.
-
-        Raises:
-            TrainerError: it can't be written, or the one before could not.
+        Raise TrainerError where it, or the one before, can't be written.
         """
         if not self.due(step, last=last):
             return {}
@@ -152,24 +144,18 @@ class Checkpoints:
 
         start = time.perf_counter()
         self._wait()
-        partial = partial_of(self._folder(step))
-        with self._disk_errors(partial):
+        self._folder = self._root / f"step_{step:06d}"
+        self._write = functools.partial(write_bucket, partial_of(self._folder))
+        with self._disk_errors():
             for leftover in self._root.glob(".*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            partial.mkdir(parents=True)
-            in_background = self._settings.in_background
-            self._copied = self._state(
-                self._buckets.append if in_background else lambda bucket: write_bucket(partial, bucket)
-            )
+            partial_of(self._folder).mkdir(parents=True)
+            self._copied = self._state(self._buckets.append if self._settings.in_background else self._write)
         self._last = step
         return {"time/checkpoint": time.perf_counter() - start}
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of `step` and the state of all parts to what `copy` took: then it is a checkpoint.
-
-        Raises:
-            TrainerError: it can't be written, or the one before could not.
-        """
+        """Add the metrics of `step` and the state of all parts to what `copy` took: then it is a checkpoint."""
         if self._writing is not None and self._writing.done():
             self._wait()
         if self._copied is None:
@@ -181,50 +167,34 @@ class Checkpoints:
             "trainer": self._copied,
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
-        buckets, self._copied, self._buckets = self._buckets, None, []
-        self._writing = self._thread.submit(self._finish, self._folder(step), state, buckets)
+        self._copied = None
+        self._writing = self._thread.submit(self._finish, state)
         if not self._settings.in_background:
             self._wait()
-
-    def _folder(self, step: int) -> Path:
-        return self._root / f"step_{step:06d}"
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
-    def _finish(self, folder: Path, state: Mapping[str, Any], buckets: list[Mapping[str, Any]]) -> None:
-        from hocket.trainer.state import write_bucket
-
-        partial = partial_of(folder)
-        with self._disk_errors(partial):
-            while buckets:
-                write_bucket(partial, buckets.pop(0))
+    def _finish(self, state: Mapping[str, Any]) -> None:
+        partial = partial_of(self._folder)
+        with self._disk_errors():
+            while self._buckets:
+                self._write(self._buckets.pop(0))
             (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             (partial / COMPLETE_FILE).touch()
-            complete_folder(folder)
+            complete_folder(self._folder)
         for old in complete(self._config.run_dir)[: -self._settings.keep]:
             remove_folder(old)
 
     @contextmanager
-    def _disk_errors(self, partial: Path) -> Iterator[None]:
-        """Context that removes the partial folder and raises TrainerError where the disk can't be written."""
+    def _disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial_of(self._folder), ignore_errors=True)
             raise TrainerError(
                 f"can't write a checkpoint to {self._root}: {error}. Free space there, set another run.dir, or "
                 "checkpoint.every_steps=0"
             ) from error
-
-
-def _move_aside(run_dir: Path, say: Callable[[str], None]) -> None:
-    there = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
-    if there:
-        aside = next(folder for i in range(1, 10_000) if not (folder := run_dir / f"aside-{i}").exists())
-        aside.mkdir()
-        for path in there:
-            path.rename(aside / path.name)
-        say(f"{run_dir} has no complete checkpoint: the run begins again; what was there is in {aside}")

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -26,9 +25,9 @@ def main(argv: Sequence[str]) -> int:
     die_with_launcher()
     # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
     args = _parser().parse_args([arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))])
-    command: Callable[[argparse.Namespace], int] = args.run
+    command: Callable[[argparse.Namespace], int | None] = args.run
     try:
-        return command(args)
+        return command(args) or 0
     except HocketError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -42,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=f"hocket: {hocket.__doc__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], *folders: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Callable[[argparse.Namespace], int | None], *folders: str) -> argparse.ArgumentParser:
         takes_settings = name not in ("ledger", "doctor")
         text, epilog = hocket.COMMANDS[name], EPILOG if takes_settings else None
         command = commands.add_parser(name, help=text, description=text, epilog=epilog)
@@ -70,17 +69,15 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--presets", action="store_true", help="print the settings of every published algorithm")
     export = add("export", _export, "FOLDER", "OUTPUT")
     export.epilog = "Training began with the model that the run's config names; if it has moved, set model.path=NEW."
-    add("ledger", _ledger, "RUN").add_argument("--json", action="store_true", help="print one JSON object per epoch")
+    add("ledger", _ledger, "RUN")
     add("doctor", _doctor)
     return parser
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
-    """Return the config and the arguments that give another process the same one.
+    """Return the config of at most one YAML file and overrides, and the arguments that give another process the same.
 
-    Args:
-        settings: at most one YAML path, and overrides.
-        default: the YAML file where none is named.
+    `default` is the YAML file where none is named.
     """
     paths = [item for item in settings if "=" not in item]
     overrides = [item for item in settings if "=" in item]
@@ -94,45 +91,39 @@ def _quickstart(args: argparse.Namespace) -> int:
     from hocket.launch import quickstart
 
     if not args.settings and not Path(QUICKSTART).is_file():
-        raise ConfigError(
-            f"there is no {QUICKSTART} here: config/ and checkpoints/ come with a clone of the repository, not with "
-            "the installed package. Run it in a clone, or name a CONFIG of your own"
-        )
+        raise ConfigError(f"there is no {QUICKSTART} here: run this in a clone of the repository, or name a CONFIG")
     return quickstart(*read_settings(args.settings, QUICKSTART))
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> None:
     config, _ = read_settings(args.settings)
     from hocket.server.main import serve
 
     serve(config)
-    return 0
 
 
-def _train(args: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace) -> None:
     config, _ = read_settings(args.settings)
     from hocket.commands import train
 
-    return train(config)
+    train(config)
 
 
-def _rollout(args: argparse.Namespace) -> int:
+def _rollout(args: argparse.Namespace) -> None:
     config, arguments = read_settings(args.settings)
     from hocket.commands import roll_out
 
     roll_out(config, arguments)
-    return 0
 
 
-def _sft(args: argparse.Namespace) -> int:
+def _sft(args: argparse.Namespace) -> None:
     config, _ = read_settings(args.settings)
     from hocket import sft
 
     sft.run(config)
-    return 0
 
 
-def _generate(args: argparse.Namespace) -> int:
+def _generate(args: argparse.Namespace) -> None:
     config, _ = read_settings(args.settings)
     from hocket.client import ServerClient
     from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, SamplingParams
@@ -145,9 +136,7 @@ def _generate(args: argparse.Namespace) -> int:
     try:
         request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n)
     except ValidationError as error:
-        first = error.errors()[0]
-        option = f"-n {args.n}" if first["loc"][0] == "n" else "-p"
-        raise ConfigError(f"{option} can't be asked for: {first['msg']}") from error
+        raise ConfigError(f"-n {args.n} with -p can't be asked for: {error.errors()[0]['msg']}") from error
 
     async def ask() -> GenerateResponse:
         async with ServerClient(config.server_urls[0], token=config.token) as server:
@@ -156,33 +145,26 @@ def _generate(args: argparse.Namespace) -> int:
     answer = asyncio.run(ask())
     if args.json:
         print(answer.model_dump_json())
-        return 0
+        return
     for prompt, completions in zip(prompts, answer.completions, strict=True):
         for completion in completions:
             print(f"{prompt}\t{completion.text}" if len(prompts) * args.n > 1 else completion.text)
-    return 0
 
 
-def _eval(args: argparse.Namespace) -> int:
+def _eval(args: argparse.Namespace) -> None:
     config, arguments = read_settings(args.settings)
     from hocket.commands import evaluate_checkpoint
 
     metrics = evaluate_checkpoint(config, arguments)
-    if args.json:
-        print(json.dumps(metrics))
-        return 0
-    for name, value in metrics.items():
-        print(f"{name:20} {value:.4f}")
-    return 0
+    print(json.dumps(metrics) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in metrics.items()))
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     base = read_settings(args.settings)[0].model.path if args.settings else None
     from hocket.commands import export
 
     export(args.FOLDER, args.OUTPUT, base=base)
     print(f"wrote {args.OUTPUT}; serve it with: python3 run.py serve model.path={args.OUTPUT}")
-    return 0
 
 
 def _ledger(args: argparse.Namespace) -> int:
@@ -190,36 +172,26 @@ def _ledger(args: argparse.Namespace) -> int:
     from hocket.data import ledger
     from hocket.observe.run_folder import read_lines
 
-    if not args.RUN.is_dir():
-        raise ConfigError(f"{args.RUN} is not a folder; name the folder of a run (run.dir)")
     rows, kept = read_lines(args.RUN / "ledger.jsonl"), checkpoints.complete(args.RUN)
     if not any("num_prompts" in row for row in rows[:1]):
-        raise ConfigError(
-            f"{args.RUN} has no ledger: what is trained with train or quickstart has one; a replay, which draws no "
-            "prompts, rollout and sft have none. Name the folder of such a run (run.dir)"
-        )
+        raise ConfigError(f"{args.RUN} is no run with a ledger: train and quickstart write one, a replay draws nothing")
     stream = checkpoints.read(kept[-1]).parts["prompts"] if kept else None
     accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
-    if args.json:
-        for account in accounts:
-            print(json.dumps(dataclasses.asdict(account)))
-    else:
-        print(ledger.table(accounts))
+    print(ledger.table(accounts))
     return 1 if any(account.problems for account in accounts) else 0
 
 
-def _config(args: argparse.Namespace) -> int:
+def _config(args: argparse.Namespace) -> None:
+    from hocket.observe import metrics
+
     if args.reference:
         print(config_module.reference())
     elif args.metrics:
-        from hocket.observe.metrics import reference
-
-        print(reference())
+        print(metrics.reference())
     elif args.presets:
         print(config_module.preset_table())
     else:
         print(config_module.dump(read_settings(args.settings)[0]), end="")
-    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -5,10 +5,10 @@ back as NDJSON, each as soon as it is finished.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import httpx
 import pydantic
@@ -17,7 +17,6 @@ from hocket.errors import ServerError
 from hocket.manifest import ADAPTER_FILE, COMPLETE_FILE, MANIFEST_FILE
 from hocket.protocol import (
     AgentRecord,
-    Completion,
     DiskSource,
     ErrorBody,
     ErrorResponse,
@@ -28,14 +27,12 @@ from hocket.protocol import (
     Health,
     ReloadRequest,
     ReloadResponse,
-    SamplingParams,
     SessionRequest,
     SessionResponse,
     SleepRequest,
     SleepResponse,
     StreamEnd,
     StreamLine,
-    Toolbox,
     WakeRequest,
 )
 from hocket.system import run_in_thread
@@ -54,16 +51,14 @@ MAX_CONNECTIONS = 64
 
 
 class ServerClient:
-    """One generation server. Use it inside one event loop, and as `async with`.
-
-    Args:
-        url: base URL, "http://127.0.0.1:8000".
-        token: bearer token, where the server wants one.
-        transport: replaces the network in tests.
-    """
+    """One generation server. Use it inside one event loop, and as `async with`."""
 
     def __init__(
-        self, url: str, *, token: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,  # "http://127.0.0.1:8000"
+        *,
+        token: str | None = None,  # bearer token, where the server wants one
+        transport: httpx.AsyncBaseTransport | None = None,  # replaces the network in tests
     ) -> None:
         self.url = url
         # Control calls have connections of their own: a look at a server's health must not wait behind its rollouts.
@@ -84,13 +79,17 @@ class ServerClient:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
         await self._rollouts.aclose()
 
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> Health:
         """Return the server's state. Raises ServerError where it does not answer."""
         async with self._deadline(timeout_s, "/health"):
-            return self._parse(Health, await self._http.get("/health"))
+            return _parse(Health, await self._http.get("/health"))
 
     async def answers(self) -> bool:
         """Return whether a server listens there. Raises ServerError where another program does."""
@@ -102,57 +101,31 @@ class ServerClient:
             return False
         return True
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        *,
-        n: int = 1,
-        timeout_s: float,
-        seeds: Sequence[Sequence[int]] | None = None,
-        session: str | None = None,
-        tools: Toolbox | None = None,
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        """Yield (prompt index, sample index, completion) as the server finishes them, in any order.
-
-        Args:
-            prompts: token ids of each prompt.
-            n: completions per prompt; without seeds.
-            timeout_s: deadline for the whole answer.
-            seeds: of each prompt, one per completion, instead of n and sampling.seed.
-            session: of the server, which refuses if it has restarted since.
-            tools: functions whose calls are looked for in the completions.
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+        """Yield completions as the server finishes them, in any order.
 
         Raises:
             ServerError: refused, unreachable, cut off, or not finished in time.
         """
-        body = GenerateRequest(
-            prompts=[list(ids) for ids in prompts],
-            sampling=sampling,
-            n=n,
-            stream=True,
-            seeds=None if seeds is None else [list(mine) for mine in seeds],
-            session=session,
-            tools=tools,
-        )
-        received, expected = 0, len(prompts) * n if seeds is None else sum(map(len, seeds))
+        body = request.model_copy(update={"stream": True}).model_dump_json()
+        received = 0
+        expected = len(request.prompts) * request.n if request.seeds is None else sum(map(len, request.seeds))
         async with (
             self._deadline(timeout_s, "/generate"),
-            self._rollouts.stream("POST", "/generate", content=body.model_dump_json(), headers=JSON) as response,
+            self._rollouts.stream("POST", "/generate", content=body, headers=JSON) as response,
         ):
             if response.is_error:
                 await response.aread()
-                self._raise_for_error(response)
+                _raise_for_error(response)
             async for line in _lines(response):
                 item = _STREAM.validate_json(line)
-                if isinstance(item, StreamEnd):
-                    if item.error is not None:
-                        raise ServerError(f"{self.url}/generate broke off: {_text(item.error)}", code=item.error.code)
-                    if received == expected:
-                        return
-                    break
-                received += 1
-                yield item.prompt, item.index, item.completion
+                if isinstance(item, StreamLine):
+                    received += 1
+                    yield item
+                elif item.error is not None:
+                    raise ServerError(f"{self.url}/generate broke off: {_text(item.error)}", code=item.error.code)
+                elif received == expected:
+                    return
         message = f"{self.url}/generate was cut after {received} of {expected} completions; see the server's log"
         raise ServerError(message, code="cut")
 
@@ -160,26 +133,14 @@ class ServerClient:
         """Return the whole answer to one request at once."""
         return await self._post("/generate", request, GenerateResponse, timeout_s)
 
-    async def open_session(
-        self, sampling: SamplingParams, *, session: str | None, timeout_s: float, **bounds: Any
-    ) -> SessionResponse:
-        """Open a session, whose calls are sampled like this and recorded.
-
-        Args:
-            session: of the server, which refuses if it has restarted since.
-            bounds: the other fields of a SessionRequest.
-        """
-        request = SessionRequest(sampling=sampling, session=session, **bounds)
+    async def open_session(self, request: SessionRequest, *, timeout_s: float) -> SessionResponse:
+        """Open a session, whose calls are sampled and recorded."""
         return await self._post("/sessions", request, SessionResponse, timeout_s)
-
-    def session_url(self, name: str) -> str:
-        """Return the base URL of a session for OpenAI clients."""
-        return f"{self.url}/sessions/{name}/v1"
 
     async def close_session(self, name: str, *, timeout_s: float) -> AgentRecord:
         """Close a session and return its recorded calls."""
         async with self._deadline(timeout_s, "/sessions"):
-            return self._parse(AgentRecord, await self._http.delete(f"/sessions/{name}"))
+            return _parse(AgentRecord, await self._http.delete(f"/sessions/{name}"))
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         """Have the server load a weight version; return what it then holds."""
@@ -204,12 +165,12 @@ class ServerClient:
         async with self._deadline(timeout_s, "/upload"):
             for file in (*parts, MANIFEST_FILE, COMPLETE_FILE):  # the last one makes it complete
                 response = await self._http.put(f"/upload/{name}/{file}", content=_chunks(folder / file))
-                uploaded = self._parse(DiskSource, response)
+                uploaded = _parse(DiskSource, response)
         return uploaded.name
 
     async def _post(self, route: str, request: pydantic.BaseModel, answer: type[M], timeout_s: float) -> M:
         async with self._deadline(timeout_s, route):
-            return self._parse(answer, await self._http.post(route, json=request.model_dump(mode="json")))
+            return _parse(answer, await self._http.post(route, json=request.model_dump(mode="json")))
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:
@@ -223,26 +184,28 @@ class ServerClient:
             cause = str(error) or type(error).__name__
             raise ServerError(f"can't reach {self.url}{route}: {cause}", code="unreachable") from error
 
-    def _parse(self, model: type[M], response: httpx.Response) -> M:
-        if response.is_error:
-            self._raise_for_error(response)
-        try:
-            return model.model_validate_json(response.content)
-        except pydantic.ValidationError as error:
-            message = (
-                f"{response.request.url} answered something else than {model.__name__}: is it a hocket server of this "
-                f"version? It said {response.text[:200]!r}"
-            )
-            raise ServerError(message, code="protocol", status=response.status_code) from error
 
-    def _raise_for_error(self, response: httpx.Response) -> None:
-        status = response.status_code
-        try:
-            error = ErrorResponse.model_validate_json(response.content).error
-        except pydantic.ValidationError:
-            message = f"{response.request.url} answered {status}: {response.text[:200]!r}"
-            raise ServerError(message, code="protocol", status=status) from None
-        raise ServerError(f"{response.request.url} answered {status}: {_text(error)}", code=error.code, status=status)
+def _parse(model: type[M], response: httpx.Response) -> M:
+    if response.is_error:
+        _raise_for_error(response)
+    try:
+        return model.model_validate_json(response.content)
+    except pydantic.ValidationError as error:
+        message = (
+            f"{response.request.url} answered something else than {model.__name__}: is it a hocket server of this "
+            f"version? It said {response.text[:200]!r}"
+        )
+        raise ServerError(message, code="protocol", status=response.status_code) from error
+
+
+def _raise_for_error(response: httpx.Response) -> None:
+    status = response.status_code
+    try:
+        error = ErrorResponse.model_validate_json(response.content).error
+        message, code = _text(error), error.code
+    except pydantic.ValidationError:
+        message, code = repr(response.text[:200]), "protocol"
+    raise ServerError(f"{response.request.url} answered {status}: {message}", code=code, status=status)
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

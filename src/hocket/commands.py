@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from hocket.data import PromptStream, load_prompts
 from hocket.data.curriculum import bind
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
-from hocket.launch import Child, free_port, refuse_dead, server_process
+from hocket.launch import Child, free_port, server_process
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder, lines_of
 from hocket.pool import Member, ServerPool
@@ -26,10 +26,10 @@ from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.collect import Play, collect
 from hocket.rollout.episodes import player
-from hocket.rollout.evaluate import EVAL_STEP, MAIN, Evaluation, eval_rewards
+from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import Canary, bring_up
-from hocket.sync.disk import VersionFolders, Versions
+from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
@@ -43,28 +43,24 @@ if TYPE_CHECKING:
 CANARY_PROMPTS = 4
 
 
-def train(config: Config) -> int:
+def train(config: Config) -> None:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it."""
     load_plugins(config.plugins)
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
         asyncio.run(_make_room(config))
-        Trainer(config).follow()
-        return 0
-    with Console(config.observe.console, config.trainer.steps) as console:
+        return Trainer(config).follow()
+    with Console(config.observe.console, config.trainer.steps) as console, ExitStack() as stack:
         saved = checkpoints.find(config, console.say)
         if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
-            with ExitStack() as stack:
-                asyncio.run(_train(_run(config, saved, console, stack)))
-                console.finish(config.run_dir)
-            return 0
+            asyncio.run(_train(_run(config, saved, console, stack)))
+            return console.finish(config.run_dir)
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
             from hocket.trainer.trainer import Trainer
 
             Trainer(config).close()
-    return 0
 
 
 async def _train(run: "Run") -> None:
@@ -116,7 +112,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         scorer=scorer,
         shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
         batches=(lambda new_batch: replay) if replay else parts.pipeline,
-        evaluation=parts.evaluation({} if replay else held_out, play, eval_scorer),
+        evaluation=parts.evaluation(() if replay else held_out, play, eval_scorer),
         publisher=publisher,
         kl=kl,
         folder=folder,
@@ -128,17 +124,13 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
 def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:
     """Return the eval/* metrics of the servers at server.urls, or of model.path in a server started for it.
 
-    Args:
-        config: model.path may be a checkpoint of a run, too.
-        arguments: the command line that gives a server process the same config.
+    model.path may be a checkpoint of a run, too; `arguments` is the command line that gives a server the same config.
     """
     load_plugins(config.plugins)
     with ExitStack() as stack:
         if (Path(config.model.path) / checkpoints.STATE_FILE).is_file():
             if config.server.urls:
-                raise ConfigError(
-                    "the servers at server.urls hold other weights than a checkpoint; leave server.urls out"
-                )
+                raise ConfigError("servers at server.urls hold other weights than a checkpoint; leave server.urls out")
             model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
             export(Path(config.model.path), Path(model), base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
@@ -157,7 +149,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
 
         async def run() -> dict[str, float]:
             async with parts.servers_as_they_are(arguments) as servers:
-                console.say(f"evaluating on {sum(map(len, held_out.values()))} prompts")
+                console.say(f"evaluating on {len(held_out)} prompts")
                 metrics, groups = await parts.evaluation(held_out, parts.play(servers), eval_scorer).run("eval")
             path = config.run_dir / "rollouts" / "eval.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,20 +161,13 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
 
 
 def roll_out(config: Config, arguments: Sequence[str]) -> None:
-    """Play and score the batches of trainer.steps steps with the servers' weights, into the run folder.
-
-    Args:
-        arguments: as for `evaluate_checkpoint`.
-    """
+    """Play and score the batches of trainer.steps steps with the servers' weights, into the run folder."""
     if (config.run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{config.run_dir} holds a run already; choose another run.dir")
     load_plugins(config.plugins)
-    with ExitStack() as stack:
-        console = stack.enter_context(Console(config.observe.console, config.trainer.steps))
-        scorer = stack.enter_context(RewardScorer(config.rewards))
+    with Console(config.observe.console, config.trainer.steps) as console, RewardScorer(config.rewards) as scorer:
         parts = Parts(config, console)
         stream = parts.stream(parts.prompts("train", config.data))
-        folder = stack.enter_context(RunFolder(config))
 
         async def run() -> None:
             async with parts.servers_as_they_are(arguments) as servers:
@@ -195,29 +180,20 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
                         folder.finish(step, batch.metrics)
                         console.step(step, batch.metrics)
 
-        asyncio.run(run())
+        with RunFolder(config) as folder:
+            asyncio.run(run())
     print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
 
 
 def export(folder: Path, output: Path, *, base: str | None) -> None:
-    """Write a model in Hugging Face format from a checkpoint or a published adapter.
-
-    Args:
-        base: path of the model that training began with, if it has moved.
-    """
+    """Write a model from a checkpoint or a published adapter; `base` is the model it began with, if that has moved."""
     from hocket.trainer import lora, state
 
     if not (folder / checkpoints.STATE_FILE).is_file():
-        lora.merge(folder, output, base=base)
-        return
+        return lora.merge(folder, output, base=base)
     saved = checkpoints.read(folder)
-    state.export(
-        folder,
-        output,
-        base=base or saved.config["model"]["path"],
-        dtype=saved.trainer["dtype"],
-        adapter=saved.trainer["adapter"],
-    )
+    base = base or saved.config["model"]["path"]
+    state.export(folder, output, base=base, dtype=saved.trainer["dtype"], adapter=saved.trainer["adapter"])
 
 
 class Parts:
@@ -231,35 +207,27 @@ class Parts:
 
     def prompts(self, what: str, data: DataConfig) -> tuple[Prompt, ...]:
         """Return the prompts of a source that are short enough, and say how many were not."""
-        longest = self.longest - self.config.rollout.max_tokens
-        toolbox = self.environment().toolbox
+        longest, toolbox = self.longest - self.config.rollout.max_tokens, self.environment().toolbox
         tools = toolbox.tools if toolbox else ()
         prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
         if num_dropped:
             limit = min(longest, data.max_prompt_tokens or longest)
             self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
         if not prompts:
-            raise ConfigError(
-                f"{what}: no prompt of {data.source} is short enough; lower rollout.max_tokens, or raise "
-                "trainer.micro_batch_tokens"
-            )
+            advice = "lower rollout.max_tokens, or raise trainer.micro_batch_tokens"
+            raise ConfigError(f"{what}: no prompt of {data.source} is short enough; {advice}")
         return prompts
 
-    def held_out(self) -> dict[str, tuple[Prompt, ...]]:
+    def held_out(self) -> tuple[Prompt, ...]:
         """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
         number = self.config.eval.num_prompts
-        return {MAIN: self.prompts("eval", self.config.eval.data)[:number]} if number else {}
+        return self.prompts("eval", self.config.eval.data)[:number] if number else ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
         """Return the stream that draws the prompts of the batches."""
-        curriculum = self.config.curriculum
-        return PromptStream(
-            prompts,
-            self.config.trainer.seed,
-            bind(curriculum),
-            retire_after=curriculum.retire_after,
-            prompts_per_step=self.config.rollout.prompts_per_step,
-        )
+        curriculum, size = self.config.curriculum, self.config.rollout.prompts_per_step
+        seed, retire_after = self.config.trainer.seed, curriculum.retire_after
+        return PromptStream(prompts, seed, bind(curriculum), retire_after=retire_after, prompts_per_step=size)
 
     def play(self, servers: ServerPool) -> Play:
         """Return how episodes are played on these servers."""
@@ -279,12 +247,12 @@ class Parts:
         steps, progress = config.trainer.steps, self.console.progress
         return Pipeline(new_batch, plan, steps=steps, max_staleness=max_staleness, progress=progress)
 
-    def evaluation(self, datasets: Mapping[str, Sequence[Prompt]], play: Play, scorer: RewardScorer) -> Evaluation:
+    def evaluation(self, prompts: Sequence[Prompt], play: Play, scorer: RewardScorer) -> Evaluation:
         """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
         config, settings = self.config, self.config.eval
         seed, temperature = config.trainer.seed, settings.temperature
         return Evaluation(
-            datasets=datasets,
+            prompts=prompts,
             play=play,
             score=scorer.score,
             reward=next(iter(eval_rewards(config.rewards, settings.reward).functions)),
@@ -297,33 +265,34 @@ class Parts:
     @asynccontextmanager
     async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
         """Give the servers at server.urls with their weights, or one of model.path, started where none answers."""
-        config, own = self.config, list[Child]()
+        server, model, own = self.config.server, self.config.model.path, list[Child]()
 
         def waiting(what: str, waited_s: float) -> None:
-            refuse_dead(*own)
+            for child in own:
+                child.refuse_dead()
             self.console.doing(what, waited_s)
 
         async def check(member: Member, health: Health) -> None:
+            serves = f"the server at {member.url} serves {health.model}"
             if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
                 raise ConfigError(
-                    f"the server at {member.url} serves {health.model}, whose tokenizer is not that of "
-                    f"model.path={config.model.path}; name the same model, or another server.port"
+                    f"{serves}, whose tokenizer is not that of model.path={model}; name the same model, or another "
+                    "server.port"
                 )
-            if not config.server.urls and Path(health.model).resolve() != Path(config.model.path).resolve():
+            if not server.urls and Path(health.model).resolve() != Path(model).resolve():
                 raise ConfigError(
-                    f"the server at {member.url} serves {health.model}, not model.path={config.model.path}; to "
-                    f"measure {health.model} set server.urls=[{member.url}], else another server.port"
+                    f"{serves}, not model.path={model}; to measure {health.model} set server.urls=[{member.url}], "
+                    "else another server.port"
                 )
-            self.console.say(f"{member.url} serves {health.model}, version {health.version}")
+            self.console.say(f"{serves}, version {health.version}")
             member.mark_ready(health.session)
 
-        async with _pool(
-            config.server, config.token, config.server_urls, on_wait=waiting, say=self.console.say
-        ) as servers:
+        urls, token, say = self.config.server_urls, self.config.token, self.console.say
+        async with _pool(server, token, urls, on_wait=waiting, say=say) as servers:
             servers.bring_up = check
             with ExitStack() as stack:
-                if not config.server.urls and not await servers.members[0].server.answers():
-                    own.append(stack.enter_context(server_process(config, arguments, config.run_dir)))
+                if not server.urls and not await servers.members[0].server.answers():
+                    own.append(stack.enter_context(server_process(self.config, arguments, self.config.run_dir)))
                 await servers.wait_up()
                 yield servers
 
@@ -350,19 +319,19 @@ def _publisher(
     """Choose the way of the weights, and have the pool bring up servers with it."""
     from hocket.sync.collective import CollectiveTransport
 
-    folders = VersionFolders(config.run_dir, trainer, config.sync)
-    disk = DiskTransport(folders, config.sync_root, config.sync, say)
+    versions = Versions(config.run_dir, trainer, config.sync)
+    disk = DiskTransport(versions, config.sync_root, config.sync, say)
     transport: Transport = disk
     trainer_turn: TrainerTurn = own_gpu
     if config.launch.share_gpu:
         keep = config.model.lora is not None
-        transport = SharedGpu(disk, folders, trainer, servers, config.sync, keep=keep)
+        transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=keep)
         trainer_turn = transport.trainer_turn
     elif config.sync.backend == "nccl" and servers.members:
         transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
     canary = Canary(prompts[:CANARY_PROMPTS], trainer, config.rollout, config.sync, trainer_turn)
     publisher = Publisher(
-        versions=Versions(folders),
+        versions=versions,
         pool=servers,
         transport=transport,
         check=canary.check,

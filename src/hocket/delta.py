@@ -21,16 +21,11 @@ class Change:
     """The difference of two versions of a tensor."""
 
     count: int  # elements whose bits differ
-    parts: Mapping[str, torch.Tensor]  # {} for none; {"gaps", "values"}, or {"whole"} where that is smaller
+    parts: Mapping[str, torch.Tensor]  # {} for none; {"gaps", "values"}, or all "values" where that is smaller
 
 
 def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
-    """Return what turns `old` into `new`, two contiguous tensors of one shape and dtype on the CPU.
-
-    Raises:
-        ValueError: shapes or dtypes differ.
-    """
-    _check_alike(old, new)
+    """Return what turns `old` into `new`, two contiguous tensors of one shape and dtype on the CPU."""
     differs = _bits(old) != _bits(new)
     count = int(torch.count_nonzero(differs))
     if count == 0:
@@ -40,25 +35,24 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
         parts = {"gaps": _compressed(positions), "values": new.view(-1)[positions]}
         if sum(part.nbytes for part in parts.values()) < new.nbytes:
             return Change(count, parts)
-    return Change(count, {"whole": new})
+    return Change(count, {"values": new.view(-1)})
 
 
 def apply(old: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the tensor that the `parts` of a Change make of `old`.
 
     Raises:
-        OSError, ValueError, IndexError, RuntimeError: they were not made for a tensor like this one.
+        OSError, ValueError, IndexError, KeyError, RuntimeError: they were not made for a tensor like this one.
     """
     if not parts:
         return old
-    if "whole" in parts:
-        new = parts["whole"]
-    elif parts.keys() == {"gaps", "values"} and parts["values"].dtype == old.dtype:
-        new = old.clone()
-        _bits(new)[_positions(parts["gaps"], count=parts["values"].numel())] = _bits(parts["values"])
-    else:
-        raise ValueError(f"no change of a {old.dtype} tensor has the parts {sorted(parts)}")
-    _check_alike(old, new)
+    values = parts["values"]
+    if values.dtype != old.dtype:
+        raise ValueError(f"values of {values.dtype} can't change a tensor of {old.dtype}")
+    if "gaps" not in parts:
+        return values.view(old.shape)
+    new = old.clone()
+    _bits(new)[_positions(parts["gaps"], values.numel())] = _bits(values)
     return new
 
 
@@ -87,13 +81,11 @@ def patch(files: Path, folder: Path) -> None:
                 header = json.loads(file.read(begin - 8))
                 for name in header.keys() & keys.keys():
                     parts = {part: changes.get_tensor(f"{name}:{part}") for part in keys.pop(name)}
-                    dtype = (parts["whole"] if "whole" in parts else parts["values"]).dtype
                     start, end = header[name]["data_offsets"]
                     file.seek(begin + start)
-                    raw = bytearray(file.read(end - start))
-                    new = apply(torch.frombuffer(raw, dtype=dtype).view(header[name]["shape"]), parts)
+                    old = torch.frombuffer(bytearray(file.read(end - start)), dtype=parts["values"].dtype)
                     file.seek(begin + start)
-                    file.write(new.view(-1).view(torch.uint8).numpy().data)
+                    file.write(apply(old, parts).view(torch.uint8).numpy().data)
     if keys:
         raise KeyError(f"there is no tensor {min(keys)!r} to change")
 
@@ -118,8 +110,3 @@ def _positions(gaps: torch.Tensor, count: int) -> torch.Tensor:
 
     raw = bytearray(pyarrow.Codec("zstd").decompress(gaps.numpy(), decompressed_size=8 * count))
     return torch.frombuffer(raw, dtype=torch.uint8).view(8, count).t().reshape(-1).view(torch.int64).cumsum(0)
-
-
-def _check_alike(old: torch.Tensor, new: torch.Tensor) -> None:
-    if (old.shape, old.dtype) != (new.shape, new.dtype):
-        raise ValueError(f"a {old.dtype} tensor {list(old.shape)} can't become {new.dtype} {list(new.shape)}")

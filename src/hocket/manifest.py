@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket.protocol import BaseVersion, Content, Manifest, TensorSpec
+from hocket.protocol import Manifest, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -77,22 +77,12 @@ def total_checksum(tensors: Mapping[str, TensorSpec]) -> str:
     return digest.hexdigest()[:32]
 
 
-def build(
-    version: int,
-    tensors: Iterable[tuple[str, "torch.Tensor"]],
-    *,
-    content: Content = "weights",
-    base: BaseVersion | None = None,
-) -> Manifest:
-    """Return the manifest of the tensors; each is read once."""
-    made = specs(tensors)
-    return Manifest(version=version, content=content, tensors=made, checksum=total_checksum(made), base=base)
-
-
-def write(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, and COMPLETE, which makes the folder a version."""
+def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec], *, base: str | None = None) -> str:
+    """Write manifest.json, and COMPLETE, which makes the folder a version; return the checksum of the whole."""
+    manifest = Manifest(version=version, tensors=dict(tensors), checksum=total_checksum(tensors), base=base)
     (folder / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     (folder / COMPLETE_FILE).touch()
+    return manifest.checksum
 
 
 def read(folder: Path) -> Manifest:

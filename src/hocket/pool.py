@@ -10,12 +10,13 @@ import dataclasses
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from hocket.client import HEALTH_TIMEOUT_S, ServerClient
 from hocket.errors import ServerError, SyncError
-from hocket.protocol import AgentRecord, Health, SamplingParams, SessionResponse
+from hocket.protocol import AgentRecord, Health, SamplingParams, SessionRequest, SessionResponse
+from hocket.system import cancel
 
 MAX_LOSSES = 3
 """Give up on a turn or an episode after it has coincided with this many lost servers; it may be the cause."""
@@ -123,19 +124,14 @@ class ServerPool:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ServerPool":
-        async with AsyncExitStack() as stack:
-            for member in self.members:
-                await stack.enter_async_context(member.server)
-            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         while self._tasks:  # a task that ends may start another
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(self._tasks)
+            await cancel(self._tasks)
             await asyncio.sleep(0)  # until they are discarded
-        await self._stack.aclose()
+        for member in self.members:
+            await member.server.close()
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run work in a task that leaving the pool cancels."""
@@ -157,11 +153,8 @@ class ServerPool:
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
         """Bring up every server that has come (back) and return those that may work: at least one, if the pool has any.
 
-        Args:
-            deadlines: stopped while there is no server.
-
-        Raises:
-            ServerError: no server came within start_timeout_s, or one refused the token.
+        The deadlines are stopped while there is no server. Raises ServerError where none came within start_timeout_s,
+        or one refused the token.
         """
         await self.look_at_all()
         start = time.monotonic()
@@ -190,10 +183,22 @@ class ServerPool:
                 raise failure
 
     async def _look(self, member: Member) -> None:
-        start = time.monotonic()
+        start, known = time.monotonic(), member.out
         member.rest(math.inf)  # others that ask for servers meanwhile need not look, too
         try:
-            await self._ask_and_bring_up(member)
+            health = await member.server.health(timeout_s=LOOK_S)
+            member.kv_tokens = health.kv_tokens
+            # A failed load is mended by the next one that succeeds; from any other failure a server does not recover.
+            if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
+                member.mark_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
+            elif health.status in ("loading", "updating"):
+                member.mark_out(f"it is {health.status}")
+            elif self.bring_up is None:
+                member.mark_ready(health.session)
+            else:
+                await self.bring_up(member, health)
+            if member.session is not None and known is not None and len(self.members) > 1:
+                self._say(f"server {member.url} is there")
         except ServerError as error:
             if error.status in (401, 403):
                 raise
@@ -206,22 +211,6 @@ class ServerPool:
         finally:
             spent = time.monotonic() - start
             member.rest(0.0 if member.session else max(POLL_S, spent / LOOKING_SHARE if self.up else spent))
-
-    async def _ask_and_bring_up(self, member: Member) -> None:
-        known = member.out
-        health = await member.server.health(timeout_s=LOOK_S)
-        member.kv_tokens = health.kv_tokens
-        # A failed load is mended by the next one that succeeds; from any other failure a server does not recover.
-        if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
-            member.mark_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
-        elif health.status in ("loading", "updating"):
-            member.mark_out(f"it is {health.status}")
-        elif self.bring_up is None:
-            member.mark_ready(health.session)
-        else:
-            await self.bring_up(member, health)
-        if member.session is not None and known is not None and len(self.members) > 1:
-            self._say(f"server {member.url} is there")
 
     def mark_lost(self, member: Member, reason: str) -> None:
         """Remove a server from dispatch and report it, if it was working."""
@@ -238,9 +227,7 @@ class ServerPool:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
 
     async def _watch(self, member: Member) -> None:
         heard = time.monotonic()
@@ -259,7 +246,6 @@ class ServerPool:
         """Open a session on the server with the fewest tokens in flight; it ends with the body.
 
         Args:
-            sampling: of each call.
             tokens: counted as in flight.
             deadline: stopped while there is no server.
             bounds: the other fields of a SessionRequest.
@@ -269,12 +255,11 @@ class ServerPool:
         """
         while True:
             member = min(await self.wait_up(deadline), key=lambda member: member.in_flight)
+            request = SessionRequest(sampling=sampling, session=member.session, **bounds)
             member.in_flight += tokens  # at once: sessions that open at the same time go elsewhere
             try:
                 try:
-                    opened = await member.server.open_session(
-                        sampling, session=member.session, timeout_s=self.silence_s, **bounds
-                    )
+                    opened = await member.server.open_session(request, timeout_s=self.silence_s)
                 except ServerError as error:
                     if error.code not in GONE:
                         raise
@@ -296,22 +281,20 @@ class RecordedSession:
     """A session on one server of a pool; OpenAI clients use `base_url`, `api_key` and `model`, and are recorded."""
 
     def __init__(self, pool: ServerPool, member: Member, opened: SessionResponse) -> None:
-        self.base_url = member.server.session_url(opened.id)
+        self.base_url = f"{member.url}/sessions/{opened.id}/v1"
         self.api_key = opened.key  # opens this session alone
         self.model = opened.model
         self.open = True
-        self._pool = pool
-        self._member = member
-        self._id = opened.id
+        self._pool, self._member, self._id = pool, member, opened.id
 
     async def close(self) -> AgentRecord:
         """End the session and return its record. Raise ServerError if that is lost."""
         try:
             record = await self._member.server.close_session(self._id, timeout_s=self._pool.silence_s)
+            self.open = False
+            return record
         except ServerError as error:
             self.open = False
             if error.code in GONE:
                 self._pool.mark_lost(self._member, str(error))
             raise
-        self.open = False
-        return record

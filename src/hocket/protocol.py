@@ -11,7 +11,6 @@ TokenId = Annotated[int, Field(ge=0)]
 PromptInput = str | list[TokenId] | list[dict[str, Any]]
 """Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Content = Literal["weights", "adapter"]  # of a published version
 Memory = Literal["weights", "kv_cache"]  # what leaves the GPU while the engine sleeps
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
@@ -81,11 +80,11 @@ class ToolCall(Strict):
 class Completion(Strict):
     """One sampled completion. Raises ValueError unless it has one log-prob per token."""
 
-    token_ids: tuple[int, ...]  # the end-of-sequence token included
+    token_ids: tuple[int, ...] = Field(min_length=1)  # the end-of-sequence token included
     logprobs: tuple[float, ...]  # natural, under the distribution that the token was sampled from
     text: str  # decoded without the stop token, for rewards and people
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]  # [weight version, start, end] over the tokens
+    versions: tuple[VersionSpan, ...] = Field(min_length=1)  # [weight version, start, end] over the tokens
     # Found in the text where the request has tools; left out of the answer if there are none.
     tool_calls: tuple[ToolCall, ...] = Field(default=(), exclude_if=lambda calls: not calls)
 
@@ -274,18 +273,10 @@ class TensorSpec(Strict):
     checksum: str  # of its bytes (hocket.manifest.tensor_checksum)
 
 
-class BaseVersion(Strict):
-    """The version that a delta changes, with the checksum of its manifest."""
-
-    version: int
-    checksum: str
-
-
 class Manifest(Strict):
     """manifest.json of a published version."""
 
     version: int
-    content: Content = "weights"
     tensors: dict[str, TensorSpec]  # all of them, also where the folder holds a delta
     checksum: str  # of all tensors
-    base: BaseVersion | None = None  # set where the folder holds only the changes since that version (hocket.delta)
+    base: str | None = None  # checksum of the version that a delta changes (hocket.delta); None for a full version

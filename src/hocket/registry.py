@@ -40,31 +40,24 @@ class Registry(Generic[T]):
         """Return the object called `name`. Raise ConfigError that lists the known names."""
         if name not in self._items:
             raise ConfigError(
-                f"there is no {self.kind} {name!r}{nearest(name, self._items)}; known: {', '.join(self.names())}. "
-                f"Your own goes in a Python file named under plugins:"
+                f"there is no {self.kind} {name!r}{nearest(name, self._items)}; known: "
+                f"{', '.join(sorted(self._items))}. Your own goes in a Python file named under plugins:"
             )
         return self._items[name]
 
-    def bind(
-        self, name: str, options: Mapping[str, Any], *, section: str, keys: Iterable[str]
-    ) -> "functools.partial[Any]":
-        """Return the object `name` as a partial with these options, after calling it once to check them.
+    def bind(self, name: str, options: Mapping[str, Any], *, section: str, keys: Iterable[str]) -> Callable[[], Any]:
+        """Return a function that makes the object `name` with these options, after calling it once to check them.
 
         Raise ConfigError if the name or an option is wrong. `section` of the config has the options beside its `keys`.
         """
         target: Any = self.get(name)
-        called = f"{self.kind} {name}"
+        called, make = f"{self.kind} {name}", functools.partial(target, **options)
         check_options(called, inspect.signature(target), options, section=section, keys=keys)
-        make = functools.partial(target, **options)
         try:
             make()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
         return make
-
-    def names(self) -> list[str]:
-        """Return all registered names, sorted."""
-        return sorted(self._items)
 
 
 def check_options(
@@ -73,14 +66,12 @@ def check_options(
     """Raise ConfigError if a parameter of `called` is missing in `options` and `keys`, or an option is no parameter."""
     named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
     called += str(signature.replace(return_annotation=inspect.Signature.empty))
-    known = [*keys, *options]
     for option in options:
         if option not in named and len(named) == len(signature.parameters):  # there is no **options
             raise ConfigError(f"{called} has no option {option!r}{nearest(option, [*named, *keys])}")
     for name, parameter in named.items():
-        if parameter.default is parameter.empty and name not in known:
-            close = nearest(name, keys)
-            raise ConfigError(f"{called} needs the option {name!r}{close}: set {section}.{name}")
+        if parameter.default is parameter.empty and name not in (*keys, *options):
+            raise ConfigError(f"{called} needs the option {name!r}{nearest(name, keys)}: set {section}.{name}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -93,16 +84,13 @@ def load_plugins(paths: Iterable[str]) -> None:
     """Import plain Python files so that their decorators run; a file is imported once per process."""
     for path in paths:
         file = Path(path).expanduser().resolve()
-        if not file.is_file():
-            raise ConfigError(f"plugin {path!r} is not a file; paths are relative to {Path.cwd()}")
+        if not file.is_file() or file.suffix != ".py":
+            raise ConfigError(f"plugin {path!r} is not a Python file; paths are relative to {Path.cwd()}")
         name = f"{PLUGIN_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
         if name in sys.modules:
             continue
-        spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
-            raise ConfigError(f"plugin {path!r} is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
+        spec: Any = importlib.util.spec_from_file_location(name, file)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
         except Exception:

@@ -1,14 +1,14 @@
 """Supervised fine-tuning: the GRPO trainer with another loss, on demonstrated responses."""
 
-import hashlib
 import itertools
 import os
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from hocket import checkpoints, data
 from hocket import tokenizer as tokenizers
@@ -17,31 +17,21 @@ from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
-from hocket.observe.metrics import train_metrics
 from hocket.observe.run_folder import RunFolder
 from hocket.registry import load_plugins
-from hocket.system import atomic_folder
+from hocket.system import atomic_folder, seed_of
+from hocket.trainer.batching import TrainBatch
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hocket.trainer.batching import TrainBatch
 
 NUM_LINES = 20  # of progress in a whole run
 
 
 def run(config: Config) -> None:
-    """Train model.path on the responses of data.source and write the model to sft.output or <run.dir>/model.
-
-    Every rank calls it; rank 0 checks the data before a model is loaded. Each of trainer.steps steps trains on
-    sft.batch_size rows, in a new seeded order per epoch.
-    """
-    options: dict[str, Any] = {"loss": batch_loss, "temperature": 1.0}  # the model as it is
+    """Train model.path on the responses of data.source and write the model; every rank calls it."""
     if int(os.environ.get("RANK", "0")) > 0:
-        Trainer(config, **options).follow()
+        Trainer(config, loss=sft_loss).follow()
         return
     load_plugins(config.plugins)  # data.source may be a task of one
     saved = checkpoints.find(config, print)
@@ -56,45 +46,38 @@ def run(config: Config) -> None:
     with (
         Console(config.observe.console, steps) as console,
         RunFolder(config) as folder,
-        Trainer(config, **options) as trainer,
-        ExitStack() as stack,
+        Trainer(config, loss=sft_loss) as trainer,
     ):
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
-        size = f"{trainer.num_parameters:,} parameters, on {trainer.ranks.size} rank(s)"
-        console.say(f"{len(samples)} demonstrations, {size}; {trainer.memory}")
-        kept = stack.enter_context(Checkpoints(config, trainer.state, parts, last=last))
+        console.say(f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters; {trainer.memory}")
         order = itertools.islice(in_epochs(samples, config.trainer.seed), last * batch_size, None)
-        start, num_tokens = time.perf_counter(), 0
-        for step in range(last + 1, steps + 1):
-            console.progress(step, "training")
-            stats = trainer.step(list(itertools.islice(order, batch_size)), keep=folder.skipped(step))
-            metrics = train_metrics(stats) | kept.copy(step)
-            folder.finish(step, metrics)
-            kept.complete(step, metrics)
-            num_tokens += stats.num_tokens
-            if step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
-                seconds = time.perf_counter() - start
-                console.say(
-                    f"step {step}/{steps}  loss {stats.loss:.4f}  grad {stats.grad_norm:.3f}  "
-                    f"{num_tokens / seconds:,.0f} tokens/s  {seconds / (step - last) * (steps - step):.0f} s left"
-                )
+        start, num_tokens = time.perf_counter(), 0.0
+        with Checkpoints(config, trainer.state, parts, last=last) as kept:
+            for step in range(last + 1, steps + 1):
+                console.progress(step, "training")
+                metrics = trainer.step(list(itertools.islice(order, batch_size)), keep=folder.skipped(step))
+                metrics |= kept.copy(step)
+                folder.finish(step, metrics)
+                kept.complete(step, metrics)
+                num_tokens += metrics["train/tokens"]
+                if step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
+                    seconds = time.perf_counter() - start
+                    console.say(
+                        f"step {step}/{steps}  loss {metrics['train/loss']:.4f}  {num_tokens / seconds:,.0f} tokens/s  "
+                        f"{seconds / (step - last) * (steps - step):.0f} s left"
+                    )
         with atomic_folder(output) as partial:
             trainer.export(partial)
         console.say(f"wrote {output}")
 
 
-def batch_loss(logprobs_bt: "Tensor", entropy_bt: "Tensor", batch: "TrainBatch") -> LossOutput:
-    """Return the share of one micro-batch in the loss of the step."""
+def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
+    """Return −Σ mask · logprobs / tokens: this batch's share of the mean cross-entropy of the responses, in nats."""
     del entropy_bt
-    return sft_loss(logprobs_bt, batch.mask_bt, num_tokens=batch.num_tokens_global)
-
-
-def sft_loss(logprobs_bt: "Tensor", mask_bt: "Tensor", *, num_tokens: int) -> LossOutput:
-    """Return −Σ mask · logprobs / num_tokens: the mean cross-entropy of the demonstrated tokens, in nats."""
-    return LossOutput(loss=-logprobs_bt.where(mask_bt, 0.0).sum() / max(num_tokens, 1), metrics={})
+    return LossOutput(loss=-logprobs_bt.where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global, metrics={})
 
 
 def demonstration(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TrainSample:
@@ -109,7 +92,7 @@ def demonstration(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tra
 
 
 def in_epochs(samples: Sequence[TrainSample], seed: int) -> Iterator[TrainSample]:
-    """Yield the samples without end: each once per epoch, in a new order per epoch."""
+    """Yield the samples without end, each once per epoch, in a new order per epoch."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed}:{epoch}").sample(samples, len(samples))
 
@@ -118,19 +101,17 @@ class Demonstrations:
     """The part of a run that refuses to resume a checkpoint on other demonstrations."""
 
     def __init__(self, samples: Sequence[TrainSample]) -> None:
-        trained = "".join(f"{sample.sequence.token_ids}\n{sample.sequence.mask}\n" for sample in samples)
-        fingerprint = hashlib.sha256(trained.encode()).hexdigest()[:16]
-        self._state = {"num_samples": len(samples), "fingerprint": fingerprint}
+        hashed = seed_of(*((sample.sequence.token_ids, sample.sequence.mask) for sample in samples))
+        self._state = {"num_samples": len(samples), "hash": hashed}
 
-    def state(self) -> dict[str, Any]:
-        """Return the identity of the demonstrations, ready for JSON."""
+    def state(self) -> dict[str, int]:
+        """Return the identity of the demonstrations."""
         return self._state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raise DataError unless `state` is of the same demonstrations."""
-        for key, now in self._state.items():
-            if state[key] != now:
-                raise DataError(
-                    f"can't resume: {key} of the demonstrations was {state[key]} and is {now} now; use the same data "
-                    "section, files and tokenizer, or start a new run"
-                )
+        if state != self._state:
+            raise DataError(
+                f"can't resume: the demonstrations were {state} and are {self._state} now; use the same data section, "
+                "files and tokenizer, or start a new run"
+            )

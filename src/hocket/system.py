@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,13 +35,10 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 async def as_completed(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
     """Run coroutines at once and yield each result when it is there; leaving early cancels the others."""
-    ended: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    for task in tasks:
-        task.add_done_callback(ended.put_nowait)
     try:
-        for _ in tasks:
-            yield (await ended.get()).result()
+        for ended in asyncio.as_completed(tasks):
+            yield await ended
     finally:
         await cancel(tasks)
 
@@ -135,16 +132,12 @@ def free_memory() -> int:
     """Return the bytes of memory left to this machine, or to the control group of this process (Linux)."""
     info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(info["MemAvailable"].split()[0]) << 10
-    for folder, limit, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    for folder, limit, used, cached in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        try:
+        with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
             stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
-            bounds = [Path(folder, name).read_text().strip() for name in (limit, used)]
-        except OSError:
-            continue
-        if bounds[0] != "max":
-            reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))  # cached files
-            free = min(free, int(bounds[0]) - int(bounds[1]) + reclaimable)
+            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
+            free = min(free, most - now + int(stat[cached]))  # cached files can go
     return max(free, 0)

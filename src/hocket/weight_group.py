@@ -11,7 +11,7 @@ import datetime
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ dist: Any = distributed  # whose type stubs name only some of its public classes
 Store = Any
 Named = Sequence[tuple[str, Tensor]]
 
-JOINING = "joining"  # what a rank announces before it connects with the others
 _ENVIRONMENT = threading.Lock()  # groups are made in several threads, and each restores what it has set
 _ALIGNMENT = 16
 _CHECKSUM_BYTES = 8
@@ -50,7 +49,7 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
     for (_, view), (_, tensor) in zip(views, named, strict=True):
         view.copy_(tensor)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
-    checksums.copy_(torch.tensor([_signed(spec.checksum) for spec in specs.values()]))
+    checksums.copy_(torch.tensor([int(spec.checksum, 16) for spec in specs.values()], dtype=torch.uint64))
     return flat, specs
 
 
@@ -59,7 +58,7 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
     for (name, spec), checksum in zip(specs.items(), checksums.tolist(), strict=True):
-        if _signed(spec.checksum) != checksum:
+        if int(spec.checksum, 16) != checksum:
             raise SyncError(f"the bytes of tensor {name!r} changed on their way")
     return named, specs
 
@@ -78,7 +77,7 @@ class WeightGroup:
 
     def __post_init__(self) -> None:
         self._own_store = dist.PrefixStore(self.name, self.store)
-        self.announce(JOINING)
+        self.announce(0)
         timeout = datetime.timedelta(seconds=self.timeout_s)
         if self.device.type == "cpu":
             gloo = dist.ProcessGroupGloo._Options()
@@ -89,12 +88,18 @@ class WeightGroup:
             torch.cuda.set_device(self.device)
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
-            with _blocking_waits():
-                self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
+            # Waits must block, and raise past the deadline; else NCCL's watchdog ends the process.
+            with _ENVIRONMENT:
+                before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
+                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+                try:
+                    self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
+                finally:
+                    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
 
-    def announce(self, what: str) -> None:
-        """Announce to the other ranks that this one has reached `what`; return at once."""
-        self._own_store.set(f"{what}/{self.rank}", "1")
+    def announce(self, number: int) -> None:
+        """Announce to the other ranks that this one is about to receive the group's transfer `number`; 0: to join."""
+        self._own_store.set(_key(number, self.rank), "1")
 
     def broadcast(self, flat: Tensor) -> None:
         """Send rank 0's bytes to all and wait until they are there. Raises RuntimeError past the deadline."""
@@ -134,14 +139,13 @@ def find_store(host: str, port: int, timeout_s: float) -> Store:
     return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
 
-def announced(store: Store, name: str, what: str, ranks: Iterable[int]) -> bool:
-    """Return whether all these ranks of the group `name` have announced `what`."""
-    return bool(dist.PrefixStore(name, store).check([f"{what}/{rank}" for rank in ranks]))
+def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
+    """Return whether all these ranks of the group `name` have announced the transfer `number`."""
+    return bool(dist.PrefixStore(name, store).check([_key(number, rank) for rank in ranks]))
 
 
-def receiving(number: int) -> str:
-    """Return what a rank announces before it receives the group's transfer of this number."""
-    return f"receiving {number}"
+def _key(number: int, rank: int) -> str:
+    return f"transfer {number}/{rank}"  # the group's own keys begin with numbers
 
 
 def address_towards(host: str, port: int) -> str:
@@ -157,22 +161,6 @@ def gpu_id(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-@contextlib.contextmanager
-def _blocking_waits() -> Iterator[None]:
-    """Make groups that are created within raise past their deadline, in the waiting thread; else the process ends."""
-    name = "TORCH_NCCL_BLOCKING_WAIT"
-    with _ENVIRONMENT:
-        before = os.environ.get(name)
-        os.environ[name] = "1"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
-
-
 def _padded(item: TensorLayout) -> int:
     return -(-_empty(item).nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -182,14 +170,10 @@ def _empty(item: TensorLayout) -> Tensor:
 
 
 def _views(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], Tensor]:
-    """Return the named tensors of a bucket and their checksums, int64 [n], as views of its bytes."""
+    """Return the named tensors of a bucket and their checksums, uint64 [n], as views of its bytes."""
     *parts, checksums = torch.split(flat, [*map(_padded, bucket), _CHECKSUM_BYTES * len(bucket)])
     named = []
     for item, part in zip(bucket, parts, strict=True):
         empty = _empty(item)
         named.append((item.name, part[: empty.nbytes].view(empty.dtype).view(empty.shape)))
-    return named, checksums.view(torch.int64)
-
-
-def _signed(checksum: str) -> int:
-    return int.from_bytes(bytes.fromhex(checksum), signed=True)
+    return named, checksums.view(torch.uint64)

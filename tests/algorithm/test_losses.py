@@ -9,27 +9,11 @@ from torch import Tensor
 from hocket import config as config_module
 from hocket.algorithm.diagnostics import effective_sample_size
 from hocket.algorithm.losses import LossConfig, policy_loss
-from hocket.config.algorithm import PRESETS, Correction, PresetName
+from hocket.config.algorithm import PRESETS
 
 RATIO = torch.tensor([[1.0, 1.5, 0.5], [1.1, 0.7, 1.0]])
 ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
 MASK = torch.tensor([[True, True, True], [True, True, False]])
-PPO = LossConfig(clip_low=0.2, clip_high=0.2, correction="none")
-
-
-def test_clipped_loss_of_a_hand_worked_batch() -> None:
-    # −min(rA, clip(r)A) = −1, −1.2 (clipped), −.5, 1.1, .8 (clipped): sum −.8, N = 5
-    old = torch.full((2, 3), -2.0)
-    logprobs = (old + RATIO.log()).requires_grad_()
-    output = policy_loss(
-        logprobs, old, ADVANTAGES, MASK, config=PPO, num_tokens=5, num_sequences=2, old_logprobs_bt=old
-    )
-    output.loss.backward()
-    torch.testing.assert_close(output.loss, torch.tensor(-0.16))
-    torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.2, 0.0, -0.1], [0.22, 0.0, 0.0]]))
-    torch.testing.assert_close(output.metrics["clip_high"], torch.tensor(0.2))
-    torch.testing.assert_close(output.metrics["clip_low"], torch.tensor(0.2))
-    torch.testing.assert_close(output.metrics["ratio_mean"], torch.tensor(4.8 / 5))
 
 
 def test_truncation_weighs_each_token_by_the_capped_detached_engine_ratio() -> None:
@@ -67,50 +51,53 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_has_the_loss_and_gradient_that_one_works_out_by_hand(name: PresetName) -> None:
-    config = LossConfig.preset(name, constant_length=4)
-    rollout = torch.full((2, 3), -2.0)
-    logprobs = (rollout + RATIO.log()).requires_grad_()
-    output = policy_loss(logprobs, rollout, ADVANTAGES, MASK, config=config, num_tokens=5, num_sequences=2)
+# Besides: (config, ratio to the rollout's log-probs, advantages, loss, gradient).
+OTHERS = {
+    # A = −1: r = 5 → c·A = −3, no slope; r = 2 → rA = −2; r = .5 → clipped at .8. A = 1: as without
+    "dual_clip": (
+        LossConfig(clip_low=0.2, clip_high=0.2, correction="none", dual_clip=3.0),
+        torch.tensor([[5.0, 2.0, 0.5, 0.5]]),
+        torch.tensor([[-1.0, -1.0, -1.0, 1.0]]),
+        (3 + 2 + 0.8 - 0.5) / 4,
+        [[0.0, 0.5, 0.0, -0.125]],
+    ),
+    **{  # with a correction, ratio and slope are the weight, and every r is 1
+        name: (
+            LossConfig(correction=name, correction_low=low, correction_high=high),
+            torch.tensor([[4.0, 0.25, 1.0], [1.25, 1.25, 1.25]]),
+            torch.ones(2, 3),
+            -sum(map(sum, weights)) / 6,
+            [[-w / 6 for w in row] for row in weights],
+        )
+        for name, low, high, weights in (
+            ("truncate", 0.5, 2.0, [[2.0, 0.5, 1.0], [1.25, 1.25, 1.25]]),
+            ("mask", 0.5, 5.0, [[4.0, 0.0, 1.0], [1.25, 1.25, 1.25]]),
+            # geometric means (4 · ¼ · 1)^⅓ = 1 and 1.25; a token of the one that is kept counts at most 2
+            ("sequence_mask", 0.99, 1.01, [[2.0, 0.25, 1.0], [0.0, 0.0, 0.0]]),
+        )
+    },
+}
+PRESET_CASES = {
+    name: (LossConfig.preset(name, constant_length=4), RATIO, ADVANTAGES, *BY_HAND[name]) for name in PRESETS
+}
+
+
+@pytest.mark.parametrize("name", [*PRESET_CASES, *OTHERS])
+def test_loss_and_gradient_are_what_one_works_out_by_hand(name: str) -> None:
+    config, ratio, advantages, loss, gradient = (PRESET_CASES | OTHERS)[name]
+    mask = MASK if name in PRESETS else torch.ones_like(ratio, dtype=torch.bool)
+    num_tokens, rollout = int(mask.sum()), torch.full_like(ratio, -2.0)
+    logprobs = (rollout + ratio.log()).requires_grad_()
+    output = policy_loss(
+        logprobs, rollout, advantages, mask, config=config, num_tokens=num_tokens, num_sequences=len(ratio)
+    )
     output.loss.backward()
-    loss, gradient = BY_HAND[name]
     assert output.loss.item() == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(logprobs.grad, torch.tensor(gradient), rtol=1e-5, atol=1e-6)
-
-
-def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
-    # A = −1: r = 5 → c·A = −3, no slope; r = 2 → rA = −2; r = .5 → clipped at .8. A = 1: as without
-    logprobs = torch.tensor([[5.0, 2.0, 0.5, 0.5]]).log().requires_grad_()
-    advantages, mask = torch.tensor([[-1.0, -1.0, -1.0, 1.0]]), torch.ones(1, 4, dtype=torch.bool)
-    config = LossConfig(clip_low=0.2, clip_high=0.2, correction="none", dual_clip=3.0)
-    output = policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, config=config, num_tokens=4, num_sequences=1)
-    output.loss.backward()
-    torch.testing.assert_close(output.loss, torch.tensor((3 + 2 + 0.8 - 0.5) / 4))
-    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 0.5, 0.0, -0.125]]))
-
-
-@pytest.mark.parametrize(
-    ("correction", "low", "high", "weights"),
-    [
-        ("truncate", 0.5, 2.0, [[2.0, 0.5, 1.0], [1.25, 1.25, 1.25]]),
-        ("mask", 0.5, 5.0, [[4.0, 0.0, 1.0], [1.25, 1.25, 1.25]]),
-        # geometric means (4 · ¼ · 1)^⅓ = 1 and 1.25; a token of the one that is kept counts at most 2
-        ("sequence_mask", 0.99, 1.01, [[2.0, 0.25, 1.0], [0.0, 0.0, 0.0]]),
-    ],
-)
-def test_corrections_by_hand(correction: Correction, low: float, high: float, weights: list[list[float]]) -> None:
-    rollout = torch.full((2, 3), -3.0)
-    logprobs = (rollout + torch.tensor([[4.0, 0.25, 1.0], [1.25, 1.25, 1.25]]).log()).requires_grad_()
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    config = LossConfig(correction=correction, correction_low=low, correction_high=high)
-    output = policy_loss(logprobs, rollout, mask.float(), mask, config=config, num_tokens=6, num_sequences=2)
-    output.loss.backward()
-    expected = torch.tensor(weights)
-    torch.testing.assert_close(output.loss, -expected.sum() / 6)
-    torch.testing.assert_close(logprobs.grad, -expected / 6)
-    original = torch.tensor([[4.0, 0.25, 1.0], [1.25, 1.25, 1.25]])
-    torch.testing.assert_close(output.metrics["importance_capped"], ((expected - original).abs() > 1e-6).sum() / 6)
+    if name == "bnpo":
+        assert output.metrics["clip_high"].item() == pytest.approx(0.2)
+        assert output.metrics["clip_low"].item() == pytest.approx(0.2)
+        assert output.metrics["ratio_mean"].item() == pytest.approx(4.8 / 5)
 
 
 def test_a_kl_in_the_loss_is_added_where_tokens_are_trained_and_is_aggregated_like_it() -> None:
@@ -300,37 +287,26 @@ def test_loss_and_gradient_equal_a_plain_implementation_however_sequences_are_pa
         assert [value for i in every for value in found[i]] == pytest.approx(slopes, rel=1e-12, abs=1e-15)
 
 
-def test_a_row_of_the_table_has_the_published_numbers_and_takes_changes() -> None:
+def test_a_preset_takes_changes_and_the_runs_settings_become_the_losses_knobs() -> None:
     gspo = LossConfig.preset("gspo", clip_high=5e-4)
     assert (gspo.ratio, gspo.clip_low, gspo.clip_high, gspo.correction) == ("sequence", 3e-4, 5e-4, "none")
-    assert LossConfig.preset("dr_grpo", constant_length=9).constant_length == 9
     with pytest.raises(ValueError, match="needs constant_length"):
         policy_loss(RATIO, RATIO, ADVANTAGES, MASK, config=LossConfig.preset("dr_grpo"), num_tokens=5, num_sequences=2)
-
-
-def test_the_runs_settings_become_the_losses_knobs() -> None:
     settings = config_module.load(None, ["algorithm.preset=dr_grpo"])
     assert settings.algorithm.loss(max_tokens=99) == LossConfig.preset("dr_grpo", constant_length=99)
     assert config_module.Config().algorithm.loss(max_tokens=9) == LossConfig(constant_length=9)
 
 
-def test_a_batch_without_trained_tokens_has_loss_zero_and_zero_gradient() -> None:
-    logprobs = torch.zeros(1, 2, requires_grad=True)
-    zeros, mask = torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.bool)
-    output = policy_loss(logprobs, zeros, zeros, mask, config=LossConfig(), num_tokens=0, num_sequences=0)
-    output.loss.backward()
-    assert output.loss.item() == 0.0
-    assert logprobs.grad is not None
-    assert logprobs.grad.abs().sum() == 0
-
-
-def test_extreme_ratios_stay_finite() -> None:
+def test_a_batch_without_trained_tokens_has_loss_zero_and_extreme_ratios_stay_finite() -> None:
     logprobs = torch.tensor([[0.0, -900.0]], requires_grad=True)
-    rollout, advantages = torch.tensor([[-900.0, 0.0]]), torch.tensor([[-1.0, 1.0]])
-    output = policy_loss(
-        logprobs, rollout, advantages, torch.ones(1, 2, dtype=torch.bool), config=PPO, num_tokens=2, num_sequences=1
-    )
+    rollout, advantages, mask = torch.tensor([[-900.0, 0.0]]), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2)
+    known = {"config": LossConfig.preset("bnpo"), "num_tokens": 2, "num_sequences": 2}
+    output = policy_loss(logprobs, rollout, advantages, mask.bool(), **known)  # type: ignore[arg-type]
     output.loss.backward()
-    assert math.isfinite(output.loss.item())
+    assert output.loss.isfinite()
     assert logprobs.grad is not None
     assert logprobs.grad.isfinite().all()
+    logprobs.grad = None
+    output = policy_loss(logprobs, rollout, advantages, ~mask.bool(), **known | {"num_tokens": 0})  # type: ignore[arg-type]
+    output.loss.backward()
+    assert (output.loss.item(), logprobs.grad.abs().sum()) == (0.0, 0.0)

@@ -144,27 +144,22 @@ def fate_of(group: Group, reward: str = "right", *, skipped: bool = False) -> Ou
     return fate(shaped([group])[0], reward=reward, skipped=skipped)
 
 
-def test_the_fate_of_a_group_has_the_pass_rate_of_one_reward() -> None:
-    rows = [{"format": 1.0, "right": 0.0}, {"format": 1.0, "right": 1.0}, {"format": 0.0, "right": 1.0}, None]
+def test_a_fate_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_trained() -> None:
+    right = {"format": 1.0, "right": 1.0}
+    rows = [{"format": 1.0, "right": 0.0}, right, {"format": 0.0, "right": 1.0}, None]
     assert fate_of(scored(*rows)) == Outcome(state="trained", pass_rate=pytest.approx(2 / 3))
-    assert fate_of(scored(*rows[:2]), "right").pass_rate == 0.5
-    assert fate_of(scored(*rows[:2]), skipped=True) == Outcome(
-        state="failed", why="its step was not finite", pass_rate=0.5
-    )
-
-
-def test_a_fate_is_filtered_without_a_signal_and_failed_without_a_score() -> None:
-    right = {"right": 1.0}
-    assert fate_of(scored(right, right, None)) == Outcome(state="filtered", why="every reward is 1", pass_rate=1.0)
+    skipped = fate_of(scored(*rows[:2]), skipped=True)
+    assert skipped == Outcome(state="failed", why="its step was not finite", pass_rate=0.5)
+    assert fate_of(scored(right, right, None)) == Outcome(state="filtered", why="every reward is 2", pass_rate=1.0)
     assert fate_of(scored(right, right), skipped=True).state == "filtered"
     assert fate_of(scored(None, None)) == Outcome(state="failed", why="no score")
 
 
-@pytest.mark.parametrize(("reward", "share"), [("points", 2 / 3), ("right", 0.0)])
-def test_rewards_that_are_no_pass_rates_are_counted(reward: str, share: float) -> None:
+def test_rewards_that_are_no_pass_rates_are_counted() -> None:
     groups = [scored({"points": 10.0, "right": 1.0}, {"points": -2.0, "right": 0.0}), scored({"points": 1.0}, None)]
-    assert signal_metrics(shaped(groups), reward)["rollout/no_pass_rate"] == pytest.approx(share)
-    assert signal_metrics([], reward) == {}
+    for reward, share in (("points", 2 / 3), ("right", 0.0)):
+        assert signal_metrics(shaped(groups), reward)["rollout/no_pass_rate"] == pytest.approx(share)
+    assert signal_metrics([], "right") == {}
 
 
 def test_a_kl_in_the_rewards_tells_rollouts_of_equal_scores_apart() -> None:
@@ -252,16 +247,13 @@ def test_what_was_not_measured_is_asked_for() -> None:
         sampled([group("a", [0.0, 1.0])], settings("preset=reinforce_pp"), (), 0.01)
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0)])
-def test_the_overlong_penalty_grows_over_the_last_part_of_the_length(length: int, penalty: float) -> None:
-    assert overlong_penalty(make_rollout(*[-1.0] * length), 0.4, 10) == pytest.approx(penalty)
-    assert overlong_penalty(make_rollout(*[-1.0] * length), 0.0, 10) == 0.0
-
-
-def test_the_longest_turn_of_an_episode_counts_for_the_overlong_penalty_in_any_of_its_sequences() -> None:
+def test_the_overlong_penalty_grows_over_the_last_part_of_the_longest_turn() -> None:
+    for length, penalty in ((1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0)):
+        assert overlong_penalty(make_rollout(*[-1.0] * length), 0.4, 10) == pytest.approx(penalty)
+        assert overlong_penalty(make_rollout(*[-1.0] * length), 0.0, 10) == 0.0
     turns = [*[-1.0] * 5, None, *[-1.0] * 8, None, None, -1.0]  # 14 tokens, but no turn with more than 8
-    assert overlong_penalty(make_rollout(*turns), 0.4, 10) == pytest.approx(0.5)
-    assert overlong_penalty(joined(make_rollout(*turns), make_rollout(-0.5)), 0.4, 10) == pytest.approx(0.5)
+    for rollout in (make_rollout(*turns), joined(make_rollout(*turns), make_rollout(-0.5))):
+        assert overlong_penalty(rollout, 0.4, 10) == pytest.approx(0.5)
 
 
 def test_the_overlong_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:

@@ -7,13 +7,16 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-sort"
+from hocket.data.curriculum import CURRICULA, Curriculum
+from hocket.registry import load_plugins
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The tokenizer that ships: one token per byte."""
-    return AutoTokenizer.from_pretrained(CHECKPOINT)
+    return AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
 
 
 @pytest.fixture
@@ -42,3 +45,13 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def window(tmp_path_factory: pytest.TempPathFactory) -> type[Curriculum]:
+    """The curriculum that docs/curriculum.md shows, as it stands."""
+    code = (ROOT / "docs" / "curriculum.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    plugin = tmp_path_factory.mktemp("plugins") / "my_curriculum.py"
+    plugin.write_text(code)
+    load_plugins([str(plugin)])
+    return CURRICULA.get("window")

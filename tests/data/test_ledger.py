@@ -2,11 +2,7 @@
 
 from typing import Any
 
-from hocket.data.ledger import accounts, table
-
-
-def begin(num_prompts: int) -> dict[str, Any]:
-    return {"step": 0, "num_prompts": num_prompts}
+from hocket.data.ledger import Account, accounts, table
 
 
 def line(draw: int, epoch: int, prompt: str, state: str = "trained", why: str = "") -> dict[str, Any]:
@@ -18,13 +14,14 @@ def change(epoch: int, prompt: str, state: str, why: str = "") -> dict[str, Any]
     return {"step": 1, "epoch": epoch, "prompt": prompt, "state": state} | ({"why": why} if why else {})
 
 
-def stream(epoch: int, num_prompts: int, *in_flight: tuple[int, int, str], entries: Any = ()) -> dict[str, Any]:
-    return {
-        "epoch": epoch,
-        "num_prompts": num_prompts,
-        "in_flight": [{"draw": number, "epoch": e, "prompt": prompt} for number, e, prompt in in_flight],
-        "entries": list(entries),
-    }
+def stream(epoch: int, *in_flight: tuple[int, int, str], entries: Any = ()) -> dict[str, Any]:
+    draws = [{"draw": number, "epoch": e, "prompt": prompt} for number, e, prompt in in_flight]
+    return {"epoch": epoch, "in_flight": draws, "entries": list(entries)}
+
+
+def count(num: int, rows: list[dict[str, Any]], state: dict[str, Any] | None, *, ended: bool = False) -> list[Account]:
+    """The accounts of a run over so many prompts."""
+    return accounts([{"step": 0, "num_prompts": num}, *rows], state, ended=ended)
 
 
 def test_every_prompt_of_an_epoch_has_one_place() -> None:
@@ -36,9 +33,8 @@ def test_every_prompt_of_an_epoch_has_one_place() -> None:
         change(1, "b", "retired", "solved 1 times in a row"),
         line(4, 1, "d"),
     ]
-    found = accounts(rows, stream(1, 4, (4, 1, "d"), (5, 1, "a")))  # draw 4 was settled after the checkpoint
+    found = count(4, rows, stream(1, (4, 1, "d"), (5, 1, "a")))  # draw 4 was settled after the checkpoint
     assert [(account.finished, account.problems) for account in found] == [(True, ()), (False, ())]
-    assert found[1].states == {"trained": 1, "retired: solved 1 times in a row": 1, "in flight": 1, "pending": 1}
     assert table(found).splitlines() == [
         "epoch 0: 4 prompts",
         "         1  trained",
@@ -56,33 +52,36 @@ def test_every_prompt_of_an_epoch_has_one_place() -> None:
 
 def test_a_prompt_that_is_left_out_stays_out_until_it_is_back() -> None:
     rows = [
-        change(0, "b", "skipped", "stage 2 has not begun"),
+        change(0, "b", "skipped", "too hard"),
         line(0, 0, "a"),
         line(1, 1, "a"),
         change(2, "b", "back"),
         line(2, 2, "b"),
         line(3, 2, "a"),
     ]
-    out = {"trained": 1, "skipped: stage 2 has not begun": 1}
-    found = accounts(rows, stream(3, 2))
+    out = {"trained": 1, "skipped: too hard": 1}
+    found = count(2, rows, stream(3))
     assert [account.states for account in found] == [out, out, {"trained": 2}, {"pending": 2}]
     assert not any(account.problems for account in found)
 
 
 def test_a_prompt_that_is_lost_or_settled_twice_is_named() -> None:
     rows = [line(0, 0, "a"), line(1, 0, "b"), line(2, 0, "b"), line(3, 1, "c"), line(4, 1, "a"), line(5, 1, "b")]
-    first, second = accounts(rows, stream(1, 4))
+    first, second = count(4, rows, stream(1))
     assert (first.states, second.problems) == ({"trained": 3, "missing": 2}, ())
     assert table([first, second]).splitlines()[-2:] == [
         "epoch 0: 2 prompts are not accounted for: c, and 1 more",
         "epoch 0: 1 prompts are accounted for more than once: b",
     ]
-    (drawn_while_out, _) = accounts([change(0, "a", "skipped", "why"), line(0, 0, "a")], stream(1, 1))
+    (drawn_while_out, _) = count(1, [change(0, "a", "skipped", "why"), line(0, 0, "a")], stream(1))
     assert drawn_while_out.problems == ("1 prompts are accounted for more than once: a",)
+    first, *_ = count(30, [*(line(i, 1, f"p{i:02}") for i in range(30)), line(30, 2, "p00")], None, ended=True)
+    assert first.problems[0].startswith("30 prompts are not accounted for: p00, p01")
+    assert first.problems[0].endswith("p09, and 20 more")
 
 
 def test_a_draw_of_an_older_epoch_may_be_in_flight_while_a_newer_one_goes_on() -> None:
-    (first, second) = accounts([line(0, 0, "a"), line(2, 1, "a")], stream(1, 2, (1, 0, "b")))
+    (first, second) = count(2, [line(0, 0, "a"), line(2, 1, "a")], stream(1, (1, 0, "b")))
     assert (first.finished, first.states, first.problems) == (True, {"trained": 1, "in flight": 1}, ())
     assert (second.finished, second.states) == (False, {"trained": 1, "pending": 1})
 
@@ -90,49 +89,35 @@ def test_a_draw_of_an_older_epoch_may_be_in_flight_while_a_newer_one_goes_on() -
 def test_what_was_settled_and_not_recorded_at_the_checkpoint_counts_once() -> None:
     entries = [line(1, 0, "b"), change(1, "a", "skipped", "why")]
     for rows in ([line(0, 0, "a")], [line(0, 0, "a"), *entries]):
-        found = accounts(rows, stream(1, 2, entries=entries))
+        found = count(2, rows, stream(1, entries=entries))
         assert [account.states for account in found] == [{"trained": 2}, {"skipped: why": 1, "pending": 1}]
         assert not any(account.problems for account in found)
 
 
 def test_without_a_checkpoint_the_epochs_before_the_newest_are_judged_once_the_run_has_ended() -> None:
-    rows = [begin(2), line(0, 0, "a"), line(1, 1, "a"), line(2, 1, "b"), line(3, 2, "a")]
-    assert [(account.finished, account.problems) for account in accounts(rows, None, ended=True)] == [
-        (True, ("1 prompts are not accounted for: b",)),
-        (True, ()),
-        (False, ()),
-    ]
-    assert not any(account.problems for account in accounts(rows, None))
+    rows = [line(0, 0, "a"), line(1, 1, "a"), line(2, 1, "b"), line(3, 2, "a")]
+    problems = [(account.finished, account.problems) for account in count(2, rows, None, ended=True)]
+    assert problems == [(True, ("1 prompts are not accounted for: b",)), (True, ()), (False, ())]
+    assert not any(account.problems for account in count(2, rows, None))
 
 
 def test_without_a_checkpoint_what_has_no_end_yet_is_pending_or_in_flight() -> None:
-    (unknown,) = accounts([begin(1000)], None)
+    (unknown,) = count(1000, [], None)
     assert (unknown.finished, unknown.states, unknown.problems) == (False, {"pending or in flight": 1000}, ())
-    rows = [begin(1000), *(line(i, 0, f"p{i}") for i in range(128))]
     for ended, what in ((False, "pending or in flight"), (True, "pending")):
-        assert table(accounts(rows, None, ended=ended)).splitlines() == [
+        found = count(1000, [line(i, 0, f"p{i}") for i in range(128)], None, ended=ended)
+        assert table(found).splitlines() == [
             "epoch 0: 1,000 prompts",
             "       128  trained",
             f"       872  {what}",
             "no epoch is finished yet",
         ]
-    (over,) = accounts([begin(2), line(0, 0, "a"), line(1, 0, "b")], None)  # no other has begun
-    assert (over.finished, over.states) == (True, {"trained": 2})
 
 
-def test_old_epochs_are_summed_up() -> None:
-    rows = [line(2 * e + i, e, "ab"[i], "filtered" if e == 1 else "trained", "") for e in range(6) for i in range(2)]
-    assert table(accounts(rows, stream(6, 2))).splitlines()[:5] == [
-        "epochs 0 to 2: 6 prompts",
-        "         4  trained",
-        "         2  filtered",
-        "epoch 3: 2 prompts",
-        "         2  trained",
+def test_the_newest_four_epochs_are_shown_and_the_problems_of_all() -> None:
+    rows = [line(2 * e + i, e, "ab"[i]) for e in range(6) for i in range(2) if (e, i) != (0, 1)]
+    shown = table(count(2, rows, stream(6))).splitlines()
+    assert [text for text in shown if text.startswith("epoch")] == [
+        *(f"epoch {e}: 2 prompts" for e in (3, 4, 5, 6)),
+        "epoch 0: 1 prompts are not accounted for: b",
     ]
-
-
-def test_many_names_are_cut_short() -> None:
-    rows = [begin(30), *(line(i, 1, f"p{i:02}") for i in range(30)), line(30, 2, "p00")]
-    first, *_ = accounts(rows, None, ended=True)
-    assert first.problems[0].startswith("30 prompts are not accounted for: p00, p01")
-    assert first.problems[0].endswith("p09, and 20 more")

@@ -27,11 +27,6 @@ CHATML = (
     "{% for m in messages %}{{ '<im_start>' + m.role + '\n' + m.content + '<im_end>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<im_start>assistant\n' }}{% endif %}"
 )
-THINKING = (  # takes the thoughts out of earlier turns, as Qwen3's does
-    "{% for m in messages %}{% set c = m.content.split('/think')[-1] if not loop.last else m.content %}"
-    "{{ '<im_start>' + m.role + '\n' + c + '<im_end>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<im_start>assistant\n' }}{% endif %}"
-)
 STRIPPING = (  # trims contents, and ends the last turn otherwise than those before
     "{% for m in messages %}{{ m.role + ':' + m.content | trim }}"
     "{% if not loop.last or add_generation_prompt %}{{ '<im_end>' }}{% endif %}{% endfor %}"
@@ -162,21 +157,19 @@ def test_the_first_offenders_are_shown_and_all_are_counted(tokenizer: Any, write
     assert lines[6] == "  ... and 4 more"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"source": "rows.csv"}, "none of file.jsonl"),
-        ({"source": "missing.jsonl"}, "is not a file; paths are relative to"),
-        ({"source": "task:sort", "split": "validation"}, "splits train and test"),
-        ({"source": "task:sort", "answer_pattern": "("}, "no regular expression"),
-        ({"source": "task:sort", "answer_pattern": "x"}, "needs a group"),
-        ({"source": "task:sort", "answer_pattern": "(x)", "answer_column": None}, "needs data.answer_column"),
-        ({"source": "task:sort", "system_prompt": "x", "chat_template": False}, "needs data.chat_template: true"),
-    ],
-)
-def test_a_section_that_can_t_work_says_why(tokenizer: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        load_prompts(DataConfig(**settings), tokenizer, max_prompt_tokens=100)
+def test_a_source_that_is_none_says_why(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    (tmp_path / "no.parquet").write_bytes(b"no parquet")
+    for source, message in (
+        ("rows.csv", "none of file.jsonl"),
+        ("missing.jsonl", "is not a file; paths are relative to"),
+        (write_jsonl(""), "has no rows"),
+        (write_jsonl(*ROWS, name="rows.json"), r"ends in \.jsonl"),
+        (str(tmp_path / "no.parquet"), "not a readable parquet file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load(source, tokenizer)
+    with pytest.raises(DataError, match="splits train and test"):
+        load("task:sort", tokenizer, split="validation")
     with pytest.raises(ConfigError, match=r"no task 'sorting' \(did you mean 'sort'\?\)"):
         load("task:sorting", tokenizer)
 
@@ -192,16 +185,6 @@ def test_a_difficulty_is_a_number_of_its_own_column(tokenizer: Any, write_jsonl:
     assert "rows.jsonl:3: no column 'level', only 'prompt', 'answer'" in str(caught.value)
     demonstrations = write_jsonl({"prompt": "a", "response": "b"})
     assert load_demonstrations(DataConfig(source=demonstrations, difficulty_column="level"), tokenizer, 20)
-
-
-def test_files_that_are_no_rows_say_so(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no rows"):
-        load(write_jsonl(""), tokenizer)
-    with pytest.raises(DataError, match=r"ends in \.jsonl"):
-        load(write_jsonl(*ROWS, name="rows.json"), tokenizer)
-    (tmp_path / "rows.parquet").write_bytes(b"no parquet")
-    with pytest.raises(DataError, match="not a readable parquet file"):
-        load(str(tmp_path / "rows.parquet"), tokenizer)
 
 
 def test_a_demonstration_ends_as_the_template_or_else_the_tokenizer_ends_a_turn(
@@ -282,31 +265,6 @@ def test_the_tokens_between_two_turns_are_those_of_a_whole_rendering(merging: An
     assert [*prompt, *answer, *rendering.following(HINT, ended=None)] == whole  # cut off: the end of turn is added
     eos = merging.eos_token_id  # another end than the template's is kept, and the template's follows it
     assert rendering.following(HINT, ended=eos) == rendering.following(HINT, ended=None)
-
-
-def test_what_the_model_wrote_is_not_encoded_again(merging: Any) -> None:
-    rendering = renderer(merging, CHATML)
-    end = merging.convert_tokens_to_ids("<im_end>")
-    a, b, ab = merging.convert_tokens_to_ids(["a", "b", "ab"])
-    (prompt,) = rendering.encode([rendering.render([USER])])
-    sampled = [a, b, end]  # the text "ab" in two tokens
-    ours = [*prompt, *sampled, *rendering.following(HINT, ended=end)]
-    text = merging.decode(sampled, skip_special_tokens=True).replace(" ", "")
-    (whole,) = rendering.encode([rendering.render([USER, {"role": "assistant", "content": text}, *HINT])])
-    assert ours[len(prompt) : len(prompt) + 3] == sampled
-    assert whole[len(prompt) : len(prompt) + 2] == [ab, end]  # the drift: tokens that the model has never sampled
-    assert len(whole) == len(ours) - 1
-    assert ours[len(prompt) + 3 :] == whole[len(prompt) + 2 :]
-
-
-def test_thoughts_that_the_template_would_take_out_stay_where_they_were_sampled(merging: Any) -> None:
-    rendering = renderer(merging, THINKING)
-    end = merging.convert_tokens_to_ids("<im_end>")
-    prompt, sampled = rendering.encode([rendering.render([USER]), "hm/thinkxy"])
-    ours = [*prompt, *sampled, end, *rendering.following(HINT, ended=end)]
-    assert "hm/thinkxy" in merging.decode(ours).replace(" ", "")
-    whole = rendering.render([USER, {"role": "assistant", "content": "hm/thinkxy"}, *HINT])
-    assert "hm/think" not in whole
 
 
 def test_a_template_without_an_end_of_turn_works_too(merging: Any) -> None:

@@ -142,7 +142,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         copy: Any = Copy(trainer, config.model.path)
         stream = PromptStream(prompts, config.trainer.seed)
         evaluation = Evaluation(
-            datasets={"": held_out[: config.eval.num_prompts]},
+            prompts=held_out[: config.eval.num_prompts],
             play=copy.play,
             score=scorer.score,
             reward=next(iter(config.rewards.functions)),

@@ -25,9 +25,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     folder = tmp_path_factory.mktemp("readme")
     version = folder / "runs" / "quickstart" / "weights" / "v000081"
     shutil.copytree(ROOT / "checkpoints" / "tiny-sort", version)
-    described = manifest.build(81, manifest.tensors(version))
-    (version / manifest.MANIFEST_FILE).write_text(described.model_dump_json())
-    (version / manifest.COMPLETE_FILE).touch()
+    manifest.write(version, 81, manifest.specs(manifest.tensors(version)))
     free = free_port()
     command = ["serve", "config/quickstart.yaml", f"server.port={free}", f"run.dir={folder}/runs/mine"]
     with Process(command, folder / "log") as server:

@@ -1,5 +1,6 @@
 """The run folder: records reach the disk at once and are taken back on resume; rollouts are read as written."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -76,15 +77,13 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     assert "12345678" not in (run / "config.yaml").read_text()
 
 
-def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(tmp_path: Path) -> None:
-    def run() -> None:
-        with RunFolder(settings(tmp_path)) as folder:
-            folder.finish(1, {"reward/mean": 0.5})
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run()
+def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had_and_is_not_written_over(tmp_path: Path) -> None:
+    with contextlib.suppress(KeyboardInterrupt), RunFolder(settings(tmp_path)) as folder:
+        folder.finish(1, {"reward/mean": 0.5})
+        raise KeyboardInterrupt
     assert '"summary": null' in (tmp_path / "runs/a/report.html").read_text()
+    with pytest.raises(ConfigError, match=r"holds a run already.*checkpoint\.resume=true"):
+        RunFolder(settings(tmp_path))
 
 
 def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
@@ -120,28 +119,16 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
             folder.restore(state)
 
 
-def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
-    with RunFolder(settings(tmp_path)):
-        pass
-    with pytest.raises(ConfigError, match=r"holds a run already.*checkpoint\.resume=true"):
-        RunFolder(settings(tmp_path))
-
-
-def test_groups_come_back_as_they_were() -> None:
+def test_groups_come_back_as_they_were_and_the_sequences_of_an_agent_s_episode_stay_together() -> None:
     scores = (Score(total=0.1, parts={"math": 0.1}), Score(total=1.0))
-    first = Group(id="step 1/0", rollouts=GROUP.rollouts, scores=scores)
-    second = Group(id="step 1/1", rollouts=(rollout("step 1/1", 0),), scores=(Score(total=-2.5),))
-    assert groups_of(lines_of([first, second]).split("\n")[:3]) == [first, second]
-
-
-def test_the_sequences_of_an_agent_s_episode_stay_together() -> None:
     others = (sequence(), sequence(turns=1, dialogue=(), text="other"))
-    group = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=(Score(total=1.0),) * 2)
-    lines = lines_of([group])
-    rows = [json.loads(line) for line in lines.split("\n")[:-1]]
-    assert [row["num_tokens"] for row in rows] == [6, 2]
+    first = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=scores)
+    second = Group(id="step 1/1", rollouts=(rollout("step 1/1", 0),), scores=(Score(total=-2.5),))
+    lines = lines_of([first, second]).split("\n")[:-1]
+    rows = [json.loads(line) for line in lines]
+    assert [row["num_tokens"] for row in rows] == [6, 2, 2]
     assert [other["id"] for other in rows[0]["others"]] == ["g/0.0", "g/0.1"]
-    assert groups_of(lines.split("\n")[:-1]) == [group]
+    assert groups_of(lines) == [first, second]
 
 
 def test_a_score_that_failed_stays_one_and_a_rollout_may_have_no_sampled_token() -> None:

@@ -59,15 +59,13 @@ def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
     def near(completion: str, target: int, unit: str = "tokens") -> float:
         return 0.0
 
-    reward("starred")(lambda *completions: 0.0)
     reward("needy", imports=("no_such_package",))(lambda completion: 0.0)
     for name, options, message in (
         ("near", {"tarket": 3}, r"near\(.*target.*\).* no option 'tarket' \(did you mean 'target'\?\)"),
         ("near", {}, r"needs the option 'target': set rewards.functions.near.target"),
         ("near", {"target": 3, "completion": "x"}, "'completion' comes from the rollout"),
-        ("starred", {}, "arguments are given by name"),
         ("needy", {}, "needs the package no_such_package"),
-        ("neer", {}, r"no reward 'neer' \(did you mean 'near'\?\); known: near, needy, starred"),
+        ("neer", {}, r"no reward 'neer' \(did you mean 'near'\?\); known: near, needy"),
     ):
         with pytest.raises(ConfigError, match=message):
             bind(name, 1.0, options)

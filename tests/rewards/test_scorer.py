@@ -196,15 +196,9 @@ def test_a_worker_reward_that_no_other_process_can_reach_is_refused() -> None:
 
 
 async def test_an_inline_reward_of_one_s_own_needs_no_worker(scorer_of: Scorers, make_rollout: Make) -> None:
-    @reward("own_inline", inline=True)
-    def own_inline(completion: str) -> float:
-        if not completion:
-            raise ZeroDivisionError("nothing")
-        return float(os.getpid())
-
-    scorer = scorer_of({"own_inline": 1.0})
-    assert (await scorer.score(make_rollout("x"))).total == os.getpid()
-    assert "ZeroDivisionError: nothing" in await scorer_error(scorer, make_rollout(""))
+    reward("own_inline", inline=True)(lambda completion: os.getpid() / int(completion))
+    assert (await scorer_of({"own_inline": 1.0}).score(make_rollout("1"))).total == os.getpid()
+    assert "ZeroDivisionError" in await scorer_error(scorer_of({"own_inline": 1.0}), make_rollout("0"))
 
 
 async def test_a_plugin_that_only_loads_here_says_so_once_and_for_all(

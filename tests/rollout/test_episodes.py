@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import dataclasses
 import functools
 import math
 import random
@@ -14,21 +13,20 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+import fakes
 from batches import gathered
 from hocket.algorithm.samples import fate, shape
+from hocket.batcher import Turn
 from hocket.config import AlgorithmConfig, DataConfig
 from hocket.data import PromptStream, Renderer
 from hocket.data.ledger import accounts
 from hocket.envs import Action, Environment, Observation, SingleTurn, Step, tool
 from hocket.envs.base import bind
 from hocket.errors import ServerError
-from hocket.pool import Deadline
-from hocket.protocol import Completion, SamplingParams, ToolCall
-from hocket.rollout.budget import TokenBudget
-from hocket.rollout.episode import Limits
-from hocket.rollout.episodes import Episodes, single_turn
+from hocket.protocol import Completion, ToolCall
+from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.system import seed_of
-from hocket.types import FinishReason, Group, Message, Prompt, Rollout, Score
+from hocket.types import Group, Message, Prompt, Rollout, Score
 
 END, ASSISTANT = 1, 4
 """Of checkpoints/tiny-tools: the token that ends a turn, and the one that begins the model's."""
@@ -40,35 +38,17 @@ def renderer() -> Renderer:
     return Renderer(DataConfig(), tokenizer)
 
 
-@dataclasses.dataclass
-class Turn:
-    context: list[int]
-    sampling: SamplingParams
-    seed: int
-    completion: Completion
-
-
 class FakeEngine:
     """Samples tokens that the seed alone decides, in random order; fails, where told to, after so many completions."""
 
     def __init__(self, *, delay_s: float = 0.0, fail_after: int | None = None) -> None:
         self.delay_s, self.fail_after = delay_s, fail_after
         self.rng = random.Random(0)
-        self.turns: list[Turn] = []
+        self.turns: list[tuple[Turn, Completion]] = []
         self.running = self.aborted = 0
 
-    async def ask(
-        self,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        deadline: Deadline,
-        group: str,
-        place: str,
-    ) -> Completion:
-        assert place.startswith(f"{group}/")
-        context = list(token_ids)
+    async def ask(self, turn: Turn) -> Completion:
+        assert turn.place.startswith(f"{turn.group}/")
         self.running += 1
         try:
             await asyncio.sleep(self.delay_s * self.rng.random())
@@ -79,8 +59,8 @@ class FakeEngine:
             raise
         finally:
             self.running -= 1
-        completion = sampled(seed, sampling.max_tokens)
-        self.turns.append(Turn(context, sampling, seed, completion))
+        completion = sampled(turn.seed, turn.sampling.max_tokens)
+        self.turns.append((turn, completion))
         return completion
 
 
@@ -99,58 +79,38 @@ def sampled(seed: int, max_tokens: int) -> Completion:
 
 
 class Wordy(Environment):
-    """Says something random, and ends at random; what it says and how it ends, the seed decides.
-
-    Attributes:
-        gave: every reward of the prompt's episode; the last one is -1 where it was cut off.
-    """
+    """Says something random, and ends at random; what it says and how it ends, the seed decides."""
 
     def __init__(self, gave: dict[str, list[float]]) -> None:
-        self.gave = gave
+        self.gave = gave  # every reward of a prompt's episode; the last one is -1 where it was cut off
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        self.mine = self.gave[prompt.id]
-        self.rng = random.Random(seed)
+        self.mine, self.rng = self.gave[prompt.id], random.Random(seed)
         await asyncio.sleep(self.rng.random() / 200)
-        return self.rng.choice(
-            [
-                None,
-                Observation(text="Begin: "),
-                Observation(messages=[{"role": "user", "content": "Begin."}], max_tokens=2),
-            ]
-        )
+        begin = Observation(messages=[{"role": "user", "content": "Begin."}], max_tokens=2)
+        return self.rng.choice([None, Observation(text="Begin: "), begin])
 
     async def step(self, action: Action) -> Step:
         await asyncio.sleep(self.rng.random() / 200)
-        says = self.rng.choice(
-            [
-                {
-                    "messages": [
-                        {"role": "user", "content": self.rng.choice(["", "go on", "hallo 你好 <|end|>", "x" * 40])}
-                    ]
-                },
-                {"messages": [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]},
-                {"text": "\nHint: "},
-                {},
-            ]
-        )
+        content = self.rng.choice(["", "go on", "hallo 你好 <|end|>", "x" * 40])
+        tools = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+        said: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": content}]}, {"messages": tools}]
+        says = self.rng.choice([*said, {"text": "\nHint: "}, {}])
         self.mine.append(self.rng.random())
-        return Step(
-            **says, done=self.rng.random() < 0.25, reward=self.mine[-1], max_tokens=self.rng.choice([None, 1, 3])
-        )
+        done, max_tokens = self.rng.random() < 0.25, self.rng.choice([None, 1, 3])
+        return Step(**says, done=done, reward=self.mine[-1], max_tokens=max_tokens)
 
     async def truncated(self) -> float:
         self.mine.append(-1.0)
         return -1.0
 
 
-class ByReward:
-    async def score(self, rollout: Rollout) -> Score:
-        await asyncio.sleep(0)
-        if rollout.error is not None:
-            return Score(total=math.nan, error=rollout.error)
-        assert rollout.reward is not None
-        return Score(total=rollout.reward, parts={"env": rollout.reward})
+async def score(rollout: Rollout) -> Score:
+    """The environment's reward; 1 where there is none."""
+    await asyncio.sleep(0)
+    if rollout.error is not None:
+        return Score(total=math.nan, error=rollout.error)
+    return Score(total=1.0 if rollout.reward is None else rollout.reward)
 
 
 async def played(
@@ -165,20 +125,15 @@ async def played(
     timeout_s: float = 60.0,
 ) -> list[Group]:
     """Returns the groups in the order of their prompts, each of whose tokens names the prompt."""
-    episodes = Episodes(
-        make=make,
-        renderer=renderer,
-        limits=limits or Limits(max_turns=6, max_length=256, timeout_s=5.0),
-        ask=engine.ask,
-        budget=TokenBudget(lambda: budget),
-    )
+    limits, tokens = limits or Limits(max_turns=6, max_length=256, timeout_s=5.0), TokenBudget(lambda: budget)
+    play = lambda prompt, seat: Episode(prompt, seat, make, engine.ask, renderer, limits, tokens).play()  # noqa: E731
     chats: list[tuple[Message, ...]] = [({"role": "user", "content": f"{i:03}"},) for i in range(num_prompts)]
     token_ids = renderer.encode([renderer.render(chat) for chat in chats])
     prompts = [
         Prompt(id=f"p{i}", token_ids=tuple(ids), messages=chat, answer="7")
         for i, (chat, ids) in enumerate(zip(chats, token_ids, strict=True))
     ]
-    batch = await gathered(prompts, episodes.play, ByReward().score, group_size=group_size, timeout_s=timeout_s)
+    batch = await gathered(prompts, play, score, group_size=group_size, timeout_s=timeout_s)
     return batch.groups
 
 
@@ -189,10 +144,10 @@ async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_an
     limits = Limits(max_turns=6, max_length=80, timeout_s=30.0)
     groups = await played(lambda: Wordy(gave), renderer, engine, num_prompts=1000, limits=limits)
     assert len(groups) == 1000
-    assert len({turn.seed for turn in engine.turns}) == len(engine.turns)  # no two turns share their random numbers
+    assert len({turn.seed for turn, _ in engine.turns}) == len(engine.turns)  # no two turns share their random numbers
     turns_of = collections.defaultdict(list)
-    for turn in sorted(engine.turns, key=lambda turn: len(turn.context)):
-        turns_of[tuple(turn.context[1:4])].append(turn)  # the digits of the prompt's number
+    for turn, completion in sorted(engine.turns, key=lambda one: len(one[0].token_ids)):
+        turns_of[turn.token_ids[1:4]].append((turn.token_ids, completion))  # the digits of the prompt's number
     ends = set()
     for group in groups:
         rollout, score = group.rollouts[0], group.scores[0]
@@ -201,20 +156,20 @@ async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_an
         assert len(sequence.token_ids) == len(sequence.mask) == len(sequence.logprobs) <= 80
         assert rollout.sequences[-1].turns == len(turns) >= 1
         mask = [False] * len(sequence.token_ids)
-        for turn in turns:
+        for context, completion in turns:
             # Every context is the sequence up to there, and what was sampled follows it just as it was sampled.
-            start, end = len(turn.context), len(turn.context) + len(turn.completion.token_ids)
-            assert list(sequence.token_ids[:start]) == turn.context
-            assert sequence.token_ids[start:end] == turn.completion.token_ids
-            assert sequence.logprobs[start:end] == turn.completion.logprobs
+            start, end = len(context), len(context) + len(completion.token_ids)
+            assert sequence.token_ids[:start] == context
+            assert sequence.token_ids[start:end] == completion.token_ids
+            assert sequence.logprobs[start:end] == completion.logprobs
             mask[start:end] = [True] * (end - start)
         assert list(sequence.mask) == mask
         assert mask[-1], "nothing is told to a model that is not asked any more"
         assert not any(logprob for logprob, own in zip(sequence.logprobs, mask, strict=True) if not own)
-        versions = {turn.completion.versions[0][0] for turn in turns}
+        versions = {completion.versions[0][0] for _, completion in turns}
         assert (sequence.version_min, sequence.version_max) == (min(versions), max(versions))
         assert score.total == pytest.approx(sum(rewards))
-        cut = rewards[-1] == -1.0 or turns[-1].completion.finish_reason == "length"
+        cut = rewards[-1] == -1.0 or turns[-1][1].finish_reason == "length"
         assert rollout.finish_reason == ("length" if cut else "stop")
         ends.add((rewards[-1] == -1.0, rollout.sequences[-1].turns == 6, rollout.finish_reason))
     assert ends >= {(False, False, "stop"), (False, False, "length"), (True, True, "length"), (True, False, "length")}
@@ -240,15 +195,10 @@ class Unruly(Environment):
     async def trouble(self, chance: float) -> None:
         await asyncio.sleep(self.rng.random() / 100)
         if self.rng.random() < chance:
-            trouble = self.rng.choice(["raise", "hang", "cancel", "role", "exit"])
-            if trouble == "raise":
-                raise KeyError("a bug")
-            if trouble == "hang":
-                await asyncio.sleep(3600)
-            if trouble == "cancel":
-                raise asyncio.CancelledError
-            if trouble == "exit":
-                raise SystemExit(2)
+            trouble = self.rng.choice([KeyError("a bug"), None, asyncio.CancelledError(), SystemExit(2)])
+            if trouble is not None:
+                raise trouble
+            await asyncio.sleep(3600)
 
     async def close(self) -> None:
         self.closings += 1
@@ -261,15 +211,8 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
     renderer: Renderer,
 ) -> None:
     closed: collections.Counter[int] = collections.Counter()
-    engine = FakeEngine(delay_s=0.0005)
-    groups = await played(
-        lambda: Unruly(closed),
-        renderer,
-        engine,
-        num_prompts=125,
-        group_size=4,
-        limits=Limits(max_turns=5, max_length=256, timeout_s=2.0),
-    )
+    limits, engine = Limits(max_turns=5, max_length=256, timeout_s=2.0), FakeEngine(delay_s=0.0005)
+    groups = await played(lambda: Unruly(closed), renderer, engine, num_prompts=125, group_size=4, limits=limits)
     ids = [rollout.id for group in groups for rollout in group.rollouts]
     assert ids == [f"s/{i}/{j}" for i in range(125) for j in range(4)]  # each once, in its place
     scores = [score for group in groups for score in group.scores]
@@ -289,27 +232,28 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
     for draw, prompt in stream.take(125).items():
         group = by_id[prompt.id]
         stream.settle(draw, fate(shape(group, AlgorithmConfig(), 16), reward="exact_match", skipped=False))
-    (account,) = accounts(stream.entries(), stream.state())
+    (account,) = accounts([{"num_prompts": 125}, *stream.entries()], stream.state())
     assert (account.problems, sum(account.states.values())) == ((), 125)
     assert not {"pending", "in flight"} & account.states.keys()
     assert asyncio.all_tasks() == {asyncio.current_task()}  # nothing is left behind
+
+
+class Endless(Unruly):
+    async def trouble(self, chance: float) -> None:
+        await asyncio.sleep(0)
 
 
 async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer: Renderer) -> None:
     seven = renderer.encode([renderer.render(({"role": "user", "content": "007"},))])[0]
 
     class Stuck(FakeEngine):
-        async def ask(self, token_ids: Sequence[int], *args: Any, **rest: Any) -> Completion:
-            if seven == list(token_ids[: len(seven)]):
-                await asyncio.sleep(rest["deadline"].left_s)
+        async def ask(self, turn: Turn) -> Completion:
+            if seven == list(turn.token_ids[: len(seven)]):
+                await asyncio.sleep(turn.deadline.left_s)
                 raise ServerError("it has not finished in time", code="timeout")
-            return await super().ask(token_ids, *args, **rest)
+            return await super().ask(turn)
 
     closed: collections.Counter[int] = collections.Counter()
-
-    class Endless(Unruly):
-        async def trouble(self, chance: float) -> None:
-            await asyncio.sleep(0)
 
     groups = await played(lambda: Endless(closed), renderer, Stuck(), num_prompts=12, timeout_s=0.5)
     errors = [score.error for group in groups for score in group.scores]
@@ -321,11 +265,6 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
 
 async def test_a_dead_server_ends_all_episodes_and_closes_their_environments(renderer: Renderer) -> None:
     closed: collections.Counter[int] = collections.Counter()
-
-    class Endless(Unruly):
-        async def trouble(self, chance: float) -> None:
-            await asyncio.sleep(0)
-
     with pytest.raises(ServerError, match="the engine died"):
         await played(lambda: Endless(closed), renderer, FakeEngine(fail_after=40), num_prompts=30)
     assert closed == {1: 30}
@@ -355,8 +294,7 @@ async def test_the_same_run_twice_is_the_same_whatever_the_order(renderer: Rende
 
 
 async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Renderer) -> None:
-    begun: list[str] = []
-    most = 0
+    begun, most, closed = list[str](), 0, 0
 
     class Counting(Environment):
         async def reset(self, prompt: Prompt, seed: int) -> None:
@@ -372,7 +310,6 @@ async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Rend
             nonlocal closed
             closed += 1
 
-    closed = 0
     # A prompt has 6 tokens and a turn 8: 14 each, so that 50 tokens hold three episodes at a time.
     await played(Counting, renderer, FakeEngine(), num_prompts=20, budget=50)
     assert begun == [f"p{i}" for i in range(20)]
@@ -392,48 +329,54 @@ async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended
             return Step(messages=[{"role": "user", "content": "hm"}], done=len(says) == 2, max_tokens=2)
 
     class Engine(FakeEngine):
-        async def ask(self, token_ids: Any, sampling: Any, **rest: Any) -> Completion:
-            reason: FinishReason
-            ids, reason = ((20, END), "stop") if not says else ((21, 22), "length")
-            if len(says) == 1 and sampling.max_tokens == 2:
-                ids, reason = (21, 22), "length"
-            return Completion(
-                token_ids=ids, logprobs=(-1.0, -2.0), finish_reason=reason, versions=((1, 0, 2),), text="t"
-            )
+        async def ask(self, turn: Turn) -> Completion:
+            done = fakes.completion(20, END, logprobs=(-1.0, -2.0), text="t")
+            cut = {"token_ids": (21, 22), "finish_reason": "length"}
+            return done.model_copy(update=cut) if says and turn.sampling.max_tokens == 2 else done
 
     (group,) = await played(Scripted, renderer, Engine(), num_prompts=1)
     hm = renderer.encode(["<|user|>hm<|end|><|assistant|>"])[0]
-    assert list(group.rollouts[0].sequences[0].token_ids[6:]) == [
-        20,
-        END,
-        *hm,
-        21,
-        22,
-    ]  # the template's own <|end|> is left out
+    told = [20, END, *hm, 21, 22]  # the template's own <|end|> is left out
+    assert list(group.rollouts[0].sequences[0].token_ids[6:]) == told
     assert says == ["stop", "length"]
     assert group.rollouts[0].finish_reason == "length"
     assert [message["content"] for message in group.rollouts[0].sequences[0].dialogue] == ["t", "hm", "t"]
 
 
-async def test_an_environment_whose_first_words_leave_no_room_is_an_error(renderer: Renderer) -> None:
-    class Long(Environment):
-        async def reset(self, prompt: Prompt, seed: int) -> Observation:
-            return Observation(messages=[{"role": "user", "content": "x" * 300}])
-
-    (group,) = await played(Long, renderer, FakeEngine(), num_prompts=1)
-    assert "leaves no room" in (group.scores[0].error or "")
-    assert group.rollouts[0].sequences[-1].turns == 0
-    assert group.rollouts[0].sequences[0].token_ids == group.rollouts[0].prompt.token_ids
+class Long(Environment):
+    async def reset(self, prompt: Prompt, seed: int) -> Observation:
+        return Observation(messages=[{"role": "user", "content": "x" * 300}])
 
 
-async def test_a_role_that_the_template_refuses_is_the_episodes_error(renderer: Renderer) -> None:
-    class Wrong(Environment):
-        async def step(self, action: Action) -> Step:
-            return Step(messages=[{"role": "wizard", "content": "x"}])
+class Wrong(Environment):
+    async def step(self, action: Action) -> Step:
+        return Step(messages=[{"role": "wizard", "content": "x"}])
 
-    (group,) = await played(Wrong, renderer, FakeEngine(), num_prompts=1)
-    assert "roles are system, user, assistant and tool" in (group.scores[0].error or "")
-    assert group.rollouts[0].sequences[-1].turns == 1
+
+class Late(Environment):
+    step_timeout_s = 0.1
+
+    async def step(self, action: Action) -> Step:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("make", "turns", "says"),
+    [
+        (Long, 0, "leaves no room"),
+        (Wrong, 1, "roles are system, user, assistant and tool"),
+        (Late, 1, "step was not done when env.timeout_s=0.2 had passed"),  # also beyond its own deadline
+    ],
+)
+async def test_what_an_environment_does_wrong_is_the_episodes_error(
+    renderer: Renderer, make: Callable[[], Environment], turns: int, says: str
+) -> None:
+    limits = Limits(max_turns=4, max_length=256, timeout_s=0.2 if make is Late else 5.0)
+    (group,) = await played(make, renderer, FakeEngine(), num_prompts=1, limits=limits)
+    assert says in (group.scores[0].error or "")
+    assert group.rollouts[0].sequences[0].turns == turns
+    assert turns or group.rollouts[0].sequences[0].token_ids == group.rollouts[0].prompt.token_ids
 
 
 async def test_half_a_surrogate_pair_is_told_as_a_question_mark(renderer: Renderer) -> None:
@@ -455,9 +398,9 @@ async def test_half_a_surrogate_pair_is_told_as_a_question_mark(renderer: Render
 class Caller(FakeEngine):
     """Calls a tool in each of its turns."""
 
-    async def ask(self, *args: Any, **rest: Any) -> Completion:
+    async def ask(self, turn: Turn) -> Completion:
         call = ToolCall(name="hang_of_episodes", arguments="{}")
-        return (await super().ask(*args, **rest)).model_copy(update={"tool_calls": (call,)})
+        return (await super().ask(turn)).model_copy(update={"tool_calls": (call,)})
 
 
 async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(renderer: Renderer) -> None:
@@ -474,19 +417,6 @@ async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(rende
         told = [message["content"] for message in group.rollouts[0].sequences[0].dialogue if message["role"] == "tool"]
         assert told == ["error: no result within 0.3 s"] * 3  # nobody reads the fourth
         assert (group.rollouts[0].sequences[-1].turns, group.rollouts[0].finish_reason) == (4, "length")
-
-
-async def test_a_step_that_misses_its_own_deadline_still_has_that_of_the_episode(renderer: Renderer) -> None:
-    class Late(Environment):
-        step_timeout_s = 0.1
-
-        async def step(self, action: Action) -> Step:
-            await asyncio.sleep(3600)
-            raise AssertionError
-
-    limits = Limits(max_turns=4, max_length=256, timeout_s=0.2)
-    (group,) = await played(Late, renderer, FakeEngine(), num_prompts=1, limits=limits)
-    assert "step was not done when env.timeout_s=0.2 had passed" in (group.scores[0].error or "")
 
 
 class Talkative(Environment):
@@ -558,51 +488,39 @@ async def test_other_episodes_go_on_while_a_text_is_encoded(
 
 
 async def test_an_environment_without_rewards_leaves_them_to_the_reward_functions(renderer: Renderer) -> None:
-    scored = []
-
-    async def score(rollout: Rollout) -> Score:
-        scored.append(rollout)
-        return Score(total=1.0)
-
-    limits = Limits(max_turns=6, max_length=256, timeout_s=5.0)
-    play = Episodes(make=SingleTurn, renderer=renderer, limits=limits, ask=FakeEngine().ask).play
-    for one in (play, functools.partial(single_turn, ask=FakeEngine().ask)):  # the short way gives the same
-        batch = await gathered([Prompt(id="p", token_ids=(5, 6))], one, score)
-    (rollout,) = batch.groups[0].rollouts
-    assert scored == [rollout, rollout]
-    assert (rollout.id, rollout.reward, rollout.sequences[-1].turns) == ("s/0/0", None, 1)
-    done = sampled(seed_of(77, 0, 1), 8)
-    assert rollout.sequences[0].token_ids == (5, 6, *done.token_ids)
-    assert rollout.sequences[0].mask == (False, False, *[True] * len(done.token_ids))
-    assert rollout.sequences[0].logprobs == (0.0, 0.0, *done.logprobs)
+    (group,) = await played(SingleTurn, renderer, FakeEngine(), num_prompts=1)
+    (rollout,), prompt = group.rollouts, group.rollouts[0].prompt
+    short = await gathered([prompt], functools.partial(single_turn, ask=FakeEngine().ask), score)
+    assert short.groups == [group]  # the short way gives the same
+    assert (rollout.id, rollout.reward, rollout.sequences[0].turns, group.scores[0].total) == ("s/0/0", None, 1, 1.0)
+    done, told = sampled(seed_of(77, 0, 1), 8), len(prompt.token_ids)
+    assert rollout.sequences[0].token_ids == (*prompt.token_ids, *done.token_ids)
+    assert rollout.sequences[0].mask == (*[False] * told, *[True] * len(done.token_ids))
+    assert rollout.sequences[0].logprobs == (*[0.0] * told, *done.logprobs)
     assert (rollout.text, rollout.finish_reason) == (done.text, done.finish_reason)
-
-
-async def test_a_completion_without_tokens_is_an_error(renderer: Renderer) -> None:
-    class Empty(FakeEngine):
-        async def ask(self, *args: Any, **rest: Any) -> Completion:
-            return Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(), text="")
-
-    with pytest.raises(ServerError, match="without tokens"):
-        await played(SingleTurn, renderer, Empty(), num_prompts=1)
-    with pytest.raises(ServerError, match="without tokens"):
-        await gathered([Prompt(id="p", token_ids=(5, 6))], functools.partial(single_turn, ask=Empty().ask), no_score)
 
 
 async def test_a_single_turn_that_is_late_fails_alone_and_any_other_failure_of_a_server_is_raised() -> None:
     class Dead(FakeEngine):
-        async def ask(self, *args: Any, **rest: Any) -> Completion:
-            await asyncio.sleep(rest["deadline"].left_s if rest["deadline"].seconds < 1 else 0)
+        async def ask(self, turn: Turn) -> Completion:
+            await asyncio.sleep(turn.deadline.left_s if turn.deadline.seconds < 1 else 0)
             raise ServerError("it died", code="timeout")
 
     play, prompt = functools.partial(single_turn, ask=Dead().ask), Prompt(id="p", token_ids=(5, 6))
-    batch = await gathered([prompt], play, no_score, timeout_s=0.05)
+    batch = await gathered([prompt], play, score, timeout_s=0.05)
     (late,) = batch.groups[0].rollouts
     assert late.error == "the episode was not over within 0.05 s (rollout.timeout_s): it died"
     assert (late.sequences[0].token_ids, late.num_sampled, late.sequences[0].turns) == ((5, 6), 0, 0)
     with pytest.raises(ServerError, match="it died"):
-        await gathered([prompt], play, no_score)
+        await gathered([prompt], play, score)
 
 
-async def no_score(rollout: Rollout) -> Score:
-    return Score(total=math.nan, error=rollout.error)
+async def test_a_budget_is_first_come_first_served_and_forgets_who_has_given_up_waiting() -> None:
+    budget = TokenBudget(lambda: 10)
+    await budget.start(8)
+    first, second, third = (asyncio.create_task(budget.start(5)) for _ in range(3))
+    await asyncio.sleep(0)
+    first.cancel()
+    budget.change(-8)
+    await asyncio.gather(second, third)
+    assert budget.held == 10

@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 from typing import Any
 
@@ -7,62 +6,46 @@ import pytest
 from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
-from hocket.rollout.collect import ScoreOne, Seat
-from hocket.rollout.evaluate import MAIN, Evaluation, eval_rewards, pass_at_k
+from hocket.rollout.collect import Seat
+from hocket.rollout.evaluate import Evaluation, eval_rewards, pass_at_k
 from hocket.types import Prompt, Rollout, Score, TokenSequence
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
+RIGHT = {"0a": 1.0, "1a": 1.0, "2a": 0.0, "3a": 0.0}
 
 
-class FakePlayer:
-    """Says the prompt's number, with several samples also a letter each."""
+def evaluation(
+    marks: dict[str, float] = RIGHT,  # of texts; what is not there has failed
+    seats: list[Seat] | None = None,
+    prompts: list[Prompt] = PROMPTS,
+    **changes: Any,
+) -> Evaluation:
+    """Of a policy that says the prompt's number, and a letter for each of its samples."""
 
-    def __init__(self) -> None:
-        self.seats: list[Seat] = []
-
-    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
-        self.seats.append(seat)
+    async def play(prompt: Prompt, seat: Seat) -> Rollout:
+        if seats is not None:
+            seats.append(seat)
         number = prompt.token_ids[0] - 1
         sequence = TokenSequence(
             token_ids=(*prompt.token_ids, *[5] * (number + 1)),
             mask=(False, *[True] * (number + 1)),
             logprobs=(0.0, *[-0.1] * (number + 1)),
             finish_reason="length" if number == 3 else "stop",
-            text=f"{number}{'abcdefgh'[int(seat.id[-1])]}" if self.lettered else str(number),
+            text=f"{number}{'abcdefgh'[int(seat.id[-1])]}",
         )
         return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,))
 
-    lettered = False
+    async def score(rollout: Rollout) -> Score:
+        mark = marks.get(rollout.text)
+        return Score(total=0.0, error="broke") if mark is None else Score(total=10 * mark, parts={"exact_match": mark})
 
-
-class FakeScorer:
-    def __init__(self, fails: str = "") -> None:
-        self.fails = fails
-
-    async def score(self, rollout: Rollout) -> Score:
-        if rollout.text in self.fails:
-            return Score(total=0.0, error="broke")
-        correct = float(rollout.text in "01")
-        return Score(total=10 * correct, parts={"exact_match": correct})
-
-
-def evaluation(
-    score: ScoreOne, *, player: FakePlayer | None = None, prompts: list[Prompt] = PROMPTS, **changes: Any
-) -> Evaluation:
-    player = player or FakePlayer()
-    player.lettered = changes.get("samples", 1) > 1
-    values: dict[str, Any] = {
-        "reward": "exact_match",
-        "samples": 1,
-        "sampling": SamplingParams(seed=1),
-        "timeout_s": 9.0,
-        "max_error_rate": 0.5,
-    }
-    return Evaluation(datasets={MAIN: prompts}, play=player.play, score=score, **(values | changes))
+    values: dict[str, Any] = {"reward": "exact_match", "samples": 1, "timeout_s": 9.0, "max_error_rate": 0.5}
+    values["sampling"] = SamplingParams(seed=1)
+    return Evaluation(prompts=prompts, play=play, score=score, **(values | changes))
 
 
 async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> None:
-    metrics, groups = await evaluation(FakeScorer().score).run("eval")
+    metrics, groups = await evaluation().run("eval")
     # texts 0 and 1 of 0..3 are right; lengths 1, 2, 3, 4; one of four was cut
     assert metrics == {
         "eval/accuracy": 0.5,
@@ -71,28 +54,22 @@ async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> Non
         "eval/truncated": 0.25,
         "eval/pass@1": 0.5,
     }
-    assert [group.rollouts[0].text for group in groups] == ["0", "1", "2", "3"]
+    assert [group.rollouts[0].text for group in groups] == ["0a", "1a", "2a", "3a"]
 
 
-async def test_a_failed_score_is_left_out_of_the_accuracy() -> None:
-    metrics, _ = await evaluation(FakeScorer(fails="3").score).run("eval")
-    assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
-    assert metrics["eval/reward_errors"] == 0.25
-
-
-@pytest.mark.parametrize(("fails", "allowed"), [("0123", 1.0), ("012", 0.5)])
-async def test_too_few_scores_are_an_error_with_the_cause(fails: str, allowed: float) -> None:
-    with pytest.raises(RewardError, match=rf"{len(fails)} of 4 scores failed.*broke"):
-        await evaluation(FakeScorer(fails=fails).score, max_error_rate=allowed).run("eval")
+@pytest.mark.parametrize(("marks", "allowed"), [({}, 1.0), ({"3a": 0.0}, 0.5)])
+async def test_too_few_scores_are_an_error_with_the_cause(marks: dict[str, float], allowed: float) -> None:
+    with pytest.raises(RewardError, match=rf"{4 - len(marks)} of 4 scores failed.*broke"):
+        await evaluation(marks, max_error_rate=allowed).run("eval")
 
 
 async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() -> None:
-    player = FakePlayer()
+    seats: list[Seat] = []
     for label in ("eval 1", "eval 2"):
-        await evaluation(FakeScorer().score, player=player, sampling=SamplingParams(temperature=0.3, seed=5)).run(label)
-    first, second = player.seats[:4], player.seats[4:]
+        await evaluation(seats=seats, sampling=SamplingParams(temperature=0.3, seed=5)).run(label)
+    first, second = seats[:4], seats[4:]
     assert [(seat.number, seat.sampling) for seat in first] == [(seat.number, seat.sampling) for seat in second]
-    assert {seat.deadline.seconds for seat in player.seats} == {9.0}
+    assert {seat.deadline.seconds for seat in seats} == {9.0}
     assert first[0].deadline is not second[0].deadline
 
 
@@ -101,17 +78,6 @@ def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -
     assert eval_rewards(config.rewards, None).functions == {"length": config.rewards.functions["length"]}
     named = config_module.load(None, ["rewards.functions={random: 1.0}", "eval.reward=exact_match"])
     assert list(eval_rewards(named.rewards, named.eval.reward).functions) == ["exact_match"]
-
-
-class Marks:
-    """Scores by a table of texts; what is not in it has failed."""
-
-    def __init__(self, marks: dict[str, float]) -> None:
-        self.marks = marks
-
-    async def score(self, rollout: Rollout) -> Score:
-        mark = self.marks.get(rollout.text)
-        return Score(total=0.0, error="broke") if mark is None else Score(total=mark, parts={"exact_match": mark})
 
 
 def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> None:
@@ -124,7 +90,7 @@ def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> No
 
 async def test_with_several_samples_each_prompt_counts_the_same_and_pass_at_k_is_measured() -> None:
     marks = {f"0{j}": 1.0 for j in "ab"} | {"0c": 0.0, "0d": 0.0} | {f"1{j}": 0.5 for j in "abcd"} | {"2a": 1.0}
-    metrics, _ = await evaluation(Marks(marks).score, prompts=PROMPTS[:3], samples=4).run("eval")
+    metrics, _ = await evaluation(marks, prompts=PROMPTS[:3], samples=4).run("eval")
     assert metrics["eval/accuracy"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)
     assert metrics["eval/pass@1"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)  # half a mark is no pass
     assert metrics["eval/pass@2"] == pytest.approx((1 - 1 / 6 + 0.0) / 2)  # of the prompts with two scores
@@ -132,22 +98,6 @@ async def test_with_several_samples_each_prompt_counts_the_same_and_pass_at_k_is
     assert metrics["eval/reward_errors"] == pytest.approx(3 / 12)
 
 
-async def test_several_datasets_are_measured_apart() -> None:
-    both = dataclasses.replace(evaluation(FakeScorer().score), datasets={MAIN: PROMPTS[:3], "hard": PROMPTS[1:4]})
-    metrics, groups = await both.run("eval")
-    assert groups[3].id == "eval hard/0"
-    assert [group.rollouts[0].text for group in groups] == ["0", "1", "2", "1", "2", "3"]
-    assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
-    assert metrics["eval/hard/accuracy"] == pytest.approx(1 / 3)
-    assert metrics["eval/hard/length_mean"] == 3.0
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (["eval.samples=4", "eval.temperature=0"], "samples the same completion every time"),
-    ],
-)
-def test_what_would_measure_nothing_is_refused(setting: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config_module.load(None, setting)
+def test_what_would_measure_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="samples the same completion every time"):
+        config_module.load(None, ["eval.samples=4", "eval.temperature=0"])

@@ -2,29 +2,19 @@
 
 import random
 
-from hocket.protocol import AgentCall, Completion
+import fakes
+from hocket.protocol import AgentCall
 from hocket.rollout.agents import join
-from hocket.types import Prompt
-
-PROMPT = Prompt(id="p", token_ids=(1, 2), text="hi")
-
-
-def completion(*token_ids: int, version: int = 1) -> Completion:
-    return Completion(
-        token_ids=token_ids,
-        logprobs=tuple(-i / 1000 for i in token_ids),
-        finish_reason="stop",
-        versions=((version, 0, len(token_ids)),),
-        text=f"<{token_ids[0]}>",
-    )
 
 
 def call(asked: list[int], *sampled: int, version: int = 1) -> AgentCall:
-    return AgentCall(prompt_token_ids=tuple(asked), completion=completion(*sampled, version=version))
+    logprobs = tuple(-i / 1000 for i in sampled)
+    done = fakes.completion(*sampled, logprobs=logprobs, version=version, text=f"<{sampled[0]}>")
+    return AgentCall(prompt_token_ids=tuple(asked), completion=done)
 
 
 def test_calls_that_go_on_are_one_sequence_and_what_came_between_is_not_trained() -> None:
-    (one,) = join(PROMPT, [call([5, 6], 10, 11), call([5, 6, 10, 11, 7], 12, version=3)], decode=str)
+    (one,) = join([call([5, 6], 10, 11), call([5, 6, 10, 11, 7], 12, version=3)], str)
     assert one.token_ids == [5, 6, 10, 11, 7, 12]
     assert one.mask == [False, False, True, True, False, True]
     assert one.logprobs == [0.0, 0.0, -0.010, -0.011, 0.0, -0.012]
@@ -39,25 +29,22 @@ def test_calls_that_go_on_are_one_sequence_and_what_came_between_is_not_trained(
 
 def test_a_rewritten_history_begins_a_sequence_and_an_earlier_one_may_go_on() -> None:
     calls = [call([5], 10, 11), call([5, 10], 12), call([5, 10, 11, 6], 13)]  # the second has lost the 11
-    first, second = join(PROMPT, calls)
+    first, second = join(calls, str)
     assert (first.token_ids, first.mask) == ([5, 10, 12], [False, False, True])
-    assert (second.token_ids, second.mask) == (
-        [5, 10, 11, 6, 13],
-        [False, True, True, False, True],
-    )  # its call came last
+    assert (second.token_ids, second.mask) == ([5, 10, 11, 6, 13], [False, True, True, False, True])  # called last
 
 
 def test_the_same_question_asked_twice_is_two_sequences_and_the_longest_one_goes_on() -> None:
-    one, two = join(PROMPT, [call([5], 10), call([5], 11), call([5, 11, 6], 12)])
+    one, two = join([call([5], 10), call([5], 11), call([5, 11, 6], 12)], str)
     assert (one.token_ids, two.token_ids) == ([5, 10], [5, 11, 6, 12])
     calls = [call([5], 10), call([5, 10, 11], 12), call([5], 10), call([5, 10, 11, 12, 7], 13)]
-    assert [one.token_ids for one in join(PROMPT, calls)] == [[5, 10], [5, 10, 11, 12, 7, 13]]
+    assert [one.token_ids for one in join(calls, str)] == [[5, 10], [5, 10, 11, 12, 7, 13]]
 
 
 def test_a_call_that_was_broken_off_has_no_part_in_it() -> None:
     broken = AgentCall(prompt_token_ids=(5,), completion=None)
-    assert join(PROMPT, [broken]) == []
-    (one,) = join(PROMPT, [broken, call([5], 10), broken])
+    assert join([broken], str) == []
+    (one,) = join([broken, call([5], 10), broken], str)
     assert one.token_ids == [5, 10]
 
 
@@ -85,7 +72,7 @@ def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice() -> None:
             if before:
                 ends.remove(max(before, key=len))
             ends.append(asked + sampled)
-        sequences = join(PROMPT, calls)
+        sequences = join(calls, str)
         assert [one.token_ids for one in sequences] == ends
         trained = [i for one in sequences for i, own in zip(one.token_ids, one.mask, strict=True) if own]
         completions = [done.completion for done in calls if done.completion is not None]

@@ -4,6 +4,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,25 +49,21 @@ async def score(rollout: Rollout) -> Score:
 
 
 def settings(*overrides: str) -> Config:
-    return config_module.load(
-        None, ["rollout.prompts_per_step=3", "rollout.group_size=2", "trainer.steps=4", "trainer.seed=5", *overrides]
-    )
+    return config_module.load(None, ["rollout.prompts_per_step=3", "rollout.group_size=2", *overrides])
 
 
 def pipeline(config: Config, player: FakePlayer, informative: Callable[[Group], bool] = lambda group: True) -> Pipeline:
-    take = PromptStream(PROMPTS, seed=0).take
-    plan = functools.partial(
-        plan_step,
-        config=config.rollout,
-        seed=config.trainer.seed,
-        oversampling=config.algorithm.oversampling,
-        max_staleness=config.pipeline.max_staleness,
-    )
+    take, max_staleness = PromptStream(PROMPTS, seed=0).take, config.pipeline.max_staleness
+    settings: dict[str, Any] = {
+        "seed": 5,
+        "oversampling": config.algorithm.oversampling,
+        "max_staleness": max_staleness,
+    }
     return Pipeline(
         lambda plan: collect(plan, take, player.play, score, informative=informative),
-        plan,
-        steps=config.trainer.steps,
-        max_staleness=config.pipeline.max_staleness,
+        functools.partial(plan_step, config=config.rollout, **settings),
+        steps=4,
+        max_staleness=max_staleness,
     )
 
 
@@ -168,34 +165,21 @@ def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:
 
 
 def recorded(step: int) -> Group:
-    sequence = TokenSequence(
-        token_ids=(1, 2),
-        mask=(False, True),
-        logprobs=(0.0, -0.5),
-        finish_reason="length",
-        version_min=step,
-        version_max=step,
-        text="x",
-    )
+    sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -0.5), version_min=step, text="x")
     rollout = Rollout(id=f"step {step}/0/0", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
     return Group(id=f"step {step}/0", rollouts=(rollout,), scores=(Score(total=float(step)),))
 
 
-async def test_a_replay_gives_each_step_what_was_played_for_it(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").mkdir()
+async def test_a_replay_gives_each_step_what_was_played_for_it_or_names_the_file(tmp_path: Path) -> None:
+    folder, replay = tmp_path / "rollouts", Replay(tmp_path)
+    with pytest.raises(DataError, match="it has none"):
+        await replay.batch(1)
+    folder.mkdir()
     for step in (1, 2):
-        (tmp_path / "rollouts" / f"step_{step:06d}.jsonl").write_text(lines_of([recorded(step)]))
-    replay = Replay(tmp_path)
-    for step in (1, 2):
+        (folder / f"step_{step:06d}.jsonl").write_text(lines_of([recorded(step)]))
         assert (await replay.batch(step)).groups == [recorded(step)]
     with pytest.raises(DataError, match=r"no rollouts of step 3 .*it has steps 1 to 2: set trainer.steps"):
         await replay.batch(3)
-
-
-async def test_a_replay_without_rollouts_or_with_half_a_line_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="it has none"):
-        await Replay(tmp_path).batch(1)
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_000001.jsonl").write_text(lines_of([recorded(1)])[:40])
+    (folder / "step_000001.jsonl").write_text(lines_of([recorded(1)])[:40])
     with pytest.raises(DataError, match=r"step_000001.jsonl \(.*Unterminated"):
-        await Replay(tmp_path).batch(1)
+        await replay.batch(1)

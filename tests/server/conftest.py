@@ -97,9 +97,7 @@ def publish(model: Any, folder: Path, version: int, *, dtype: str = "float32", d
         if name not in drop
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    built = manifest.build(version, tensors.items())
-    manifest.write(folder, built)
-    return built.checksum
+    return manifest.write(folder, version, manifest.specs(tensors.items()))
 
 
 def flip_a_byte(folder: Path) -> None:

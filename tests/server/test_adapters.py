@@ -46,9 +46,7 @@ def publish(adapter: Adapter, folder: Path, version: int) -> str:
     folder.mkdir(parents=True)
     (folder / manifest.ADAPTER_FILE).write_text(adapter.config.model_dump_json())
     save_file(adapter.tensors, folder / "adapter_model.safetensors")
-    built = manifest.build(version, adapter.tensors.items(), content="adapter")
-    manifest.write(folder, built)
-    return built.checksum
+    return manifest.write(folder, version, manifest.specs(adapter.tensors.items()))
 
 
 def load_by_disk(server: Any, kit: Any, adapter: Adapter) -> ReloadResponse:
@@ -64,9 +62,9 @@ def load_by_disk(server: Any, kit: Any, adapter: Adapter) -> ReloadResponse:
 
 def load_by_collective(server: Any, kit: Any, adapter: Adapter) -> ReloadResponse:
     delivery = server.deliver(kit.Source(adapter.tensors.items(), adapter=adapter.config))
-    answer = delivery.answers[0]
+    ((sent, answer),) = delivery.answers.values()
     assert isinstance(answer, ReloadResponse), answer
-    assert (answer.version, answer.checksum) == (server.next_version - 1, delivery.checksums[0])
+    assert (answer.version, answer.checksum) == (server.next_version - 1, sent)
     # The adapter alone: A and B of rank 4 in both blocks, and at most 24 bytes of padding and checksum per tensor.
     numbers = sum(tensor.numel() for tensor in adapter.tensors.values())
     assert 4 * numbers <= delivery.metrics["sync/mebibytes"] * 2**20 <= 4 * numbers + 24 * len(adapter.tensors)
@@ -121,7 +119,7 @@ def drop_a_tensor(folder: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
     tensors.pop(next(iter(tensors)))
     save_file(tensors, folder / "adapter_model.safetensors")
-    manifest.write(folder, manifest.build(1000, tensors.items(), content="adapter"))
+    manifest.write(folder, 1000, manifest.specs(tensors.items()))
 
 
 def change_config(folder: Path, **change: Any) -> None:
@@ -134,7 +132,7 @@ SPOILERS: dict[str, Any] = {
     "another rank": (lambda folder: change_config(folder, r=5), "has shape"),
     "another kind of adapter": (lambda folder: change_config(folder, use_dora=True), "can't read adapter_config.json"),
     "a layer the model has not": (lambda folder: change_config(folder, target_modules=["x"]), "has no tensor"),
-    "no config": (lambda folder: (folder / manifest.ADAPTER_FILE).unlink(), manifest.ADAPTER_FILE),
+    "no config": (lambda folder: (folder / manifest.ADAPTER_FILE).unlink(), "has no tensor 'base_model."),
     "a rank too high": (lambda folder: None, "takes adapters up to rank 8"),
 }
 

@@ -18,8 +18,15 @@ from hocket.protocol import ReloadResponse
 pytestmark = pytest.mark.engine
 
 
+def deliver(server: Any, source: Any, *settings: str, version: int | None = None) -> ReloadResponse | HocketError:
+    """Returns the answer to a version; one that is loaded has the checksum of what was sent."""
+    ((checksum, answer),) = server.deliver(source, *settings, version=version).answers.values()
+    assert isinstance(answer, HocketError) or (answer.version, answer.checksum) == (server.next_version - 1, checksum)
+    return answer  # type: ignore[no-any-return]
+
+
 def deliver_well(server: Any, source: Any, *settings: str) -> ReloadResponse:
-    answer = server.deliver(source, *settings).answers[0]
+    answer = deliver(server, source, *settings)
     assert isinstance(answer, ReloadResponse), answer
     return answer
 
@@ -30,10 +37,7 @@ def test_after_an_update_every_log_prob_is_the_new_models(servers: Any, kit: Any
     server = servers(variant)
     for seed in (300, 301):
         old, new = server.model, kit.make_model(tied=head == "tied", seed=seed)
-        delivery = server.deliver(kit.Source.of(new, dtype=dtype))
-        answer = delivery.answers[0]
-        assert isinstance(answer, ReloadResponse), answer
-        assert (answer.version, answer.checksum) == (server.next_version - 1, delivery.checksums[0])
+        answer = deliver_well(server, kit.Source.of(new, dtype=dtype))
         assert answer.num_tensors == (26 if head == "tied" else 27)
         assert server.health()["version"] == answer.version
         gaps = server.gaps(model=new)
@@ -53,7 +57,7 @@ def test_experts_travel_under_the_names_of_their_checkpoint(servers: Any, kit: A
 def break_off(server: Any, source: Any, bucket: int) -> None:
     """Loses the trainer before a bucket, as the kernel closes a killed one's connections."""
     source.before = lambda number: source.transport.close() if number == bucket else None
-    assert isinstance(server.deliver(source).answers[0], HocketError)
+    assert isinstance(deliver(server, source), HocketError)
     server.wait_for(lambda health: health["status"] == "failed")
 
 
@@ -102,7 +106,7 @@ def test_a_tensor_that_changes_on_its_way_is_named_and_the_next_update_heals(
         return flat, specs
 
     monkeypatch.setattr(weight_group, "pack", corrupt)
-    failure = server.deliver(kit.Source.of(server.model)).answers[0]
+    failure = deliver(server, kit.Source.of(server.model))
     assert isinstance(failure, HocketError)
     assert f"the bytes of tensor '{packed[2]}' changed on their way" in str(failure)
     assert server.health()["error"]["code"] == "reload_failed"
@@ -115,7 +119,7 @@ def test_a_tensor_that_changes_on_its_way_is_named_and_the_next_update_heals(
 
 def test_weights_of_another_model_are_refused_before_anything_is_touched(server: Any, kit: Any) -> None:
     before = server.health()
-    failure = server.deliver(kit.Source.of(kit.make_model(tied=True, seed=1, vocab_size=128)), version=5000).answers[0]
+    failure = deliver(server, kit.Source.of(kit.make_model(tied=True, seed=1, vocab_size=128)), version=5000)
     assert isinstance(failure, HocketError)
     assert "tensor 'model.embed_tokens.weight' has shape [128, 64], the model's is [96, 64]" in str(failure)
     assert server.health() == before
@@ -137,7 +141,7 @@ def test_an_engine_that_stops_answering_is_named_at_the_deadline(servers: Any, k
     try:
         source = kit.Source.of(kit.make_model(tied=True, seed=340))
         source.before = lambda number: engine.send_signal(signal.SIGSTOP) if number == 3 else None
-        failure = server.deliver(source, "sync.timeout_s=3").answers[0]
+        failure = deliver(server, source, "sync.timeout_s=3")
         assert "did not finish" in str(failure)
         assert "in 3 s" in str(failure)
     finally:

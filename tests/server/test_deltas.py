@@ -17,7 +17,7 @@ from hocket.client import ServerClient
 from hocket.errors import ServerError
 from hocket.protocol import ReloadResponse, TensorSpec
 from hocket.server.uploads import FOLDER
-from hocket.sync.disk import VersionFolders
+from hocket.sync.disk import Versions
 from hocket.sync.publish import Delivery
 from hocket.sync.transports import DiskTransport
 
@@ -60,15 +60,15 @@ def make(server: Any, name: str, run_dir: Path, *settings: str, dtype: str = "fl
     trainer = FakeTrainer(server.model, dtype)
     trainer.step(1.0)
     config = config_module.load(None, [f"run.dir={run_dir / name}", "sync.delta=true", *settings])
-    folders = VersionFolders(config.run_dir, trainer, config.sync)  # type: ignore[arg-type]
-    return trainer, DiskTransport(folders, config.sync_root, config.sync, trainer.said.append)
+    versions = Versions(config.run_dir, trainer, config.sync)  # type: ignore[arg-type]
+    return trainer, DiskTransport(versions, config.sync_root, config.sync, trainer.said.append)
 
 
 def assert_serves(server: Any, trainer: FakeTrainer, delivery: Delivery, version: int) -> None:
     """The server acknowledged the very bytes of the trainer, and samples with them."""
-    (answer,) = delivery.answers
+    ((_, answer),) = delivery.answers.values()
     assert isinstance(answer, ReloadResponse), answer
-    assert answer.checksum == manifest.build(version, trainer.tensors().items()).checksum
+    assert answer.checksum == manifest.total_checksum(manifest.specs(trainer.tensors().items()))
     assert server.health()["version"] == answer.version == version
     gaps = server.gaps(model=trainer.model)
     if trainer.dtype == torch.float32:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hocket import delta, manifest
-from hocket.protocol import AdapterConfig, BaseVersion
+from hocket.protocol import AdapterConfig
 from hocket.server import versions
 from hocket.server.errors import ApiError
 
@@ -110,9 +110,7 @@ def saved(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def complete(folder: Path, version: int) -> str:
     """Makes a published version of a saved model."""
-    built = manifest.build(version, manifest.tensors(folder))
-    manifest.write(folder, built)
-    return built.checksum
+    return manifest.write(folder, version, manifest.specs(manifest.tensors(folder)))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "tied", "untied"])
@@ -223,8 +221,7 @@ def changed(change: Callable[[dict[str, torch.Tensor]], Any], *, describe: bool 
         change(tensors)
         save_file(tensors, folder / "model.safetensors")
         if describe:
-            built = manifest.build(1, tensors.items())
-            (folder / manifest.MANIFEST_FILE).write_text(built.model_dump_json())
+            manifest.write(folder, 1, manifest.specs(tensors.items()))
 
     return spoil
 
@@ -289,8 +286,7 @@ def publish_delta(kit: Any, root: Path) -> None:
     folder = root / "v2"
     folder.mkdir()
     delta.save({NAME: delta.encode(old[NAME], new[NAME])}, folder)
-    described = manifest.build(2, new.items(), base=BaseVersion(version=1, checksum=checksum))
-    (folder / manifest.MANIFEST_FILE).write_text(described.model_dump_json())
+    manifest.write(folder, 2, manifest.specs(new.items()), base=checksum)
 
 
 @pytest.fixture
@@ -308,7 +304,7 @@ def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(
     before = (root / "v1" / "model.safetensors").read_bytes()
     for _ in range(2):  # once more, as after a load that failed
         folder = whole(copy, root / "v2", 2, shapes[False])
-        assert manifest.build(2, manifest.tensors(folder)).checksum == manifest.read(root / "v2").checksum
+        assert manifest.specs(manifest.tensors(folder)) == manifest.read(root / "v2").tensors
     assert (root / "v1" / "model.safetensors").read_bytes() == before
     copy.discard()
     assert not folder.exists()
@@ -325,7 +321,9 @@ def test_a_server_that_does_not_have_the_base_says_so(
     if before == "removed":
         whole(copy, root / "v1", 1, shapes[False])
         (root / "v1").rename(root / ".v1.partial")
-    with pytest.raises(ApiError, match="since version 1, of which this server has no files") as caught:
+    with pytest.raises(
+        ApiError, match="only what has changed since a version of which this server has no files"
+    ) as caught:
         whole(copy, root / "v2", 2, shapes[False])
     assert (caught.value.status, caught.value.body.code) == (409, "no_base")
 

@@ -34,7 +34,6 @@ NAMES = {
     "vllm.tool_parsers.abstract_tool_parser": "ToolParser.adjust_request ToolParser.extract_tool_calls",
     "vllm.v1.engine.async_llm": "AsyncLLM.abort AsyncLLM.errored AsyncLLM.shutdown",
     "vllm.v1.engine.core": "EngineCoreProc.run_engine_core",
-    "vllm.v1.engine.utils": "get_mp_context",
     "vllm.v1.worker.gpu_worker": "Worker.add_lora Worker.reload_weights Worker.remove_lora",
 }
 """What is used of vLLM besides the names that vllm_api.py imports, and ARGUMENTS."""

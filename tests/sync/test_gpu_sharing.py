@@ -12,13 +12,13 @@ from hocket import config as config_module
 from hocket.errors import ServerError, SyncError
 from hocket.pool import ServerPool
 from hocket.protocol import (
-    Completion,
+    GenerateRequest,
     Health,
     ReloadRequest,
     ReloadResponse,
-    SamplingParams,
     SleepRequest,
     SleepResponse,
+    StreamLine,
     TensorSpec,
     WakeRequest,
 )
@@ -59,12 +59,11 @@ class World:
         self.version = request.version
         return fakes.reloaded(request.version, manifest.read(self.root / request.source.name).checksum)  # type: ignore[union-attr]
 
-    async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, **rest: object
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
         self.did("generate")
-        for i in range(len(prompts)):
-            yield i, 0, fakes.completion(5, 2, logprobs=(-0.1, -0.2), version=self.version)
+        for i in range(len(request.prompts)):
+            completion = fakes.completion(5, 2, logprobs=(-0.1, -0.2), version=self.version)
+            yield StreamLine(prompt=i, index=0, completion=completion)
 
     # the trainer
     def check_same_model(self, health: Health) -> None: ...

@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +13,7 @@ import fakes
 from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
 from hocket.pool import ServerPool
-from hocket.protocol import Completion, Health, ReloadResponse, SamplingParams
+from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
 from hocket.sync.bring_up import Canary, bring_up
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import own_gpu
@@ -34,21 +34,19 @@ class FakeServer:
         self.url, self.version = url, version
         self.session = "s1"
         self.error: ServerError | None = None
-        self.asked: list[tuple[Sequence[Sequence[int]], SamplingParams, str | None]] = []
+        self.asked: list[GenerateRequest] = []
 
     async def health(self, *, timeout_s: float = 10.0) -> Health:
         if self.error is not None:
             raise self.error
         return fakes.health(version=self.version, session=self.session)
 
-    async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, timeout_s: float, session: str | None
-    ) -> AsyncIterator[tuple[int, int, Completion]]:
-        self.asked.append((prompts, sampling, session))
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+        self.asked.append(request)
         if self.error is not None:
             raise self.error
-        for i in reversed(range(len(prompts))):
-            yield i, 0, fakes.completion(7, 8, logprobs=(-0.5, -0.25))
+        for i in reversed(range(len(request.prompts))):
+            yield StreamLine(prompt=i, index=0, completion=fakes.completion(7, 8, logprobs=(-0.5, -0.25)))
 
 
 class FakeTrainer:
@@ -89,11 +87,11 @@ class FakeTransport:
         assert self.running == 1, "there is one trainer, which sends one version at a time"
         await asyncio.sleep(0.01)
         self.running -= 1
-        answers = [
-            self.fails.get(server.url) or self.held(version, self.sessions.get(server.url, server.session))
+        answers = {
+            server: self.fails.get(server.url) or self.held(version, self.sessions.get(server.url, server.session))
             for server in servers
-        ]
-        return Delivery(checksums=[self.checksum] * len(servers), answers=answers, metrics={**METRICS})
+        }
+        return Delivery({server: (self.checksum, answer) for server, answer in answers.items()}, {**METRICS})
 
     def held(self, version: int, session: str = "s1", checksum: str | None = None) -> ReloadResponse:
         return fakes.reloaded(version, checksum or self.checksum, session)
@@ -105,7 +103,6 @@ class World:
     pool: ServerPool
     servers: list[FakeServer]
     trainer: FakeTrainer
-    folders: Mock
     disk: FakeTransport
     collective: FakeTransport
     said: list[str]
@@ -123,11 +120,11 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
     fakes = [FakeServer(url, version) for url in URLS[:servers]]
     for member, fake in zip(pool.members, fakes, strict=True):
         member.server = fake  # type: ignore[assignment]
-    trainer, folders, disk, fast = FakeTrainer(), Mock(), FakeTransport("disk"), FakeTransport("fast")
+    trainer, disk, fast = FakeTrainer(), FakeTransport("disk"), FakeTransport("fast")
     prompts = [Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))]
     canary = Canary(prompts, trainer, config.rollout, config.sync, own_gpu)  # type: ignore[arg-type]
     sync = Publisher(
-        versions=Versions(folders),
+        versions=Versions(Path("/nowhere"), trainer, config.sync),  # type: ignore[arg-type]
         pool=pool,
         transport=WithFallback(fast, disk, said.append) if collective else disk,
         check=canary.check,
@@ -135,7 +132,7 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         trainer_turn=own_gpu,
     )
     pool.bring_up = functools.partial(bring_up, sync, trainer.check_same_model, said.append)
-    return World(sync, pool, fakes, trainer, folders, disk, fast, said)
+    return World(sync, pool, fakes, trainer, disk, fast, said)
 
 
 async def make_up(*settings: str, **options: Any) -> World:
@@ -154,8 +151,6 @@ async def test_the_first_version_is_one_above_the_servers_and_the_next_ones_go_t
     assert f"server {URLS[0]} holds version 5: float32, 3.0 MiB in 0.75 s, checksums agree" in world.said[0]
     assert await world.sync.publish() == METRICS | {"sync/servers": 2.0}
     assert world.disk.sent == [(5, [URLS[0]]), (5, [URLS[1]]), (6, list(URLS))]
-    world.sync.versions.save()
-    world.folders.full.assert_called_once_with(6)
 
 
 @pytest.mark.parametrize(("held", "expected"), [(0, 8), (9, 10)])
@@ -167,7 +162,6 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
     await before.sync.publish()
     assert before.sync.versions.state() == {"version": 7}
     world.sync.versions.restore(before.sync.versions.state())
-    world.folders.remove_above.assert_called_once_with(7)
     await world.pool.wait_up()
     assert world.disk.sent == [(expected, [URLS[0]])]
     assert len(world.trainer.scored) == 1  # the canary is asked
@@ -175,9 +169,9 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
 
 async def test_the_canary_scores_the_servers_own_completions_as_they_were_sampled() -> None:
     world = await make_up(servers=1)
-    [(prompts, sampling, session)] = world.servers[0].asked
-    assert [tuple(prompt) for prompt in prompts] == [(1, 2, 3), (4,)]
-    assert (sampling.temperature, sampling.max_tokens, session) == (0.7, 8, "s1")
+    (request,) = world.servers[0].asked
+    assert request.prompts == [[1, 2, 3], [4]]
+    assert (request.sampling.temperature, request.sampling.max_tokens, request.session) == (0.7, 8, "s1")
     assert [sample.sequence for sample in world.trainer.scored[0]] == [
         TokenSequence(token_ids=(4, 7, 8), mask=(False, True, True), logprobs=(0.0, -0.5, -0.25)),
         TokenSequence(

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,12 @@ def logprobs_of(folder: str | Path, rollouts: Sequence[TokenSequence]) -> list[l
         of_tokens = full.gather(-1, torch.tensor(rollout.token_ids[1:])[:, None])[:, 0].tolist()
         found.append([0.0, *(value if m else 0.0 for value, m in zip(of_tokens, rollout.mask[1:], strict=True))])
     return found
+
+
+def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics that neither time nor the packing decides."""
+    left_out = ("time/train", "train/mfu", "train/tokens_per_s", "train/positions_per_s", "train/micro_batches")
+    return {name: value for name, value in metrics.items() if name not in left_out}
 
 
 def read_batch(path: Path) -> list[TrainSample]:

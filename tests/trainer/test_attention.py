@@ -54,15 +54,6 @@ def test_each_segment_attends_to_itself_alone_up_to_the_position(inputs: Inputs,
     torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-5)
 
 
-def test_segments_of_about_the_same_length_are_attended_to_together() -> None:
-    segments = Segments.of((3, 33, 1, 32, 64), CPU)
-    assert segments.offsets.tolist() == [0, 3, 36, 37, 69, 133]
-    assert segments.longest == 64
-    assert [tuple(group.shape) for group in segments.groups] == [(3, 32), (2, 64)]
-    assert segments.groups[0][0].tolist() == [0, 1, 2] + 29 * [2]  # the last one repeated
-    assert segments.restore.tolist() == [0, 1, 2, *range(96, 129), 32, *range(64, 96), *range(160, 224)]
-
-
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_kernel_for_gpus_is_asked_for_the_same(
     inputs: Inputs, window: int | None, monkeypatch: pytest.MonkeyPatch

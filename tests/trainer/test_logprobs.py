@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from tests.trainer.counting import peak_bytes
@@ -15,39 +17,29 @@ def inputs() -> Inputs:
     return hidden, torch.nn.Linear(8, 23, bias=False), torch.randint(23, (3, 11)), torch.rand(3, 11) < 0.6
 
 
+@pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
-def test_values_and_gradients_equal_log_softmax_of_all_logits(inputs: Inputs, chunk_tokens: int) -> None:
+def test_values_and_gradients_equal_those_of_all_logits(
+    inputs: Inputs, chunk_tokens: int, entropy_gradient: bool
+) -> None:
     hidden, head, targets, mask = inputs
-    weights = torch.randn(3, 11)
+    weights, others = torch.randn(3, 11), torch.randn(3, 11)
     full = torch.log_softmax(head(hidden) / TEMPERATURE, dim=-1)
     expected = full.gather(-1, targets[..., None]).squeeze(-1).where(mask, 0.0)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), [hidden, head.weight])
+    expected_entropy = torch.distributions.Categorical(logits=full).entropy().where(mask, 0.0)
+    loss = (expected * weights).sum() + ((expected_entropy * others).sum() if entropy_gradient else 0)
+    expected_grads = torch.autograd.grad(loss, [hidden, head.weight])
 
-    logprobs, entropy = token_logprobs(
-        hidden, head, targets, temperature=TEMPERATURE, chunk_tokens=chunk_tokens, mask_bt=mask
-    )
-    grads = torch.autograd.grad((logprobs * weights).sum(), [hidden, head.weight])
+    options: Any = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "mask_bt": mask}
+    options["entropy_gradient"] = entropy_gradient
+    logprobs, entropy = token_logprobs(hidden, head, targets, **options)
     torch.testing.assert_close(logprobs, expected)
-    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=full).entropy().where(mask, 0.0))
-    torch.testing.assert_close(grads, expected_grads)
-    assert not entropy.requires_grad
-
-
-@pytest.mark.parametrize("chunk_tokens", [7, 1000])
-def test_the_entropys_gradient_where_it_is_asked_for(inputs: Inputs, chunk_tokens: int) -> None:
-    hidden, head, targets, mask = inputs
-    weights = torch.randn(3, 11)
-    full = torch.distributions.Categorical(logits=head(hidden) / TEMPERATURE)
-    expected = full.entropy().where(mask, 0.0)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), [hidden, head.weight])
-
-    options = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "mask_bt": mask, "entropy_gradient": True}
-    _, entropy = token_logprobs(hidden, head, targets, **options)  # type: ignore[arg-type]
-    torch.testing.assert_close(entropy, expected)
-    grads = torch.autograd.grad((entropy * weights).sum(), [hidden, head.weight])
+    torch.testing.assert_close(entropy, expected_entropy)
+    assert entropy.requires_grad == entropy_gradient
+    grads = torch.autograd.grad((logprobs * weights).sum() + (entropy * others).sum(), [hidden, head.weight])
     torch.testing.assert_close(grads, expected_grads)
     with torch.no_grad():
-        assert not token_logprobs(hidden, head, targets, **options)[1].requires_grad  # type: ignore[arg-type]
+        assert not token_logprobs(hidden, head, targets, **options)[1].requires_grad
 
 
 def test_without_a_mask_every_position_is_computed(inputs: Inputs) -> None:

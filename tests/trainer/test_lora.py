@@ -17,10 +17,8 @@ from hocket.errors import ConfigError
 from hocket.trainer import lora
 from hocket.trainer.engine import gathered
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 IDS = torch.arange(12)[None]
 LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
@@ -54,7 +52,7 @@ def test_only_the_adapter_moves_and_peft_computes_the_same_with_what_is_publishe
     with make_trainer(ranks, path, f"trainer.zero_stage={stage}") as trainer:
         trainer.export(tmp_path / "start")
         for _ in range(3):
-            assert trainer.step(make_samples()).grad_norm > 0
+            assert trainer.step(make_samples())["train/grad_norm"] > 0
         trainer.export(tmp_path / "end")
         trained = logits(trainer.policy.model)
         held = frozen_of(trainer)
@@ -103,7 +101,7 @@ def test_the_merged_model_is_what_was_trained_and_complete(
     assert ("lm_head.weight" in names) == (model == "untied_model")
     assert tokenizers.fingerprint(tokenizers.load(str(tmp_path / "model"))) == fingerprint
     assert not list(tmp_path.glob(".*")), "something half written is left"
-    assert len({file.stat().st_mode for name in ("model", "adapter") for file in (tmp_path / name).iterdir()}) == 1
+    assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1
     with pytest.raises(ConfigError, match="exists already"):
         lora.merge(tmp_path / "adapter", tmp_path / "model")
     (tmp_path / "base").rename(tmp_path / "moved")
@@ -131,41 +129,9 @@ def test_recomputed_activations_give_the_same_gradients(ranks: Ranks, tied_model
     for recompute in ("false", "true"):
         settings = (f"trainer.zero_stage={stage}", f"trainer.gradient_checkpointing={recompute}")
         with make_trainer(ranks, tied_model, *settings) as trainer:
-            norms.append([trainer.step(make_samples()).grad_norm for _ in range(2)])
+            norms.append([trainer.step(make_samples())["train/grad_norm"] for _ in range(2)])
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert norms[0][0] > 0
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_bfloat16_adapter_has_float32_master_weights(
-    ranks: Ranks, tied_model: str, stage: int, tmp_path: Path
-) -> None:
-    # 40 steps of 1e-5 on numbers near 0.2, whose neighbours in bfloat16 are 1e-3 apart: without masters none moves.
-    settings = ("model.dtype=bfloat16", f"trainer.zero_stage={stage}", "trainer.learning_rate=2e-5")
-    with make_trainer(ranks, tied_model, *settings) as trainer:
-        trainer.export(tmp_path / "start")
-        for _ in range(40):
-            trainer.step(make_samples())
-        trainer.export(tmp_path / "end")
-    start, end = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "end"))
-    assert {tensor.dtype for tensor in end.values()} == {torch.bfloat16}
-    moved = [(start[name] != end[name]).float().mean() for name in end if "lora_A" in name]
-    assert min(moved) > 0.05
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_restored_adapter_continues_bit_for_bit(ranks: Ranks, untied_model: str, stage: int, tmp_path: Path) -> None:
-    with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}") as trainer:
-        trainer.step(make_samples())
-        rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))
-        first = trainer.step(make_samples())
-        trainer.restore(SavedTensors(tmp_path), rest)
-        again = trainer.step(make_samples())
-        assert (again.loss, again.grad_norm) == (first.loss, first.grad_norm)
-        trained = sum(p.numel() for p in trainer.policy.parameters() if p.requires_grad and stage == 1)
-    if stage == 1:
-        size = sum(file.stat().st_size for file in tmp_path.iterdir())
-        assert 12 * trained < size < 12 * trained + 20_000  # frozen weights are no part of it
 
 
 def test_targets_and_rank_are_what_the_config_says(ranks: Ranks, tied_model: str) -> None:
@@ -213,10 +179,10 @@ def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
         assert sum(p.nbytes for p in trainer.policy.parameters()) < 0.7 * full
         # Rounding to 4 bits shows, but little: both are about |log p + 3|.
         assert 0 < abs(trainer.logprob_gap(make_samples()) - exact) < 0.5
-        losses = [trainer.step(make_samples()).loss for _ in range(5)]
+        losses = [trainer.step(make_samples())["train/loss"] for _ in range(5)]
         trainer.offload()
         trainer.onload()
-        assert trainer.step(make_samples()).loss < losses[0]
+        assert trainer.step(make_samples())["train/loss"] < losses[0]
         trainer.export(tmp_path / "adapter")
     assert all(torch.equal(p, before[name]) for name, p in held.items()), "a frozen weight has moved"
     with_peft(untied_model, tmp_path / "adapter")

@@ -4,7 +4,6 @@ The scenarios run one after the other among the same ranks, each with a folder o
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -122,13 +121,10 @@ def load(trainer: Trainer, folder: Path) -> None:
     trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
 
 
-def led(
-    model: str, ranks: Ranks, variants: Mapping[Any, Sequence[str]], prepare: Callable[[Trainer], None] = lambda _: None
-) -> Iterator[tuple[Any, Trainer]]:
+def led(model: str, ranks: Ranks, variants: Mapping[Any, Sequence[str]]) -> Iterator[tuple[Any, Trainer]]:
     """Yields a trainer for each variant's settings on rank 0, which the other ranks follow."""
     for name, settings in variants.items():
         trainer = Trainer(make_config(model, *settings), ranks=ranks)
-        prepare(trainer)
         if not trainer.is_main:
             trainer.follow()
             continue
@@ -145,14 +141,14 @@ def resumes(model: str, output: Path, ranks: Ranks) -> None:
             again = output / str(stage) / str(other)
             save(trainer, again)
             stats = trainer.step(make_samples(4))
-            (again / "stats.json").write_text(json.dumps(dataclasses.asdict(stats)))
+            (again / "stats.json").write_text(json.dumps(stats))
 
 
 def stages(model: str, output: Path, ranks: Ranks) -> None:
     """Three steps, one that is not finite, one more; then back to the checkpoint and that last step again."""
     bad = make_samples(3)
     bad[4] = dataclasses.replace(bad[4], advantages=constant(math.nan, bad[4].sequence.mask))
-    for stage, trainer in led(model, ranks, STAGES, lambda made: break_token(made, bad[4].sequence.token_ids[1])):
+    for stage, trainer in led(model, ranks, STAGES):
         folder = output / str(stage)
         stats = [trainer.step(make_samples(step)) for step in range(3)]
         trainer.export(folder / "before")
@@ -164,19 +160,7 @@ def stages(model: str, output: Path, ranks: Ranks) -> None:
         load(trainer, folder / "checkpoint")
         stats.append(trainer.step(make_samples(4)))
         trainer.export(folder / "again")
-        (folder / "stats.json").write_text(json.dumps([dataclasses.asdict(s) for s in stats]))
-
-
-def break_token(trainer: Trainer, token: int) -> None:
-    """Has the embedding of a token be NaN in the batch of step 3, on each rank for itself."""
-    bad = {pair for sample in make_samples(3) for pair in itertools.pairwise(sample.sequence.token_ids)}
-
-    def spoil(_: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        ids = inputs[0].flatten().tolist()
-        seen = sum(pair in bad for pair in itertools.pairwise(ids)) > len(ids) / 2
-        return output.masked_fill((inputs[0] == token)[..., None], math.nan) if seen else output
-
-    trainer.policy.model.get_input_embeddings().register_forward_hook(spoil)
+        (folder / "stats.json").write_text(json.dumps(stats))
 
 
 def matrix(model: str, output: Path, ranks: Ranks) -> None:
@@ -184,7 +168,7 @@ def matrix(model: str, output: Path, ranks: Ranks) -> None:
     assert ranks.smallest(10 - ranks.rank) == 11 - ranks.size
     for name, trainer in led(model, ranks, MATRIX):
         order = -1 if "reversed" in name else 1
-        stats = [dataclasses.asdict(trainer.step(make_samples(step)[::order])) for step in range(2)]
+        stats = [trainer.step(make_samples(step)[::order]) for step in range(2)]
         trainer.export(output / name)
         (output / name / "stats.json").write_text(json.dumps(stats))
 
@@ -218,7 +202,7 @@ def streams(model: str, output: Path, ranks: Ranks) -> None:
 def adapter(model: str, output: Path, ranks: Ranks) -> None:
     """Three steps on an adapter, which is published both ways."""
     for stage, trainer in led(model, ranks, {n: (*one, "model.lora.rank=4") for n, one in STAGES.items()}):
-        stats = [dataclasses.asdict(trainer.step(make_samples(step))) for step in range(3)]
+        stats = [trainer.step(make_samples(step)) for step in range(3)]
         trainer.export(output / str(stage))
         streamed: dict[str, torch.Tensor] = {}
         trainer.stream(4096, lambda named: streamed.update((name, t.clone()) for name, t in named))  # noqa: B023
@@ -244,7 +228,7 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
                 )
                 for sample, measured in zip(make_samples(0), seen[-1], strict=True)
             ]
-            stats.append(dataclasses.asdict(trainer.step(samples)))
+            stats.append(trainer.step(samples))
             seen.append([dataclasses.asdict(measured) for measured in trainer.measure(sequences)])
         folder = output / str(stage)
         trainer.export(folder / "policy")

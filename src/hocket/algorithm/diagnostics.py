@@ -11,23 +11,16 @@ from hocket.config import LossConfig
 
 @torch.no_grad()
 def policy_metrics(
-    ratio_bt: Tensor,
-    log_importance_bt: Tensor,
-    weight_bt: Tensor,
+    ratio_bt: Tensor,  # policy over old policy; 1 where the mask is False
+    log_importance_bt: Tensor,  # trainer over engine; 0 where the mask is False
+    weight_bt: Tensor,  # importance weight after the correction
     advantages_bt: Tensor,
-    log_reference_bt: Tensor | None,
+    log_reference_bt: Tensor | None,  # policy over reference
     mask_bt: Tensor,
     config: LossConfig,
     num_tokens: int,
 ) -> dict[str, Tensor]:
-    """Return this micro-batch's share of each metric's mean over the `num_tokens` of the optimiser step.
-
-    Args:
-        ratio_bt: policy over old policy; 1 where the mask is False, as the logs are 0 there.
-        log_importance_bt: log of trainer over engine.
-        weight_bt: importance weight after the correction.
-        log_reference_bt: log of policy over reference; None without one.
-    """
+    """Return this micro-batch's share of each metric's mean over the `num_tokens` of the optimiser step."""
     importance_bt = log_importance_bt.exp()
     above_bt, below_bt = ratio_bt > 1 + config.clip_high, ratio_bt < 1 - config.clip_low
     if config.clip == "ppo":  # elsewhere the minimum is the unclipped term

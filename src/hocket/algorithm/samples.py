@@ -8,7 +8,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -48,8 +47,8 @@ class Shaped:
 def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     """Subtract the length penalties from a group's scores, and tell whether the group has a signal.
 
-    Equal rewards give no signal if advantages compare a reward with its group alone, i.e. not with baseline none or
-    critic, or a KL in the reward. Such a group would only shrink the gradient of the others.
+    Equal rewards give none if advantages compare a reward with its group alone: not with baseline none or critic, or a
+    KL in the reward. Such a group would only shrink the gradient of the others.
     """
     pairs = zip(group.rollouts, group.scores, strict=True)
     scored = [(rollout, score) for rollout, score in pairs if score.error is None and not math.isnan(score.total)]
@@ -65,12 +64,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     elif equal and algorithm.baseline in ("mean", "leave_one_out") and algorithm.kl_in == "loss":
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
     return Shaped(
-        group=group,
-        rollouts=rollouts,
-        rewards=rewards,
-        penalties=penalties,
-        has_equal_rewards=equal,
-        reason=reason,
+        group=group, rollouts=rollouts, rewards=rewards, penalties=penalties, has_equal_rewards=equal, reason=reason
     )
 
 
@@ -82,9 +76,9 @@ def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -
     last = overlong_share * max_tokens
     if not last:
         return 0.0
-    masks = [sequence.mask for sequence in rollout.sequences]
-    turn = max((len(list(tokens)) for mask in masks for sampled, tokens in groupby(mask) if sampled), default=0)
-    return min(max(turn - (max_tokens - last), 0.0) / last, 1.0)
+    turns = (turn for sequence in rollout.sequences for turn in itertools.groupby(sequence.mask))
+    longest = max((len(list(tokens)) for sampled, tokens in turns if sampled), default=0)
+    return min(max(longest - (max_tokens - last), 0.0) / last, 1.0)
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
@@ -117,18 +111,14 @@ def fate(shaped: Shaped, *, reward: str, skipped: bool) -> Outcome:
     """Return the fate of a group's prompt; `reward` has the pass rate, `skipped`: the group's step was not taken."""
     values, reason = values_of(shaped.group, reward), shaped.reason
     pass_rate = statistics.fmean(values) if values else None
-    if reason == NO_SCORE:
-        return Outcome(state="failed", why=reason)
     if reason is not None:
-        return Outcome(state="filtered", why=reason, pass_rate=pass_rate)
+        return Outcome(state="failed" if reason == NO_SCORE else "filtered", why=reason, pass_rate=pass_rate)
     if skipped:
         return Outcome(state="failed", why="its step was not finite", pass_rate=pass_rate)
     return Outcome(state="trained", pass_rate=pass_rate)
 
 
 class _Trained(NamedTuple):
-    """A sequence that is trained."""
-
     owner: int  # number of its rollout in the batch
     id: str
     sequence: TokenSequence
@@ -141,11 +131,8 @@ def train_samples(
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return one sample per trained sequence, and metrics of the shaping.
 
-    An episode of several sequences counts once in its group, with one advantage for all of them.
-
-    Args:
-        measured: per sequence of the groups' rollouts, in order; empty if the algorithm needs none.
-        kl_coef: weight of a KL in the rewards.
+    An episode of several sequences counts once in its group, with one advantage for all of them. `measured` has one
+    item per sequence of the groups' rollouts, in order; it is empty if the algorithm needs none.
     """
     rewards = [reward for group in groups for reward in group.rewards]
     penalised, trained = list(rewards), []
@@ -191,9 +178,8 @@ def _kl_in_reward(sequence: TokenSequence, measured: Measured, algorithm: Algori
     if not measured.ref_logprobs:
         raise ValueError(f"algorithm.kl={algorithm.kl} in the reward needs the reference's log-probs")
     sampled_n, reference_n = _sampled(sequence.logprobs, sequence), _sampled(measured.ref_logprobs, sequence)
-    return kl_penalty(
-        masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool)), algorithm.kl
-    )
+    log_ratio_n = masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool))
+    return kl_penalty(log_ratio_n, algorithm.kl)
 
 
 def _by_token(

@@ -48,39 +48,25 @@ def _row(source: str, remark: str = "", **changes: Any) -> Preset:
 PRESETS: Mapping[PresetName, Preset] = {
     "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
     "dapo": _row(
-        "2503.14476",
-        "length penalty over the last fifth; groups with equal rewards are replaced",
-        clip_high=0.28,
-        overlong_share=0.2,
-        oversampling=2.0,
+        "2503.14476", "length penalty, dynamic sampling", clip_high=0.28, overlong_share=0.2, oversampling=2.0
     ),
     "dr_grpo": _row("2503.20783", scale="none", aggregate="constant"),
     "bnpo": _row("TRL", "with a global token count"),
     "gspo": _row("2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean"),
     "cispo": _row("2506.13585", "ratio capped at 5", clip="cispo", clip_low=1.0, clip_high=4.0),
     "rloo": _row(
-        "2402.14740",
-        "token-level clip; as in the paper: clip=none aggregate=seq_mean_token_sum",
-        baseline="leave_one_out",
-        scale="none",
+        "2402.14740", "the paper has clip=none aggregate=seq_mean_token_sum", baseline="leave_one_out", scale="none"
     ),
     "reinforce_pp": _row("2501.03262", baseline="none", scale="batch", kl="k1", kl_in="reward", kl_coef=0.01),
     "reinforce_pp_baseline": _row("2501.03262", scale="batch"),
-    "ppo": _row(
-        "1707.06347",
-        "with a critic (section critic) and generalised advantages, 1506.02438",
-        baseline="critic",
-        scale="batch",
-    ),
+    "ppo": _row("1707.06347", "with a critic and generalised advantages, 1506.02438", baseline="critic", scale="batch"),
 }
 
 
 class AdvantageConfig(Section):
     """Knobs between the rewards and the advantages (algorithm/advantages.py, samples.py)."""
 
-    preset: PresetName | None = Field(
-        None, description="Published algorithm (docs/algorithms.md), whose row replaces the defaults."
-    )
+    preset: PresetName | None = Field(None, description="Published algorithm (docs/algorithms.md); replaces defaults.")
     baseline: Baseline = Field(
         "mean",
         description="Baseline subtracted from the reward: `mean` of the group, `leave_one_out` mean of the other "
@@ -91,22 +77,12 @@ class AdvantageConfig(Section):
         description="Divisor of the advantage: standard deviation of the `group`, of the `batch`, or `none`. With "
         "baseline none or critic, `batch` whitens over tokens.",
     )
-    discount: float = Field(
-        1.0, gt=0, le=1, description="Discount of rewards per token. Needs baseline none or critic."
-    )
+    discount: float = Field(1.0, gt=0, le=1, description="Discount per token. Needs baseline none or critic.")
     gae_lambda: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="Lambda of generalised advantage estimation: 1 uses the returns, 0 the critic's next value. Needs "
-        "baseline critic.",
+        1.0, ge=0, le=1, description="Lambda of GAE: 1 uses returns, 0 the critic's next value. Needs baseline critic."
     )
     overlong_share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Length penalty: falls linearly from 0 to -1 over the last overlong_share x rollout.max_tokens "
-        "tokens. 0 disables it.",
+        0.0, ge=0, le=1, description="Penalty of 0 to -1 over this last share of rollout.max_tokens. 0 disables it."
     )
     oversampling: float = Field(
         1.0,
@@ -114,18 +90,12 @@ class AdvantageConfig(Section):
         description="Dynamic sampling: draws up to oversampling x rollout.prompts_per_step prompts to replace groups "
         "whose rewards are all equal. 1 disables it.",
     )
-    mask_truncated: bool = Field(
-        False, description="Exclude truncated rollouts from the loss, but not from the baseline."
-    )
+    mask_truncated: bool = Field(False, description="Exclude truncated rollouts from the loss, not from the baseline.")
     kl_target: float | None = Field(
-        None,
-        gt=0,
-        description="Target mean KL per token; kl_coef adapts to it. Default: fixed kl_coef. Needs kl_in=reward.",
+        None, gt=0, description="Target mean KL per token, to which kl_coef adapts. Default: fixed. Needs kl_in=reward."
     )
     reference: UserPath | None = Field(
-        None,
-        description="Reference model of the KL divergence. Default: the model at the start of the run; with "
-        "model.lora, the base without the adapter.",
+        None, description="Reference of the KL. Default: the model at the start, without its adapter (model.lora)."
     )
 
 
@@ -139,11 +109,7 @@ class LossKnobs(Section):
         "the log-prob; `none`.",
     )
     clip_low: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="Lower clip range: the ratio is clipped at 1 - clip_low. No effect with one update per batch and a "
-        "correction.",
+        0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low. No effect with a correction (every ratio is 1)."
     )
     clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
     dual_clip: float | None = Field(None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo.")
@@ -158,15 +124,10 @@ class LossKnobs(Section):
         "correction_high]; `mask` sets it to 0 outside; `sequence_mask` does so by its geometric mean over the "
         "sequence, and caps it at 2 per token; `none`.",
     )
-    correction_low: float = Field(
-        0.0, ge=0, description="Lower bound of the weight. Default: 0; mask 0.5, sequence_mask 0.99."
-    )
-    correction_high: float = Field(
-        2.0, gt=0, description="Upper bound of the weight. Default: 2; mask 5, sequence_mask 1.01."
-    )
+    correction_low: float = Field(0.0, ge=0, description="Lower bound. Default: 0; mask 0.5, sequence_mask 0.99.")
+    correction_high: float = Field(2.0, gt=0, description="Upper bound. Default: 2; mask 5, sequence_mask 1.01.")
     kl: Kl = Field(
-        "off",
-        description="Penalty per token on x = log(policy / reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x, `off`.",
+        "off", description="KL penalty of x = log(policy / reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x, `off`."
     )
     kl_in: KlIn = Field("loss", description="Place of the penalty: a term of the `loss`, or part of the `reward`.")
     kl_coef: float = Field(0.0, ge=0, description="Weight of the penalty; its start value with kl_target.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pydantic
+import pydantic_core
 import yaml
 from pydantic.fields import FieldInfo
 
@@ -97,12 +98,7 @@ def _is_section(kind: Any) -> bool:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, Section):
-        value = value.model_dump(exclude_defaults=True)
-    if isinstance(value, dict):
-        value = {key: one.model_dump() if isinstance(one, Section) else one for key, one in value.items()}
-    if isinstance(value, tuple):
-        value = list(value)
+    value = {} if isinstance(value, Section) else pydantic_core.to_jsonable_python(value)
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
@@ -111,7 +107,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
     try:
-        value = text if text != "null" and _is_text(key) else _number(yaml.safe_load(text))
+        value = text if text != "null" and _is_text(key) else yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value in {override!r} is not valid YAML: {error}") from error
     *parents, leaf = key.split(".")
@@ -130,12 +126,7 @@ def _is_text(key: str) -> bool:
         if not _is_section(model) or part not in model.model_fields:
             return False
         model = model.model_fields[part].annotation
-    return all(kind in (str, UserPath, type(None)) for kind in get_args(model) or (model,))
-
-
-def _number(value: Any) -> Any:
-    # YAML 1.1 reads 1e-6 as text
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
+    return all(kind in (str, UserPath, re.Pattern[str], type(None)) for kind in get_args(model) or (model,))
 
 
 def _explain(item: Any) -> str:

@@ -4,7 +4,8 @@ A field's description is its documentation. Checks between sections are in whole
 """
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -13,6 +14,7 @@ from pydantic import Field
 from hocket.types import InFlight
 
 UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
+Names = Annotated[tuple[str, ...], pydantic.BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]  # or one
 MAX_LORA_RANK = 512
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -52,24 +54,15 @@ class LoraConfig(Section):
         description="4-bit frozen weights in the trainer (QLoRA); needs a GPU and the package bitsandbytes. The server "
         "keeps its dtype; the importance correction covers the difference of the log-probs.",
     )
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+    targets: Literal["all-linear"] | Annotated[Names, Field(min_length=1)] = Field(
         "all-linear", description="Adapted layers: `all-linear` (all but the output head), or names, e.g. [q_proj]."
     )
 
-    @pydantic.field_validator("targets", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) and value != "all-linear" else value
-
 
 class ModelConfig(Section):
-    path: UserPath = Field(
-        "checkpoints/tiny-sort", description="Folder or hub name of a Hugging Face causal language model."
-    )
+    path: UserPath = Field("checkpoints/tiny-sort", description="Folder or hub name of a Hugging Face language model.")
     dtype: Dtype = Field("auto", description="Precision on both sides. `auto`: bfloat16 on a GPU, float32 on a CPU.")
-    max_length: int | None = Field(
-        None, ge=2, description="Maximum prompt and completion, in tokens. Default: the model's own."
-    )
+    max_length: int | None = Field(None, ge=2, description="Maximum tokens, prompt included. Default: the model's own.")
     random_init: bool = Field(False, description="Random initial weights; path needs only a config and a tokenizer.")
     float32_head: bool = Field(False, description="Logits in float32 on server and trainer, whatever the dtype.")
     lora: LoraConfig | None = Field(
@@ -89,50 +82,44 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    source: str = Field(
-        "task:sort", description="Rows: file.jsonl, file.parquet, hf:NAME (Hugging Face), or task:NAME."
-    )
+    source: str = Field("task:sort", description="Rows: file.jsonl, file.parquet, hf:NAME (Hugging Face), task:NAME.")
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
     split: str = Field("train", description="Split of a Hugging Face dataset or of a built-in task.")
     prompt_column: str = Field("prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field("answer", description="Column of the reference answer; null without one.")
-    answer_pattern: str | None = Field(
-        None, description="Regular expression of the answer column; its first group is the answer."
-    )
-    difficulty_column: str | None = Field(
-        None, description="Column of a number, higher for harder rows, for a curriculum."
-    )
+    answer_pattern: re.Pattern[str] | None = Field(None, description="Regular expression; its group 1 is the answer.")
+    difficulty_column: str | None = Field(None, description="Column of a number, higher for harder rows (curriculum).")
     response_column: str = Field("response", description="Column of the demonstration, for sft.")
     system_prompt: str | None = Field(None, description="System message before every text prompt.")
     chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
     max_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="Maximum prompt, in tokens; longer ones are dropped. Default: what rollout.max_tokens leaves.",
+        description="Maximum prompt tokens; longer ones are dropped. Default: what rollout.max_tokens leaves.",
     )
     limit: int | None = Field(None, ge=1, description="Number of rows used, from the first. Default: all.")
+
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        yield self.system_prompt is not None and not self.chat_template, "system_prompt needs chat_template: true"
+        yield self.answer_pattern is not None and self.answer_column is None, "answer_pattern needs answer_column"
+        groups = 1 if self.answer_pattern is None else self.answer_pattern.groups
+        yield groups < 1, "answer_pattern needs a group (...) around the answer"
 
 
 class CurriculumConfig(Section):
     model_config = pydantic.ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     name: str = Field(
-        "shuffle",
-        description="Order and choice of the prompts of an epoch: `shuffle`, `sorted`, `window`, `staged` "
-        "(docs/curriculum.md), or a plugin's; every other key is an option of it.",
+        "shuffle", description="Order of the prompts: `shuffle`, `sorted` or a plugin's; other keys are its options."
     )
-    retire_after: int = Field(
-        0, ge=0, description="Consecutive epochs, solved by every rollout, that retire a prompt. 0 disables it."
-    )
+    retire_after: int = Field(0, ge=0, description="Epochs in a row, all solved, that retire a prompt. 0 disables it.")
 
 
 class RolloutConfig(Section):
     prompts_per_step: int = Field(16, ge=1, description="Prompts per optimiser step.")
     group_size: int = Field(8, ge=1, description="Rollouts per prompt; a reward is compared with those of its group.")
     max_tokens: int = Field(256, ge=1, description="Maximum length of a completion, or of a turn, in tokens.")
-    temperature: float = Field(
-        1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer's logits are divided by it, too."
-    )
+    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; divides the trainer's logits, too.")
     stop: tuple[str, ...] = Field((), description="Strings that end a completion.")
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a completion, besides the model's.")
     timeout_s: float = Field(600.0, gt=0, description="Seconds for the generation of one batch.")
@@ -148,10 +135,7 @@ class EnvConfig(Section):
     )
     max_turns: int = Field(16, ge=1, description="Maximum turns of an episode, or model calls of an agent.")
     timeout_s: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds for the environment's own work in one episode (tools: besides call_timeout_s per turn), "
-        "or for a whole agent episode; then the episode fails.",
+        60.0, gt=0, description="Seconds for the environment's own work in an episode, or for a whole agent episode."
     )
 
 
@@ -160,30 +144,20 @@ class RewardSpec(Section):
 
     weight: float = 1.0  # every other key is an argument of the function
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _weight_alone(cls, value: Any) -> Any:
+        return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
 
 class RewardsConfig(Section):
     functions: dict[str, RewardSpec] = Field(
         default_factory=lambda: {"exact_match": RewardSpec(weight=1.0)},
+        min_length=1,
         description="Reward functions: {NAME: weight} or {NAME: {weight: ..., argument: ...}}; weight is 1 by default.",
     )
     timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
     max_error_rate: float = Field(0.5, ge=0, le=1, description="Share of failed scores in a step that stops the run.")
-
-    @pydantic.field_validator("functions", mode="before")
-    @classmethod
-    def _weight_alone(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return {
-            k: {"weight": v} if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()
-        }
-
-    @pydantic.field_validator("functions")
-    @classmethod
-    def _at_least_one(cls, value: dict[str, RewardSpec]) -> dict[str, RewardSpec]:
-        if not value:
-            raise ValueError("name at least one reward, e.g. rewards.functions: {exact_match: 1.0}")
-        return value
 
 
 class TrainerConfig(Section):
@@ -191,9 +165,7 @@ class TrainerConfig(Section):
     seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up."
-    )
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of AdamW.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay rates of AdamW's moments.")
     max_grad_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm; larger gradients are scaled.")
@@ -219,31 +191,22 @@ class SftConfig(Section):
 
 class PipelineConfig(Section):
     max_staleness: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="Maximum optimiser steps between the start of a rollout and the step that trains on it, i.e. "
-        "batches generated ahead. 0 is strictly on-policy: server and trainer take turns.",
+        0, ge=0, le=64, description="Batches generated ahead, i.e. a rollout's maximum age in steps. 0 is on-policy."
     )
     replay: UserPath | None = Field(
-        None,
-        description="Run folder whose rollouts are trained on instead of new ones, without a server; for debugging.",
+        None, description="Run folder whose rollouts are trained on instead of new ones, without a server (debugging)."
     )
 
 
 class SyncConfig(Section):
     backend: Literal["disk", "nccl"] = Field(
-        "disk",
-        description="Path of new weights to the servers: files on a disk, or GPU memory by NCCL (gloo on a CPU).",
+        "disk", description="Path of new weights to the servers: files on disk, or GPU memory by NCCL (gloo on a CPU)."
     )
-    root: UserPath | None = Field(
-        None, description="Folder seen by both sides, above run.dir. Default: the parent of run.dir."
-    )
+    root: UserPath | None = Field(None, description="Folder that both sides see, above run.dir. Default: its parent.")
     keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
     in_flight: InFlight = Field(
-        "keep",
-        description="Requests that run when weights change: `keep` continues them, `drain` ends them first, `abort`.",
+        "keep", description="Running requests when weights change: `keep` continues, `drain` ends them first, `abort`."
     )
     delta: bool = Field(
         False,
@@ -253,9 +216,7 @@ class SyncConfig(Section):
     upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
     bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
     canary_every: int = Field(
-        20,
-        ge=0,
-        description="Versions between comparisons of both sides' log-probs, besides the first. 0 disables them.",
+        20, ge=0, description="Versions between comparisons of both sides' log-probs, after the first. 0 disables them."
     )
     max_logprob_gap: float = Field(0.1, gt=0, description="Mean absolute difference in them that stops the run.")
 
@@ -263,7 +224,7 @@ class SyncConfig(Section):
 class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="Address of the server; any but loopback needs a token.")
     port: int = Field(8000, ge=1, le=65535, description="Port of the server.")
-    urls: tuple[str, ...] = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
+    urls: Names = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
     token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds that the trainer waits for a server to be up.")
     silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
@@ -275,20 +236,12 @@ class ServerConfig(Section):
         description="Share of GPU memory for weights and KV cache. A trainer on the same GPU needs the rest; with "
         "launch.share_gpu it needs 1 to 2 GiB.",
     )
-    kv_cache_mib: int | None = Field(
-        None, ge=16, description="Size of the KV cache, in MiB. Default: the share on a GPU, 256 on a CPU."
-    )
+    kv_cache_mib: int | None = Field(None, ge=16, description="KV cache in MiB. Default: share on a GPU, 256 on a CPU.")
     max_concurrent: int = Field(256, ge=1, description="Maximum sequences that the engine decodes at the same time.")
     tool_parser: str | None = Field(
         None,
-        description="vLLM's name of the tool-call format (hermes, llama3_json, ...) for clients of /v1 that send "
-        "tools; the environment `tools` has its own.",
+        description="vLLM's tool-call format (hermes, ...) for /v1's clients; the environment `tools` has its own.",
     )
-
-    @pydantic.field_validator("urls", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
     @pydantic.field_validator("urls")
     @classmethod
@@ -311,9 +264,7 @@ class EvalConfig(Section):
     num_prompts: int = Field(256, ge=0, description="Prompts per evaluation. 0 disables evaluation.")
     samples: int = Field(1, ge=1, description="Rollouts per prompt; pass@k is measured for k = 1, 2, 4, ... up to it.")
     every_steps: int = Field(0, ge=0, description="Steps between evaluations, besides start and end. 0 disables them.")
-    temperature: float | None = Field(
-        None, ge=0, description="Sampling temperature, 0 for greedy. Default: rollout.temperature."
-    )
+    temperature: float | None = Field(None, ge=0, description="Temperature, 0 is greedy. Default: rollout.temperature.")
     reward: str | None = Field(None, description="Reward function whose mean is the accuracy. Default: the first.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
@@ -323,28 +274,20 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: int = Field(
-        50,
-        ge=0,
-        description="Steps between checkpoints (12 bytes per trained parameter), besides the end. 0 disables them.",
+        50, ge=0, description="Steps between checkpoints (12 bytes per parameter), besides the end. 0 disables them."
     )
     keep: int = Field(2, ge=1, description="Number of newest checkpoints kept on disk.")
     in_background: bool = Field(
-        False,
-        alias="async",
-        description="Writing of checkpoints during training, from a copy in the memory of rank 0's machine.",
+        False, alias="async", description="Checkpoints are written during training, from a copy in rank 0's memory."
     )
     resume: bool = Field(
-        False,
-        description="Start from the newest complete checkpoint in run.dir, if there is one: the same command "
-        "continues an interrupted run.",
+        False, description="Start from the newest complete checkpoint in run.dir, if any: the same command continues."
     )
 
 
 class ObserveConfig(Section):
     tensorboard: bool = Field(True, description="TensorBoard files, if the package is installed.")
-    console: Literal["auto", "live", "plain"] = Field(
-        "auto", description="Live table or plain lines; `auto`: as the terminal."
-    )
+    console: Literal["auto", "live", "plain"] = Field("auto", description="Live table or plain lines; `auto` decides.")
 
 
 class LaunchConfig(Section):
@@ -352,7 +295,5 @@ class LaunchConfig(Section):
     server_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's server.")
     trainer_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's trainer.")
     share_gpu: bool = Field(
-        False,
-        description="One GPU for server and trainer: while one works, the memory of the other is released. Both must "
-        "be started with it.",
+        False, description="One GPU for both sides, which release its memory in turn; start both with it."
     )

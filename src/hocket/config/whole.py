@@ -35,9 +35,7 @@ class Config(Section):
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     observe: sections.ObserveConfig = sections.ObserveConfig()
     launch: sections.LaunchConfig = sections.LaunchConfig()
-    plugins: tuple[str, ...] = Field(
-        (), description="Python files with your rewards, environments, tools and curricula."
-    )
+    plugins: tuple[str, ...] = Field((), description="Python files with your rewards, environments, tools, curricula.")
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         model, rollout, trainer, sync, launch = self.model, self.rollout, self.trainer, self.sync, self.launch

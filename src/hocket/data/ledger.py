@@ -1,12 +1,10 @@
 """Count the fate of every prompt of each epoch, from the lines of ledger.jsonl and the state of the stream.
 
-    {"step": 0, "num_prompts": 2048}    the first line
-    {"step": 7, "draw": 112, "epoch": 0, "prompt": ID, "state": "trained", "pass_rate": 0.5}
-    {"step": 7, "draw": 113, "epoch": 0, "prompt": ID, "state": "filtered", "why": ..., "pass_rate": 1.0}    or "failed"
-    {"step": 9, "epoch": 1, "prompt": ID, "state": "skipped", "why": ...}    or "retired": left out from this epoch on,
-    {"step": 12, "epoch": 3, "prompt": ID, "state": "back"}    until this one
-
-Prompts that stay out need no further line, so that a small pool among very many prompts costs little.
+{"step": 0, "num_prompts": 2048}    the first line
+{"step": 7, "draw": 112, "epoch": 0, "prompt": ID, "state": "trained", "pass_rate": 0.5}
+{"step": 7, "draw": 113, "epoch": 0, "prompt": ID, "state": "filtered", "why": ..., "pass_rate": 1.0}    or "failed"
+{"step": 9, "epoch": 1, "prompt": ID, "state": "skipped", "why": ...}    or "retired": left out from this epoch on,
+{"step": 12, "epoch": 3, "prompt": ID, "state": "back"}    until this one
 """
 
 import collections
@@ -31,16 +29,14 @@ class Account:
 
 
 def accounts(
-    rows: Iterable[Mapping[str, Any]], stream: Mapping[str, Any] | None, *, ended: bool = False
+    rows: Sequence[Mapping[str, Any]], stream: Mapping[str, Any] | None, *, ended: bool = False
 ) -> list[Account]:
     """Return the account of each epoch that has begun.
 
     `rows` are the lines of the ledger; `stream` is the state of the PromptStream in the newest checkpoint (None without
     one: draws in flight are unknown then); `ended`: the run has taken all of its steps, so that nothing is in flight.
     """
-    rows = list(rows)
-    num_prompts = next(row["num_prompts"] for row in (*rows, stream or {}) if "num_prompts" in row)
-    rows = [row for row in rows if "prompt" in row]
+    num_prompts, rows = rows[0]["num_prompts"], list(rows[1:])
     if stream is not None:
         recorded = {row["draw"] for row in rows if "draw" in row}
         late = [*stream["entries"], *({**draw, "state": "in flight"} for draw in stream["in_flight"])]
@@ -76,7 +72,7 @@ def accounts(
                 epoch=epoch,
                 finished=over or not unknown,
                 num_prompts=num_prompts,
-                states=dict(sorted(states.items(), key=_place)),
+                states=dict(states),
                 problems=tuple(problems),
             )
         )
@@ -84,17 +80,11 @@ def accounts(
 
 
 def table(found: Sequence[Account]) -> str:
-    """Return the accounts as text, with all but the newest epochs summed up; the last lines say if they balance."""
+    """Return the newest epochs' accounts as text; the last lines say whether those of all epochs balance."""
     lines = []
-    for together in [found[:-NUM_EPOCHS], *([account] for account in found[-NUM_EPOCHS:])]:
-        if together:
-            states: collections.Counter[str] = collections.Counter()
-            for account in together:
-                states.update(account.states)
-            first, last = together[0].epoch, together[-1].epoch
-            name = f"epoch {first}" if first == last else f"epochs {first} to {last}"
-            lines.append(f"{name}: {sum(account.num_prompts for account in together):,} prompts")
-            lines += [f"{num:>10,}  {state}" for state, num in sorted(states.items(), key=_place)]
+    for account in found[-NUM_EPOCHS:]:
+        lines.append(f"epoch {account.epoch}: {account.num_prompts:,} prompts")
+        lines += [f"{num:>10,}  {state}" for state, num in sorted(account.states.items(), key=_place)]
     if problems := [f"epoch {account.epoch}: {problem}" for account in found for problem in account.problems]:
         return "\n".join([*lines, *problems])
     num = sum(account.finished for account in found)

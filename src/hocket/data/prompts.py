@@ -7,7 +7,6 @@ without adding any; plain text gets the one that the tokenizer puts before text,
 import functools
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from hocket.data.sources import read_rows
 from hocket.errors import DataError
 from hocket.types import Message, Prompt
 
-PROBE = "hocket-0123456789"  # the text of made-up model turns, to find the template's text around it
+PROBE = "hocket-0123456789"  # the text of a made-up model turn, to find the template's text around it
+TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 NUM_SHOWN = 5  # rows that an error names
 
 log = logging.getLogger(__name__)
@@ -61,54 +61,46 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
 
 
 def _load(data: DataConfig, renderer: "Renderer", *, with_response: bool = False) -> list[Prompt]:
-    places, texts, fields, problems = [], [], [], {}
+    rows, problems = [], {}
     for place, columns in read_rows(data):
-        places.append(place)
         try:
-            text, known = renderer.row(columns, with_response=with_response)
-            texts.append(text)
-            fields.append(known)
+            rows.append((place, *renderer.row(columns, with_response=with_response)))
         except ValueError as error:
             problems[place] = str(error)
-    if not places:
+    if not rows and not problems:
         raise DataError(f"{data.source} has no rows")
-    token_ids = [] if problems else renderer.encode_prompts(texts)
-    problems |= {
-        place: "the tokenizer makes no token of the prompt"
-        for place, ids in zip(places, token_ids, strict=False)
-        if not ids
-    }
+    token_ids = renderer.encode_prompts([text for _, text, _ in rows])
+    empty = [place for (place, _, _), ids in zip(rows, token_ids, strict=True) if not ids]
+    num_rows = len(rows) + len(problems)
+    problems |= dict.fromkeys(empty, "the tokenizer makes no token of the prompt")
     if problems:
         unit = "line" if data.source.endswith(".jsonl") else "row, from 0"
-        what = f"{len(problems)} of {len(places)} rows of {data.source}"
-        lines = [f"{what} can't be used; repair or remove them ({unit}):"]
-        lines += [f"  {place}: {what}" for place, what in list(problems.items())[:NUM_SHOWN]]
-        if len(problems) > NUM_SHOWN:
-            lines.append(f"  ... and {len(problems) - NUM_SHOWN} more")
-        raise DataError("\n".join(lines))
-    names = places if data.source.startswith(("task:", "hf:")) else [Path(place).name for place in places]
-    rows = zip(names, token_ids, fields, strict=True)
-    return [Prompt(id=name, token_ids=tuple(ids), **known) for name, ids, known in rows]
+        what = f"{len(problems)} of {num_rows} rows of {data.source}"
+        lines = [f"  {place}: {problem}" for place, problem in problems.items()]
+        if len(lines) > NUM_SHOWN:
+            lines[NUM_SHOWN:] = [f"  ... and {len(lines) - NUM_SHOWN} more"]
+        raise DataError("\n".join([f"{what} can't be used; repair or remove them ({unit}):", *lines]))
+    is_file = not data.source.startswith(("task:", "hf:"))
+    return [
+        Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields)
+        for (place, _, fields), ids in zip(rows, token_ids, strict=True)
+    ]
 
 
 class Renderer:
     """Render rows and messages with the chat template of a Hugging Face tokenizer, and encode them.
 
     `tools` (kept as an attribute) are functions, as OpenAI's API describes one, that the template shows to the model.
-    Raise DataError if the data section contradicts itself or asks for something that the tokenizer lacks.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         if data.chat_template and tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template; set data.chat_template: false for plain text")
-        if data.system_prompt is not None and not data.chat_template:
-            raise DataError("data.system_prompt needs data.chat_template: true")
         if tools and not data.chat_template:
             raise DataError("tools are shown by the chat template; set data.chat_template: true")
         self._data = data
         self.tools = tuple(tools)
         self._tokenizer = tokenizer
-        self._pattern = _compile(data)
 
     def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
         """Return the text of one row, and the fields of its Prompt. Raise ValueError with the fault of the row.
@@ -123,11 +115,12 @@ class Renderer:
         value = _column(columns, data.prompt_column)
         messages = self._messages(value)
         if with_response and not (isinstance(response := _column(columns, data.response_column), str) and response):
-            raise ValueError(f"column {data.response_column!r} must be text, got {_shorten(response)}")
+            raise ValueError(f"column {data.response_column!r} must be text, got {response!r:.80}")
+        asked = [message["content"] for message in messages or () if message["role"] == "user"]
         text = value if messages is None else self.render(messages)
         return text, {
             "messages": messages,
-            "text": value if messages is None else _last_user_text(messages),
+            "text": value if messages is None else (asked or [messages[-1]["content"]])[-1],
             "answer": None if with_response else self._answer(columns),
             "difficulty": None if with_response else self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
@@ -181,8 +174,7 @@ class Renderer:
         `ended` is the token with which the model ended its turn; None if it was cut off, and the template's own end of
         turn is added. Raise ValueError if the template can't render them, TooLongError as `encode` does.
         """
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-        _, found, after = self.render([*turn, *messages]).partition(PROBE)
+        _, found, after = self.render([*TURN, *messages]).partition(PROBE)
         if not found:
             raise ValueError("the chat template does not show what the model said before")
         (token_ids,) = self.encode([after], at_most=at_most)
@@ -192,8 +184,7 @@ class Renderer:
         """Return the token with which the model ends its answer: the chat template's own, else the tokenizer's EOS."""
         eos: int | None = self._tokenizer.eos_token_id
         if self._data.chat_template:
-            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            text = self._tokenizer.apply_chat_template(list(TURN), tokenize=False)
             after = self.encode([text.rpartition(PROBE)[2]])[0][:1]
             if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
                 return after[0]
@@ -203,45 +194,38 @@ class Renderer:
 
     def _messages(self, value: Any) -> tuple[Message, ...] | None:
         """Return the chat of a prompt column's value; None if it stays plain text."""
-        column, chat = self._data.prompt_column, self._data.chat_template
+        column, system = self._data.prompt_column, self._data.system_prompt
         if not isinstance(value, str | list):
-            raise ValueError(f"column {column!r} must be text or a list of messages, got {_shorten(value)}")
-        if isinstance(value, list) and not chat:
-            raise ValueError(f"column {column!r} is a list of messages, which needs data.chat_template: true")
+            raise ValueError(f"column {column!r} must be text or a list of messages, got {value!r:.80}")
         if not (value.strip() if isinstance(value, str) else value):
             raise ValueError(f"column {column!r} is empty")
         if isinstance(value, str):
-            system = self._data.system_prompt
             first = () if system is None else ({"role": "system", "content": system},)
-            return (*first, {"role": "user", "content": value}) if chat else None
+            return (*first, {"role": "user", "content": value}) if self._data.chat_template else None
         for index, message in enumerate(value):
             if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-                raise ValueError(
-                    f"message {index} of column {column!r} must be {{'role': text, 'content': text}}, "
-                    f"got {_shorten(message)}"
-                )
+                what = f"message {index} of column {column!r}"
+                raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
         if value[-1]["role"] == "assistant":
             raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
         return tuple(value)
 
     def _answer(self, columns: Mapping[str, Any]) -> str | None:
-        column = self._data.answer_column
+        column, pattern = self._data.answer_column, self._data.answer_pattern
         if column is None:
             return None
         value = _column(columns, column, "; data.answer_column: null where there is no answer")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError(f"column {column!r} must be text or a number, got {_shorten(value)}")
+            raise ValueError(f"column {column!r} must be text or a number, got {value!r:.80}")
         answer = str(value)
         if not answer.strip():
             raise ValueError(f"column {column!r} is empty")
-        if self._pattern is None:
+        if pattern is None:
             return answer
-        match = self._pattern.search(answer)
+        match = pattern.search(answer)
         if match is None or not (match[1] or "").strip():
-            raise ValueError(
-                f"data.answer_pattern {self._pattern.pattern!r} finds no answer in column {column!r}: "
-                f"{_shorten(answer)}"
-            )
+            what = f"data.answer_pattern {pattern.pattern!r} finds no answer in column {column!r}"
+            raise ValueError(f"{what}: {answer!r:.80}")
         return match[1].strip()
 
     def _difficulty(self, columns: Mapping[str, Any]) -> float | None:
@@ -250,7 +234,7 @@ class Renderer:
             return None
         value = _column(columns, column)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"column {column!r} (data.difficulty_column) must be a number, got {_shorten(value)}")
+            raise ValueError(f"column {column!r} (data.difficulty_column) must be a number, got {value!r:.80}")
         return float(value)
 
 
@@ -258,27 +242,3 @@ def _column(columns: Mapping[str, Any], name: str, hint: str = "") -> Any:
     if name not in columns:
         raise ValueError(f"no column {name!r}, only {', '.join(map(repr, columns)) or 'an empty object'}{hint}")
     return columns[name]
-
-
-def _last_user_text(messages: Sequence[Message]) -> str:
-    texts = [message["content"] for message in messages if message["role"] == "user"]
-    return str(texts[-1] if texts else messages[-1]["content"])
-
-
-def _compile(data: DataConfig) -> re.Pattern[str] | None:
-    if data.answer_pattern is None:
-        return None
-    if data.answer_column is None:
-        raise DataError("data.answer_pattern needs data.answer_column")
-    try:
-        pattern = re.compile(data.answer_pattern)
-    except re.error as error:
-        raise DataError(f"data.answer_pattern {data.answer_pattern!r} is no regular expression: {error}") from error
-    if pattern.groups < 1:
-        raise DataError(f"data.answer_pattern {data.answer_pattern!r} needs a group (...) around the answer")
-    return pattern
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

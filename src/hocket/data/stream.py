@@ -48,37 +48,34 @@ class PromptStream:
         self._prompts = tuple(prompts)
         self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": _fingerprint(prompts)}
         self._curriculum = curriculum or Shuffle()
-        self._retire_after = retire_after
-        self._prompts_per_step = prompts_per_step
+        self._retire_after, self._prompts_per_step = retire_after, prompts_per_step
         self._measured = PassRates(len(prompts))
         self._num_drawn = 0
-        self._in_flight: dict[int, tuple[int, int]] = {}  # number: (epoch, index)
+        self._in_flight: dict[int, dict[str, Any]] = {}  # by number
         self._again: collections.deque[int] = collections.deque()  # numbers to draw once more after a restore
         self._entries: list[dict[str, Any]] = []
         self._left_out: dict[int, tuple[str, str]] = {}  # index: (state, why)
         self._begin(epoch=0)
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
-        """Return the next prompts by the number of their draw; a take may cross epochs.
+        """Return the next prompts by the number of their draw; fewer once all are retired.
 
-        Fewer prompts, or none, come back once all are retired. Raise DataError if the curriculum's plan makes no sense.
+        A take may cross epochs. Raise DataError if the curriculum's plan makes no sense.
         """
         numbers = (self._next() for _ in range(num_prompts))
-        return {number: self._prompts[self._in_flight[number][1]] for number in numbers if number is not None}
+        return {number: self._prompts[self._in_flight[number]["index"]] for number in numbers if number is not None}
 
     def settle(self, number: int, outcome: Outcome) -> None:
-        """Record the outcome of a draw. Raise ValueError if it is not in flight."""
-        if number not in self._in_flight:
-            raise ValueError(f"draw {number} is not in flight: each is settled once")
-        epoch, index = self._in_flight.pop(number)
-        entry = {"draw": number, "epoch": epoch, "prompt": self._prompts[index].id, "state": outcome.state}
+        """Record the outcome of a draw, once. Raise KeyError if it is not in flight."""
+        draw = self._in_flight.pop(number)
+        entry = {key: draw[key] for key in ("draw", "epoch", "prompt")} | {"state": outcome.state}
         if outcome.why:
             entry["why"] = outcome.why
         if outcome.pass_rate is not None:
             entry["pass_rate"] = outcome.pass_rate
             if self._curriculum.uses_pass_rates or self._retire_after:
-                self._measured.record(index, epoch, outcome.pass_rate)
-                self._curriculum.measured(index, outcome.pass_rate)
+                self._measured.record(draw["index"], draw["epoch"], outcome.pass_rate)
+                self._curriculum.measured(draw["index"], outcome.pass_rate)
         self._entries.append(entry)
 
     def entries(self) -> list[dict[str, Any]]:
@@ -88,26 +85,19 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """Return its position, ready for JSON; `restore` of a stream over the same prompts continues from there."""
-        in_flight = [
-            {"draw": number, "epoch": epoch, "index": index, "prompt": self._prompts[index].id}
-            for number, (epoch, index) in sorted(self._in_flight.items())
-        ]
         return {
             **self._identity,
             "epoch": self._epoch,
             "position": self._position,
             "num_drawn": self._num_drawn,
-            "in_flight": in_flight,
+            "in_flight": list(self._in_flight.values()),
             "entries": list(self._entries),
             "at_start": self._at_start,
             "learnt": self._learnt(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`: first its draws in flight, in the order of their numbers, then new ones.
-
-        Raise DataError if the prompts or the seed are others.
-        """
+        """Continue with the draws in flight, in the order of their numbers. Raise DataError for other prompts."""
         for key, value in self._identity.items():
             if state[key] != value:
                 raise DataError(
@@ -115,8 +105,8 @@ class PromptStream:
                     f"section and trainer.seed, or start a new run"
                 )
         self._epoch, self._position, self._num_drawn = state["epoch"], state["position"], state["num_drawn"]
-        self._in_flight = {draw["draw"]: (draw["epoch"], draw["index"]) for draw in state["in_flight"]}
-        self._again = collections.deque(sorted(self._in_flight))
+        self._in_flight = {draw["draw"]: draw for draw in state["in_flight"]}
+        self._again = collections.deque(self._in_flight)
         self._entries = list(state["entries"])
         self._at_start = state["at_start"]
         self._recall(self._at_start)  # the epoch's plan follows from what was known when it began
@@ -133,8 +123,9 @@ class PromptStream:
             for index in self._order[self._position :]:
                 self._leave_out(index, "skipped", "the curriculum moved on before its turn")
             self._begin(self._epoch + 1)
-        number = self._num_drawn
-        self._in_flight[number] = (self._epoch, self._order[self._position])
+        number, index = self._num_drawn, self._order[self._position]
+        prompt = self._prompts[index].id
+        self._in_flight[number] = {"draw": number, "epoch": self._epoch, "index": index, "prompt": prompt}
         self._num_drawn += 1
         self._position += 1
         return number
@@ -142,13 +133,12 @@ class PromptStream:
     def _begin(self, epoch: int) -> None:
         self._epoch, self._position = epoch, 0
         self._at_start = self._learnt()
-        left_out = self._plan()
-        for index, (state, why) in left_out.items():
-            if self._left_out.get(index) != (state, why):
+        before, self._left_out = self._left_out, self._plan()
+        for index, (state, why) in self._left_out.items():
+            if before.get(index) != (state, why):
                 self._leave_out(index, state, why)
-        for index in [index for index in self._left_out if index not in left_out]:
+        for index in [index for index in before if index not in self._left_out]:
             self._entries.append({"epoch": epoch, "prompt": self._prompts[index].id, "state": "back"})
-        self._left_out = left_out
 
     def _leave_out(self, index: int, state: str, why: str) -> None:
         self._left_out[index] = (state, why)
@@ -158,8 +148,7 @@ class PromptStream:
         """Set the order of the epoch; return the prompts that it leaves out, with state and reason."""
         shuffled = list(range(len(self._prompts)))
         random.Random(f"{self._identity['seed']}:{self._epoch}").shuffle(shuffled)
-        retired = {index for index in shuffled if self._is_retired(index)}
-        members = [index for index in shuffled if index not in retired]
+        members = [index for index in shuffled if not self._is_retired(index)]
         plan = self._curriculum.plan(
             Candidates(epoch=self._epoch, prompts=self._prompts, members=members, measured=self._measured)
         )
@@ -170,7 +159,8 @@ class PromptStream:
             raise DataError(f"the curriculum {name} leaves out every prompt of epoch {self._epoch}; change its options")
         self._order = [int(index) for index in plan.order]  # a plugin may plan with numpy's
         out = {i: ("skipped", plan.why.get(i, f"left out by {name}")) for i in members if i not in played}
-        return out | dict.fromkeys(sorted(retired), ("retired", f"solved {self._retire_after} times in a row"))
+        retired = sorted(set(shuffled) - set(members))
+        return out | dict.fromkeys(retired, ("retired", f"solved {self._retire_after} times in a row"))
 
     def _is_retired(self, index: int) -> bool:
         return 0 < self._retire_after <= self._measured.streaks[index]

@@ -1,14 +1,4 @@
-"""Agents: the user's own code plays the episode, and asks the model through an OpenAI-compatible URL.
-
-    from hocket.envs import Task, agent
-
-    @agent("twice")
-    async def twice(task: Task) -> float:
-        client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
-        ...
-
-with `env: {name: agent, function: twice}`; or any program, with `env: {name: agent, command: "python my_agent.py"}`.
-"""
+"""Run the user's own code as an episode: a function or a program that asks the model through a URL like OpenAI's."""
 
 import asyncio
 import contextlib
@@ -37,7 +27,6 @@ TAIL_BYTES = 1 << 16
 MAX_OUTPUT_MIB = 256
 LOOK_S = 1.0
 """Seconds between checks of the size of a program's output."""
-_REWARD = re.compile(r"reward:\s*(\S+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +112,9 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
                 os.killpg(process.pid, signal.SIGKILL)
         if status != 0:
             raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {_last_line(stderr)}")
-        return _result(_last_line(stdout))
+        line = _last_line(stdout)
+        reward = re.fullmatch(r"reward:\s*(\S+)", line)
+        return float(reward[1]) if reward else line or None  # any other line is an answer, even a number
 
 
 async def _status(process: asyncio.subprocess.Process, *outputs: IO[bytes]) -> int:
@@ -141,9 +132,3 @@ def _last_line(file: IO[bytes]) -> str:
     file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
     lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""
-
-
-def _result(line: str) -> float | str | None:
-    """Return the number of a line "reward: 0.5"; any other line is an answer, even a number."""
-    match = _REWARD.fullmatch(line)
-    return float(match[1]) if match else line or None

@@ -1,27 +1,14 @@
-"""What an environment is: a class registered under a name; every episode gets an instance of its own.
+"""Define environments: classes under a name, of which every episode gets an instance (docs/environments.md).
 
-    from hocket.envs import Action, Environment, Step, environment
-
-    @environment("echo")
-    class Echo(Environment):
-        def __init__(self, times=2):
-            self.left = times
-
-        async def step(self, action):
-            self.left -= 1
-            if self.left == 0:
-                return Step(done=True, reward=float(action.text == "goodbye"))
-            return Step(messages=[{"role": "user", "content": action.text}])
-
-Arguments of the constructor are options, set in the config beside the name: `env: {name: echo, times: 3}`. Which tokens
-are trained follows from who produced them: the model's own are, those of an environment never. What a method raises
-ends its episode with an error, which is never a reward of 0, and no other episode. Methods share the event loop with
-all other episodes: what takes long is awaited (`asyncio.to_thread` for plain functions).
+Which tokens are trained follows from who produced them: the model's own are, those of an environment never. What a
+method raises ends its episode with an error, which is never a reward of 0, and no other episode. Methods share the
+event loop with all other episodes: what takes long is awaited (`asyncio.to_thread` for plain functions).
 """
 
 import asyncio
-import contextlib
+import concurrent.futures
 import dataclasses
+import functools
 import inspect
 import numbers
 import threading
@@ -63,9 +50,7 @@ class Observation:
             raise ValueError(f"text must be a str, got {type(self.text).__name__}")
         if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
             raise ValueError(f"max_tokens must be a whole number, at least 1, got {self.max_tokens!r}")
-        if self.stop is not None and (
-            isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop)
-        ):
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop or ()):
             raise ValueError(f"stop must be a tuple of strings that are not empty, got {self.stop!r}")
         for told in ("messages", "text"):
             object.__setattr__(self, told, _encodable(getattr(self, told)))  # the instance is frozen
@@ -106,8 +91,7 @@ class Environment:
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         """Start the episode and return what the model sees beside the prompt, or None.
 
-        Args:
-            seed: decides the environment's own random numbers, the same in every run with these settings.
+        `seed` decides the environment's own random numbers: it is the same in every run with these settings.
         """
         return None
 
@@ -138,36 +122,25 @@ class SingleTurn(Environment):
         return Step(done=True)
 
 
-def bind(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Return a function that makes environments `name` with these options, after it has made one.
-
-    Raises:
-        ConfigError: there is no such environment, or its options are wrong.
-    """
-    return ENVIRONMENTS.bind(name, options, section="env", keys=EnvConfig.model_fields)
+bind = functools.partial(ENVIRONMENTS.bind, section="env", keys=EnvConfig.model_fields)
+"""Return a function that makes environments of a name with options, after it has made one; raises ConfigError."""
 
 
 def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
     """Call an async function here, a plain one in a thread of its own, so that one that hangs holds up no other."""
     if inspect.iscoroutinefunction(function):
         return function(**arguments)  # type: ignore[no-any-return]  # a coroutine
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not future.done():  # the caller may have given up
-            set_outcome(outcome)
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # a caller that gives up can't cancel it
 
     def work() -> None:
         try:
-            outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(**arguments))
+            future.set_result(function(**arguments))
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             if not isinstance(error, Exception) or isinstance(error, StopIteration):
-                # The first would end the caller's event loop, no future takes the second.
+                # The first would end the caller's event loop, no future of it takes the second.
                 error = RuntimeError(f"{type(error).__name__}: {error}")
-            outcome = (future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended before the tool
-            loop.call_soon_threadsafe(settle, *outcome)
+            future.set_exception(error)
 
     threading.Thread(target=work, name=function.__name__, daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)

@@ -1,18 +1,4 @@
-"""Tools: Python functions that the model calls; each result goes back to it as a message.
-
-    from hocket.envs import tool
-
-    @tool
-    def weather(city: str) -> str:
-        '''Tells the weather.
-
-        Args:
-            city: Name of the city.
-        '''
-
-Name, type hints and docstring are what the model is shown, through its own chat template. Async functions are awaited,
-plain ones run in a thread each. The model receives the error of a failed call as text.
-"""
+"""Let the model call Python functions; each result, or error, goes back to it as a message (docs/environments.md)."""
 
 import ast
 import asyncio

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.status import Status
 
 from hocket.observe.metrics import alarms
 
@@ -38,7 +37,7 @@ class Console:
     def __init__(self, mode: str, steps: int, *, stderr: bool = False) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)
         self._live = mode == "live" or (mode == "auto" and self._rich.is_terminal)
-        self._status: Status | None = None
+        self._status = self._rich.status("")
         self._steps = steps
         self._start = 0.0  # when the first step here began
         self._first = 0  # number of that step; 0 before any is finished
@@ -49,9 +48,7 @@ class Console:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        self._status.stop()
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -61,9 +58,7 @@ class Console:
         """Show the current activity and its duration; without a terminal repeat it every REPEAT_S seconds."""
         line = f"{text} ({seconds:.0f} s)" if seconds >= 1 else text
         if self._live:
-            if self._status is None:
-                self._status = self._rich.status("")
-                self._status.start()
+            self._status.start()
             self._status.update(escape(line))
         elif text != self._activity[0] or time.monotonic() - self._activity[1] > REPEAT_S:
             self._activity = text, time.monotonic()

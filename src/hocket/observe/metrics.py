@@ -3,7 +3,6 @@
 The table feeds the console, the report and the documentation (`python run.py config --metrics`).
 """
 
-import dataclasses
 import math
 import statistics
 from collections import Counter
@@ -25,40 +24,24 @@ class Metric(NamedTuple):
     advice: str = ""
 
 
+# fmt: off
 METRICS = (
     Metric("reward/mean", "mean total reward of the scored rollouts"),
     Metric("reward/std", "standard deviation of the total reward over the scored rollouts (population)"),
     Metric("reward/NAME", "mean of one reward function, before its weight"),
-    Metric(
-        "rollout/reward_errors",
-        "share of rollouts without a score (the reward raised, timed out or returned no number); not trained",
-        high=0.05,
-        advice="read the `error` fields in rollouts/*.jsonl",
-    ),
-    Metric(
-        "rollout/zero_variance",
-        "share of groups whose rewards are all equal; not trained if the baseline is the group's",
-        high=0.95,
-        advice="the prompts are too easy or too hard for the policy: change the data or the reward",
-    ),
-    Metric(
-        "rollout/no_pass_rate",
-        "a curriculum other than shuffle, or retire_after: share of the pass-rate rewards below 0 or above 1",
-        high=0,
-        advice="prompts are misjudged as too hard, too easy or solved: set eval.reward to one of rewards.functions "
-        "that returns 0 to 1 (with weight 0 if it should not be trained)",
-    ),
+    Metric("rollout/reward_errors", "share of rollouts without a score, as the reward failed or timed out; not trained",
+           high=0.05, advice="read the `error` fields in rollouts/*.jsonl"),
+    Metric("rollout/zero_variance", "share of groups with equal rewards; not trained if the baseline is the group's",
+           high=0.95, advice="the prompts are too easy or too hard for the policy: change the data or the reward"),
+    Metric("rollout/no_pass_rate", "curriculum by pass rates, or retire_after: share of them below 0 or above 1",
+           high=0, advice="prompts are misjudged: set eval.reward to a reward that returns 0 to 1 (weight 0 will do)"),
     Metric("rollout/overlong_penalty", "algorithm.overlong_share: mean length penalty subtracted from the rewards"),
     Metric("rollout/kl", "algorithm.kl_in=reward: mean KL penalty per token, before its coefficient"),
     Metric("rollout/kl_coef", "algorithm.kl_in=reward: coefficient of the KL penalty"),
     Metric("rollout/length_mean", "mean number of sampled tokens per rollout"),
     Metric("rollout/length_stopped", "the same over rollouts that ended by themselves"),
-    Metric(
-        "rollout/truncated",
-        "share of rollouts cut off at rollout.max_tokens, env.max_turns or model.max_length",
-        high=0.05,
-        advice="raise rollout.max_tokens, or reward shorter answers",
-    ),
+    Metric("rollout/truncated", "share of rollouts cut off at rollout.max_tokens, env.max_turns or model.max_length",
+           high=0.05, advice="raise rollout.max_tokens, or reward shorter answers"),
     Metric("rollout/tokens", "sampled tokens of the step"),
     Metric("rollout/tokens_per_s", "sampled tokens per second of time/batch"),
     Metric("rollout/turns_mean", "mean number of model turns per episode, if any episode has several"),
@@ -66,30 +49,18 @@ METRICS = (
     Metric("staleness/mean", "mean of newest published version − oldest version that sampled a token of the rollout"),
     Metric("staleness/max", "the largest such difference (staleness) of a rollout"),
     Metric("staleness/share_N", "share of the rollouts with staleness N"),
-    Metric(
-        "staleness/over_bound",
-        "share of the rollouts with a staleness above pipeline.max_staleness",
-        high=0,
-        advice="the servers generated with weights that should have been replaced: read their logs",
-    ),
+    Metric("staleness/over_bound", "share of the rollouts with a staleness above pipeline.max_staleness",
+           high=0, advice="the servers generated with weights that should have been replaced: read their logs"),
     Metric("pipeline/wait_for_batch", "share of the step spent waiting for rollouts and their scores"),
-    Metric(
-        "pipeline/wait_for_rewards",
-        "share of the step spent waiting for scores alone, after the last token",
-        high=0.25,
-        advice="rewards slow the run down: make them faster, or lower rewards.timeout_s",
-    ),
+    Metric("pipeline/wait_for_rewards", "share of the step spent waiting for scores alone, after the last token",
+           high=0.25, advice="rewards slow the run down: make them faster, or lower rewards.timeout_s"),
     Metric("pipeline/wait_for_policy", "share of the time since the last step began that rollouts waited for weights"),
     Metric("pipeline/queued_groups", "scored groups that were ready when the trainer asked for its batch"),
     Metric("rollout/oversampling", "algorithm.oversampling: prompts played for the step / rollout.prompts_per_step"),
     Metric("eval/accuracy", "held-out prompts: mean of the reward function eval.reward"),
     Metric("eval/pass@K", "eval.samples: unbiased chance that one of K samples has a reward of 1 (arXiv 2107.03374)"),
-    Metric(
-        "eval/reward_errors",
-        "held-out prompts: share without a score; the accuracy leaves them out",
-        high=0.05,
-        advice="read the `error` fields in rollouts/eval_*.jsonl",
-    ),
+    Metric("eval/reward_errors", "held-out prompts: share without a score; the accuracy leaves them out",
+           high=0.05, advice="read the `error` fields in rollouts/eval_*.jsonl"),
     Metric("eval/length_mean", "held-out prompts: mean number of sampled tokens"),
     Metric("eval/truncated", "held-out prompts: share cut off at rollout.max_tokens"),
     Metric("train/loss", "minimised loss over all micro-batches and ranks"),
@@ -98,85 +69,42 @@ METRICS = (
     Metric("train/tokens", "trained tokens"),
     Metric("train/sequences", "trained sequences"),
     Metric("train/micro_batches", "forward passes per rank"),
-    Metric(
-        "train/skipped",
-        "1 if loss or gradient was not finite and the weights were left unchanged",
-        high=0,
-        advice="the run folder's skipped/ holds the batch and names what was not finite; in float16 this is normal "
-        "now and then, while train/loss_scale falls",
-    ),
-    Metric(
-        "train/loss_scale",
-        "float16: factor on the loss, halved when gradients overflow; those steps are skipped",
-        low=2,
-        advice="gradients overflow at any scale: train in bfloat16",
-    ),
+    Metric("train/skipped", "1 if loss or gradient was not finite and the weights were left unchanged",
+           high=0, advice="skipped/ holds the batch and names what was not finite; normal now and then in float16"),
+    Metric("train/loss_scale", "float16: factor on the loss, halved when gradients overflow; those steps are skipped",
+           low=2, advice="gradients overflow at any scale: train in bfloat16"),
     Metric("train/tokens_per_s", "trained tokens per second of time/train, over all ranks"),
     Metric("train/positions_per_s", "tokens with their prompts, without padding, per second of time/train"),
-    Metric(
-        "train/mfu",
-        "model FLOPs of the step / (time/train · peak FLOPs of all ranks' devices); the peak is the data sheet's for "
-        "16 bits on known GPUs, else that of a measured matrix product; recomputation does not count",
-    ),
-    Metric(
-        "train/logprob_gap",
-        "mean |trainer log-prob − engine log-prob| over trained tokens; below 1e-3 in float32, .02 in bfloat16",
-        high=0.1,
-        advice="the server does not hold the trainer's weights, or samples from another distribution; with "
-        "staleness/mean above 0, rollouts may be too old for this learning rate",
-    ),
+    Metric("train/mfu", "model FLOPs / (time/train · peak FLOPs of all ranks' devices: data sheet, else measured)"),
+    Metric("train/logprob_gap", "mean |trainer − engine log-prob| of trained tokens; float32 < 1e-3, bfloat16 < .02",
+           high=0.1, advice="the server does not hold the trainer's weights, samples otherwise, or with too old ones"),
     Metric("train/mismatch_kl", "k3 estimate of KL(engine ‖ trainer)", high=0.01, advice="see train/logprob_gap"),
     Metric("train/clip_low", "share of tokens clipped below; with clip ppo only those with a negative advantage"),
     Metric("train/clip_high", "share of tokens clipped above; with clip ppo only those with a positive advantage"),
     Metric("train/ratio_mean", "mean clipped probability ratio; 1 with one optimiser step per batch and a correction"),
-    Metric(
-        "train/importance_mean",
-        "mean importance weight between engine and trainer, exp(trainer − engine log-prob), before its cap",
-        low=0.5,
-        high=2.0,
-        advice="see train/logprob_gap",
-    ),
+    Metric("train/importance_mean", "mean importance weight, exp(trainer − engine log-prob), before its cap",
+           low=0.5, high=2.0, advice="see train/logprob_gap"),
     Metric("train/importance_capped", "share of tokens whose importance weight is capped or masked"),
-    Metric(
-        "train/ess",
-        "effective sample size of the importance weights, (Σw)² / (n·Σw²)",
-        low=0.5,
-        advice="a few tokens dominate the step: rollouts are too old, or engine and trainer disagree",
-    ),
+    Metric("train/ess", "effective sample size of the importance weights, (Σw)² / (n·Σw²)",
+           low=0.5, advice="a few tokens dominate the step: rollouts are too old, or engine and trainer disagree"),
     Metric("train/kl", "k3 estimate of KL(policy ‖ reference), mean over trained tokens"),
     Metric("train/entropy", "mean entropy of the policy's next-token distribution, in nats"),
     Metric("critic/loss", "value loss: half the squared error of the values, mean over trained tokens"),
-    Metric(
-        "critic/explained_variance",
-        "1 − Var(return − value) / Var(return) over trained tokens; 1: perfect, 0: no better than a constant",
-        low=-0.5,
-        advice="the critic misleads the policy: raise critic.warmup_steps or critic.learning_rate",
-    ),
+    Metric("critic/explained_variance", "1 − Var(return − value) / Var(return) of trained tokens; 0: as a constant",
+           low=-0.5, advice="the critic misleads the policy: raise critic.warmup_steps or critic.learning_rate"),
     Metric("critic/value_mean", "mean value of the trained tokens"),
     Metric("critic/return_mean", "mean return of the trained tokens, the target of the values"),
     Metric("critic/grad_norm", "global gradient norm of the critic before clipping"),
-    Metric(
-        "critic/skipped",
-        "1 if the critic's loss or gradient was not finite and it was left unchanged",
-        high=0,
-        advice="lower critic.learning_rate; look at the step's rollouts",
-    ),
+    Metric("critic/skipped", "1 if the critic's loss or gradient was not finite and it was left unchanged",
+           high=0, advice="lower critic.learning_rate; look at the step's rollouts"),
     Metric("sync/servers", "servers that hold the newest version"),
     Metric("sync/mebibytes", "MiB sent to each server"),
     Metric("sync/prepare_s", "seconds until the first byte could be sent; disk: to write and verify the files"),
     Metric("sync/transfer_s", "seconds until the last server had loaded the version, including a fall-back"),
-    Metric(
-        "sync/fallbacks",
-        "servers that sync.backend=nccl could not reach and that got the version by disk",
-        high=0,
-        advice="the console names the cause; sync.backend=disk avoids the attempt",
-    ),
-    Metric(
-        "sync/canary_gap",
-        "mean |trainer log-prob − engine log-prob| of a few completions; the largest of all servers",
-        high=0.05,
-        advice="the run stops at sync.max_logprob_gap; see train/logprob_gap",
-    ),
+    Metric("sync/fallbacks", "servers that sync.backend=nccl could not reach and that got the version by disk",
+           high=0, advice="the console names the cause; sync.backend=disk avoids the attempt"),
+    Metric("sync/canary_gap", "mean |trainer − engine log-prob| of a few completions; the largest of all servers",
+           high=0.05, advice="the run stops at sync.max_logprob_gap; see train/logprob_gap"),
     Metric("sync/changed", "sync.delta: share of the weights whose bits changed; missing for a full version"),
     Metric("step/tokens_per_s", "throughput: trained tokens per second of time/step − time/eval"),
     Metric("time/generate", "seconds that the step waited for sampled tokens"),
@@ -190,24 +118,7 @@ METRICS = (
     Metric("time/eval", "seconds of held-out evaluation"),
     Metric("time/step", "seconds of the whole step"),
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """The outcome of one optimiser step, the same on every rank."""
-
-    loss: float  # the global loss that was minimised
-    grad_norm: float  # of the global gradient before clipping; nan if the step was skipped
-    learning_rate: float
-    skipped: bool  # loss or gradient was not finite, and the weights are unchanged
-    metrics: Mapping[str, float]  # the loss function's own, token-weighted over the batch; the loss scale in float16
-    critic: Mapping[str, float] = dataclasses.field(default_factory=dict)  # the critic's own
-    num_tokens: int  # trained ones
-    num_positions: int  # tokens that went through forward and backward, prompts included, padding not
-    num_sequences: int
-    num_micro_batches: int
-    mfu: float  # share of the devices' peak operations per second that the model's own operations took
-    seconds: float  # of forward, backward and update
+# fmt: on
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -249,25 +160,6 @@ def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> d
         "staleness/max": float(max(ages)),
         "staleness/over_bound": sum(age > bound for age in ages) / len(ages),
         **{f"staleness/share_{age}": count / len(ages) for age, count in sorted(Counter(ages).items())},
-    }
-
-
-def train_metrics(stats: StepStats) -> dict[str, float]:
-    """Return the train/* and critic/* metrics and time/train of one optimiser step."""
-    return {
-        "train/loss": stats.loss,
-        "train/grad_norm": stats.grad_norm,
-        "train/learning_rate": stats.learning_rate,
-        "train/skipped": float(stats.skipped),
-        "train/tokens": float(stats.num_tokens),
-        "train/sequences": float(stats.num_sequences),
-        "train/micro_batches": float(stats.num_micro_batches),
-        "train/tokens_per_s": stats.num_tokens / stats.seconds,
-        "train/positions_per_s": stats.num_positions / stats.seconds,
-        "train/mfu": stats.mfu,
-        "time/train": stats.seconds,
-        **{f"train/{name}": value for name, value in stats.metrics.items()},
-        **{f"critic/{name}": value for name, value in stats.critic.items()},
     }
 
 

@@ -23,25 +23,9 @@ _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 Record = Mapping[str, Any]
 
 
-def render(
-    name: str, records: Sequence[Record], summary: Record, config: str, newest: str, rows: Sequence[Record]
-) -> str:
-    """Return the page of one run; empty parts are left out of it.
-
-    Args:
-        records: the lines of metrics.jsonl.
-        newest: name of the rollouts file whose lines `rows` are.
-    """
-    data = {
-        "name": name,
-        "records": records,
-        "summary": summary or None,
-        "config": config,
-        "newest": newest,
-        "groups": sample_groups(rows),
-        "metrics": [metric._asdict() for metric in METRICS],
-        "phases": PHASES,
-    }
+def render(run: Record) -> str:
+    """Return the page of one run; empty parts are left out of it."""
+    data = {**run, "metrics": [metric._asdict() for metric in METRICS], "phases": PHASES}
     scripts = re.findall("<script>(.*?)</script>", _TEMPLATE, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256("".join(scripts).encode()).digest()).decode()
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")

@@ -21,7 +21,8 @@ from hocket.system import flush, write_atomically
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
-COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "logprobs")  # of a sequence to its row
+COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "logprobs", "dialogue")
+"""Fields of a sequence that its row has, too."""
 
 
 class RunFolder:
@@ -39,9 +40,11 @@ class RunFolder:
             )
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.dump(config))
-        (self.path / METRICS).touch()
+        for name in (METRICS, LEDGER):
+            (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step
-        self._board = _tensorboard(self.path) if config.observe.tensorboard else None
+        self._tensorboard = config.observe.tensorboard and importlib.util.find_spec("tensorboard") is not None
+        self._board: Any = None
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -63,15 +66,18 @@ class RunFolder:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.history.append({"step": step, **finite})
         self._append(METRICS, self.history[-1:])
-        if self._board is not None:
+        if self._tensorboard:
+            if self._board is None:
+                with contextlib.redirect_stderr(None):  # its import warns of a missing TensorFlow
+                    from torch.utils.tensorboard import SummaryWriter
+                self._board = SummaryWriter(log_dir=str(self.path / "tensorboard"), purge_step=step)
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
             self._board.flush()
 
     def ledger(self, step: int, entries: Iterable[Mapping[str, Any]]) -> None:
         """Append {"step": ..., **entry} for each entry to ledger.jsonl."""
-        if rows := [{"step": step, **entry} for entry in entries]:
-            self._append(LEDGER, rows)
+        self._append(LEDGER, ({"step": step, **entry} for entry in entries))
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
         """Write rollouts/NAME.jsonl, one line per rollout; no file without groups."""
@@ -99,42 +105,30 @@ class RunFolder:
 
     def state(self) -> dict[str, Any]:
         """Flush the growing files to disk; return their lengths in bytes and the last step."""
-        paths = [path for name in (METRICS, LEDGER) if (path := self.path / name).exists()]
+        paths = [self.path / METRICS, self.path / LEDGER]
         for path in paths:
             flush(path)
         return {"step": self.last_step, "bytes": {path.name: path.stat().st_size for path in paths}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Remove the records written after `state`. Raises ConfigError if older ones are missing."""
-        for path in (self.path / METRICS, self.path / LEDGER):
-            size = state["bytes"].get(path.name, 0)
-            if (path.stat().st_size if path.exists() else 0) < size:
+        for name, size in state["bytes"].items():
+            path = self.path / name
+            if path.stat().st_size < size:
                 raise ConfigError(
                     f"{path} has lost records from before step {state['step']}, so the run in {self.path} can't "
                     "continue; bring the file back, or start a new run.dir"
                 )
-            if path.exists():
-                os.truncate(path, size)
+            os.truncate(path, size)
         self.history = read_lines(self.path / METRICS)
         (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end
         for file in (self.path / "rollouts").glob("*_*.jsonl"):
             if int(file.stem.rpartition("_")[2]) > state["step"]:
                 file.unlink()
-        if self._board is not None:
-            self._board.close()
-            self._board = _tensorboard(self.path, purge_step=state["step"] + 1)
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def _tensorboard(folder: Path, purge_step: int | None = None) -> Any | None:
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    with contextlib.redirect_stderr(None):  # its import warns of a missing TensorFlow
-        from torch.utils.tensorboard import SummaryWriter
-    return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -146,19 +140,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def write_report(folder: Path) -> Path:
-    """Write report.html from the files of a run folder, as far as they exist, and return its path."""
+def write_report(folder: Path) -> None:
+    """Write report.html from the files of a run folder, as far as they exist."""
     rollouts = max((folder / "rollouts").glob("step_*.jsonl"), default=folder / "none.jsonl")
-    text = page.render(
-        folder.resolve().name,
-        read_lines(folder / METRICS),
-        summary=json.loads(_read(folder / "summary.json") or "{}"),
-        config=_read(folder / "config.yaml"),
-        newest=rollouts.stem,
-        rows=read_lines(rollouts),
-    )
-    write_atomically(folder / "report.html", text)
-    return folder / "report.html"
+    run = {
+        "name": folder.resolve().name,
+        "records": read_lines(folder / METRICS),
+        "summary": json.loads(_read(folder / "summary.json") or "null"),
+        "config": _read(folder / "config.yaml"),
+        "newest": rollouts.stem,  # the file that the groups are from
+        "groups": page.sample_groups(read_lines(rollouts)),
+    }
+    write_atomically(folder / "report.html", page.render(run))
 
 
 def _read(path: Path) -> str:
@@ -193,9 +186,8 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
 
 
 def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
-    row = {"id": name, "completion": sequence.text, **{field: getattr(sequence, field) for field in COPIED}}
-    row |= {"mask": [int(sampled) for sampled in sequence.mask]}
-    return row | ({"dialogue": sequence.dialogue} if sequence.dialogue else {})
+    copied = {field: value for field in COPIED if (value := getattr(sequence, field)) != ()}
+    return {"id": name, "completion": sequence.text, "mask": [int(sampled) for sampled in sequence.mask], **copied}
 
 
 def groups_of(lines: Iterable[str]) -> list[Group]:
@@ -207,10 +199,8 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
     groups = []
     for group_id, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
         rows = list(together)
-        scores = (
-            Score(total=math.nan if row["reward"] is None else row["reward"], parts=row["parts"], error=row["error"])
-            for row in rows
-        )
+        totals = (math.nan if row["reward"] is None else row["reward"] for row in rows)
+        scores = (Score(total=t, parts=row["parts"], error=row["error"]) for t, row in zip(totals, rows, strict=True))
         groups.append(Group(id=group_id, rollouts=tuple(map(_rollout, rows)), scores=tuple(scores)))
     return groups
 
@@ -224,8 +214,5 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
 
 
 def _sequence(row: Mapping[str, Any]) -> TokenSequence:
-    fields: dict[str, Any] = {
-        field: tuple(row[field]) if isinstance(row[field], list) else row[field] for field in COPIED
-    }
-    mask, dialogue = tuple(map(bool, row["mask"])), tuple(row.get("dialogue", ()))
-    return TokenSequence(**fields, mask=mask, text=row["completion"], dialogue=dialogue)
+    copied: dict[str, Any] = {f: tuple(row[f]) if isinstance(row[f], list) else row[f] for f in COPIED if f in row}
+    return TokenSequence(**copied, mask=tuple(map(bool, row["mask"])), text=row["completion"])

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +20,7 @@ from hocket.registry import Registry, check_options
 from hocket.types import Rollout, Score
 
 F = TypeVar("F", bound=Callable[..., Any])
+Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
 
 _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
     "completion": lambda rollout: rollout.text,  # what the policy wrote, without the end-of-sequence token
@@ -40,14 +42,14 @@ class Reward:
 
     name: str
     function: Callable[..., Any]
-    runs: Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
+    runs: Runs
     imports: tuple[str, ...]  # packages that it needs beyond hocket's own
     weight: float = 1.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     asks_for: tuple[str, ...] = ()
 
     def arguments(self, rollout: Rollout) -> dict[str, Any]:
-        """Return the arguments of the call for this rollout."""
+        """Return the arguments of a call."""
         return {name: _ARGUMENTS[name](rollout) for name in self.asks_for} | dict(self.options)
 
 
@@ -63,9 +65,7 @@ def reward(name: str, *, inline: bool = False, imports: tuple[str, ...] = ()) ->
     """
 
     def add(function: F) -> F:
-        runs: Literal["inline", "async", "worker"] = "inline" if inline else "worker"
-        if inspect.iscoroutinefunction(function):
-            runs = "async"
+        runs: Runs = "async" if inspect.iscoroutinefunction(function) else "inline" if inline else "worker"
         REWARDS.register(name)(Reward(name=name, function=function, runs=runs, imports=imports))
         return function
 
@@ -73,17 +73,12 @@ def reward(name: str, *, inline: bool = False, imports: tuple[str, ...] = ()) ->
 
 
 def bind(name: str, weight: float, options: Mapping[str, Any]) -> Reward:
-    """Return the reward `name` with its options.
-
-    Raise ConfigError if it is unknown, needs a package that is missing, or its options are wrong.
-    """
+    """Return the reward `name` with its options; raise ConfigError if it, a package or an option is unknown."""
     found = REWARDS.get(name)
     for package in found.imports:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reward {name!r} needs the package {package}, which is not installed")
     signature, called = inspect.signature(found.function), f"reward {name}"
-    if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in signature.parameters.values()):
-        raise ConfigError(f"{called}: arguments are given by name, so none may be positional-only or starred")
     if taken := _ARGUMENTS.keys() & options.keys():
         raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
     check_options(called, signature, options, section=f"rewards.functions.{name}", keys=_ARGUMENTS)
@@ -111,16 +106,18 @@ def as_score(returned: Any) -> Score:
             total, parts = math.fsum(map(_number, returned.values())), returned
         return Score(total=_number(total), parts={str(name): _number(value) for name, value in parts.items()})
     except ValueError as error:
-        return Score(total=math.nan, error=str(error))
+        return no_score(str(error))
+
+
+def no_score(error: str, parts: Mapping[str, float] | None = None) -> Score:
+    """Return the score of a rollout that has none, for this reason."""
+    return Score(total=math.nan, parts=parts or {}, error=error)
 
 
 def failure(error: Exception) -> Score:
     """Return the score of a function that raised; the error names the line."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    line = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
-    return Score(total=math.nan, error=f"{type(error).__name__}: {error}{line}")
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return no_score(f"{type(error).__name__}: {error} ({frame.f_code.co_filename}:{line})")
 
 
 def _number(value: Any) -> float:

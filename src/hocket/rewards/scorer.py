@@ -9,16 +9,15 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import math
 import os
 import pickle
-import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +25,7 @@ from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, RewardError
 from hocket.processes import die_with_parent
 from hocket.registry import PLUGIN_PREFIX, load_plugins
-from hocket.rewards.base import REWARDS, Reward, as_score, bind, call, failure
+from hocket.rewards.base import REWARDS, Reward, as_score, bind, call, failure, no_score
 from hocket.types import Group, Rollout, Score
 
 MAX_WORKERS = 4
@@ -35,36 +34,35 @@ _KILL_TIMEOUT_S = 10.0
 _MAIN = "from hocket.rewards.scorer import work; work()"
 
 
-class NoResultError(RewardError):
-    """A reward gave no result; the message is the rollout's error."""
-
-
 class RewardScorer:
-    """The rewards of one config section; a context manager, because it may own processes.
-
-    Raise ConfigError if a reward is unknown, its options don't fit its function, or it needs a missing package.
-    """
+    """The rewards of one config section; a context manager, because it may own up to MAX_WORKERS processes."""
 
     def __init__(self, config: RewardsConfig) -> None:
         self._timeout_s = config.timeout_s
         self._rewards = [bind(name, spec.weight, spec.model_extra or {}) for name, spec in config.functions.items()]
         in_workers = [reward for reward in self._rewards if reward.runs == "worker"]
-        self._workers = Workers(module for reward in in_workers for module in (*reward.imports, _module_of(reward)))
+        self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
+        # Each asks one worker. Never shut down: a worker dies with the thread that started it.
+        self._threads = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1), "reward")
+        self._workers: dict[int, Worker] = {}  # by thread
+        self._unusable: str | None = None  # why no worker can be started any more
 
     def __enter__(self) -> "RewardScorer":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._workers.close()
+        """Kill all workers, also busy ones; their callers get an error. May be called from any thread."""
+        self._unusable = "the rewards are closed"
+        for worker in list(self._workers.values()):
+            worker.kill()
 
     async def score(self, rollout: Rollout) -> Score:
         """Return the weighted sum of the rewards; the parts are each reward's unweighted value and "reward/part".
 
-        If a reward fails, the total is nan and `error` gives the reason for each that did. It never raises because of a
-        reward.
+        If a reward fails, the total is nan and `error` gives the reason for each that did.
         """
         if rollout.error is not None:
-            return Score(total=math.nan, error=rollout.error)
+            return no_score(rollout.error)
         if len(self._rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
             results = [await self._call(self._rewards[0], rollout)]
         else:
@@ -77,85 +75,42 @@ class RewardScorer:
             total += reward.weight * result.total
             parts[reward.name] = result.total
             parts |= {f"{reward.name}/{part}": value for part, value in result.parts.items()}
-        if errors:
-            return Score(total=math.nan, parts=parts, error="; ".join(errors))
-        return Score(total=total, parts=parts)
+        return no_score("; ".join(errors), parts) if errors else Score(total=total, parts=parts)
 
     async def _call(self, reward: Reward, rollout: Rollout) -> Score:
         arguments = reward.arguments(rollout)
         if reward.runs == "inline":
             return call(reward.function, arguments)
         try:
-            if reward.runs == "worker":
-                return await self._workers.call(reward.name, arguments, self._timeout_s)
-            return as_score(await self._in_time(reward.function(**arguments)))
-        except NoResultError as error:
-            return Score(total=math.nan, error=str(error))
+            if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
+                request, loop = pickle.dumps((reward.name, arguments)), asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, self._ask_worker, request)
+            return await self._in_time(reward.function(**arguments))
         except Exception as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
             return failure(error)
 
-    async def _in_time(self, coroutine: Awaitable[Any]) -> Any:
-        """Return the coroutine's result; one that is late or no longer wanted is cancelled but not waited for."""
+    async def _in_time(self, coroutine: Awaitable[Any]) -> Score:
+        """Return the coroutine's score; one that is late or no longer wanted is cancelled but not waited for."""
         task = asyncio.ensure_future(coroutine)
         try:
             await asyncio.wait({task}, timeout=self._timeout_s)
-            if not task.done():
-                raise NoResultError(f"no result within {self._timeout_s:g} s")
-            return task.result()
+            return as_score(task.result()) if task.done() else no_score(f"no result within {self._timeout_s:g} s")
         finally:
             if not task.done():
                 task.cancel()
                 # Look at its exception: asyncio logs one that was never retrieved.
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-
-class Workers:
-    """Up to MAX_WORKERS processes, started when needed and replaced when lost; each is asked from a thread."""
-
-    def __init__(self, modules: Iterable[str]) -> None:
-        self._modules = tuple(dict.fromkeys(modules))
-        # Never shut down: a worker dies with the thread that started it.
-        self._threads = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1), "reward")
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        self._started: list[Worker] = []
-        self._unusable: str | None = None  # why no worker can be started any more
-
-    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Score:
-        """Return the score of a call; an exception is an error in it. Raise NoResultError if it hangs or exits.
-
-        A cancelled call goes on in its worker, up to the deadline.
-        """
-        request = pickle.dumps((name, arguments))
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, request, timeout_s)
-
-    def close(self) -> None:
-        """Kill all workers, also busy ones; their callers get an error. May be called from any thread."""
-        self._unusable = "the rewards are closed"
-        for worker in self._started:
-            worker.kill()
-
-    def _call(self, request: bytes, timeout_s: float) -> Score:
-        try:
-            worker = self._idle.get_nowait()
-        except queue.Empty:
-            worker = self._start()
-        score = worker.ask(request, timeout_s)
-        self._idle.put(worker)
-        return score
-
-    def _start(self) -> "Worker":
-        if self._unusable is None:
-            worker = Worker(self._modules)
-            self._started.append(worker)
-            try:
-                problem = worker.ask(b"", START_TIMEOUT_S).error
-            except NoResultError as error:
-                problem = str(error)
-            if problem is None and self._unusable is None:
-                return worker
-            worker.kill()
-            self._unusable = self._unusable or f"its worker process can't load it: {problem}"  # nor can the next one
-        raise NoResultError(self._unusable)
+    def _ask_worker(self, request: bytes) -> Score:
+        """Ask this thread's worker, which is started first if there is none or if it was lost."""
+        thread = threading.get_ident()
+        if self._unusable is None and (thread not in self._workers or self._workers[thread].ended):
+            worker = self._workers[thread] = Worker(self._modules)
+            if problem := worker.ask(b"", START_TIMEOUT_S).error:  # nor can the next one load it
+                self._unusable = self._unusable or f"its worker process can't load it: {problem}"
+            if self._unusable is not None:  # or the rewards were closed meanwhile
+                worker.kill()
+        return no_score(self._unusable) if self._unusable else self._workers[thread].ask(request, self._timeout_s)
 
 
 class Worker:
@@ -173,10 +128,15 @@ class Worker:
         )
         theirs.close()
 
-    def ask(self, request: bytes, timeout_s: float) -> Score:
-        """Send a pickled (reward name, arguments) and return the answer; its first answer, to b"", is about loading.
+    @property
+    def ended(self) -> bool:
+        """Whether the process was lost or killed."""
+        return self._socket.fileno() < 0
 
-        Raise NoResultError and end the process if it hangs, ends, or answers anything but a score.
+    def ask(self, request: bytes, timeout_s: float) -> Score:
+        """Send a pickled (reward name, arguments) and return the answer; the first answer, to b"", is about loading.
+
+        A process that hangs, ends, or answers anything but a score is killed, and the score is an error.
         """
         deadline, answer = time.monotonic() + timeout_s, b""
         try:
@@ -197,12 +157,12 @@ class Worker:
         except (ValueError, TypeError):
             problem = "its worker process answered with something else than a result"
         self.kill()
-        raise NoResultError(problem)
+        return no_score(problem)
 
     def kill(self) -> None:
         """End the process and all that it started."""
-        if self._socket.fileno() < 0:
-            return  # killed before; by now the pid may be another process's
+        if self.ended:
+            return  # by now the pid may be another process's
         with contextlib.suppress(ProcessLookupError):  # it ended by itself and left nothing
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=_KILL_TIMEOUT_S)

@@ -16,9 +16,8 @@ from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
 from hocket.pool import MAX_LOSSES, RecordedSession, ServerPool
 from hocket.protocol import AgentCall
-from hocket.rollout.budget import TokenBudget, most_tokens
 from hocket.rollout.collect import Seat
-from hocket.rollout.episode import EpisodeError, Limits, Transcript
+from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript, most_tokens
 from hocket.system import seed_of
 from hocket.types import Prompt, Rollout
 
@@ -28,24 +27,18 @@ CANCEL_S = 5.0
 """How long an agent that is cancelled may take to end."""
 
 
+@dataclasses.dataclass(kw_only=True)
 class Agents:
     """Plays the agent episodes of a run."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        pool: ServerPool,
-        *,
-        limits: Limits,  # max_turns counts calls, max_length bounds each prompt with its completion
-        decode: Callable[[Sequence[int]], str],  # writes tokens, for people
-        budget: TokenBudget,  # an agent counts with its prompt and one answer: what it asks for is not known before
-    ) -> None:
-        self._agent = agent
-        self._pool = pool
-        self._limits = limits
-        self._decode = decode
-        self._gate = asyncio.Semaphore(agent.concurrency)  # of all batches under way
-        self._budget = budget
+    agent: Agent
+    pool: ServerPool
+    limits: Limits  # max_turns counts calls, max_length bounds each prompt with its completion
+    decode: Callable[[Sequence[int]], str]  # writes tokens, for people
+    budget: TokenBudget  # an agent counts with its prompt and one answer: what it asks for is not known before
+
+    def __post_init__(self) -> None:
+        self._gate = asyncio.Semaphore(self.agent.concurrency)  # of all batches under way
 
     async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
         """Play one episode; one that fails, or is not over at its deadline, has an error.
@@ -55,28 +48,28 @@ class Agents:
         """
         tokens = most_tokens(prompt, seat.sampling)
         async with self._gate:
-            await self._budget.start(tokens)
+            await self.budget.start(tokens)
             try:
                 if not seat.deadline.over:
                     return await self._episode(prompt, seat)
             finally:
-                self._budget.change(-tokens)
+                self.budget.change(-tokens)
         late = f"agent: it could not begin within {seat.deadline.seconds:g} s (rollout.timeout_s)"
-        return _rollout(prompt, seat, (), error=f"{late}: raise that, or env.concurrency")
+        return _rollout(prompt, seat, (), None, f"{late}: raise that, or env.concurrency")
 
     async def _episode(self, prompt: Prompt, seat: Seat) -> Rollout:
         """Play one episode; it keeps what was sampled also where the agent fails."""
-        before = ""
+        again = ""
         for losses in itertools.count(1):
             returned: float | str | None = None
             error = None
-            async with self._pool.session(
+            async with self.pool.session(
                 seat.sampling.model_copy(update={"seed": seed_of(seat.sampling.seed, seat.number)}),
                 tokens=most_tokens(prompt, seat.sampling),
                 deadline=seat.deadline,
-                max_length=self._limits.max_length,
-                max_calls=self._limits.max_turns,
-                idle_timeout_s=self._limits.timeout_s + GRACE_S,
+                max_length=self.limits.max_length,
+                max_calls=self.limits.max_turns,
+                idle_timeout_s=self.limits.timeout_s + GRACE_S,
             ) as session:
                 try:
                     returned = await self._run(prompt, seat, session)
@@ -88,14 +81,16 @@ class Agents:
                 except ServerError as lost:
                     if losses == MAX_LOSSES or seat.deadline.over:
                         error = f"{error}; " if error else "agent: "
-                        error += f"what the model said is lost: {lost}"
-                        return _rollout(prompt, seat, (), returned, error)
-                    before = f"; it was played again, as what the model had said was lost: {lost}"
-        transcripts = join(prompt, record.calls, self._decode)
-        if error is None or not record.cut_off:
-            return _rollout(prompt, seat, transcripts, returned, error and error + before)
+                        return _rollout(prompt, seat, (), returned, f"{error}what the model said is lost: {lost}")
+                    again = f"; it was played again, as what the model had said was lost: {lost}"
+        transcripts = join(record.calls, self.decode) or [Transcript(prompt.token_ids)]
+        if error is None:
+            return _rollout(prompt, seat, transcripts, returned)
+        if not record.cut_off:
+            return _rollout(prompt, seat, transcripts, None, error + again)
         # Keep truncated episodes (reward 0): dropping them would bias the group towards short answers.
-        return _rollout(prompt, seat, transcripts, 0.0, cut_off=True)
+        transcripts[-1].finish_reason = "length"
+        return _rollout(prompt, seat, transcripts, 0.0)
 
     async def _run(self, prompt: Prompt, seat: Seat, session: RecordedSession) -> float | str | None:
         task = Task(
@@ -109,14 +104,14 @@ class Agents:
             model=session.model,
         )
         left_s = seat.deadline.left_s
-        running = asyncio.create_task(_contained(self._agent, task))
+        running = asyncio.create_task(_contained(self.agent, task))
         try:
-            in_time, _ = await asyncio.wait([running], timeout=min(self._limits.timeout_s, left_s))
+            in_time, _ = await asyncio.wait([running], timeout=min(self.limits.timeout_s, left_s))
         finally:  # also where the episode itself is cancelled
             ended = await _cancel(running)
         if not in_time:
-            over = left_s < self._limits.timeout_s
-            which = "rollout.timeout_s" if over else f"env.timeout_s={self._limits.timeout_s:g}"
+            over = left_s < self.limits.timeout_s
+            which = "rollout.timeout_s" if over else f"env.timeout_s={self.limits.timeout_s:g}"
             more = "" if ended else f"; nor had it {CANCEL_S:g} s after it was cancelled: it was left behind"
             raise EpisodeError(f"it was not done when {which} had passed{more}")
         if running.cancelled():
@@ -145,15 +140,12 @@ async def _cancel(running: "asyncio.Task[Any]") -> bool:
     return running.done()
 
 
-def join(
-    prompt: Prompt, calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str] = lambda token_ids: ""
-) -> list[Transcript]:
+def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> list[Transcript]:
     """Join an agent's calls, in the order in which they began, to sequences; that of the last call comes last.
 
     A call whose prompt goes on from a sequence extends it: what came in between was told, and its completion follows. A
-    call that does not, because the agent has shortened or rewritten the conversation, begins a sequence of its own.
-    Tokens are compared, never text; every sampled token is in one sequence, once. Calls that were broken off are left
-    out.
+    call that does not begins a sequence of its own. Tokens are compared, never text; calls that were broken off are
+    left out, and every other sampled token is in one sequence, once.
     """
     transcripts: list[Transcript] = []
     for call in calls:
@@ -167,7 +159,7 @@ def join(
             told = asked[len(transcript.token_ids) :]
             transcript.add_observation(told, Observation(text=decode(told)))
         else:
-            transcript = Transcript(prompt, asked)
+            transcript = Transcript(asked)
         transcript.add_completion(call.completion)
         transcripts.append(transcript)
     return transcripts
@@ -177,15 +169,12 @@ def _rollout(
     prompt: Prompt,
     seat: Seat,
     transcripts: Sequence[Transcript],  # none: the prompt alone
-    returned: float | str | None = None,  # by the agent: a reward, or the text to score
+    returned: float | str | None,  # by the agent: a reward, or the text to score
     error: str | None = None,
-    *,
-    cut_off: bool = False,
 ) -> Rollout:
-    *others, last = [transcript.sequence() for transcript in transcripts or [Transcript(prompt)]]
+    transcripts = transcripts or [Transcript(prompt.token_ids)]
     if isinstance(returned, str):
-        last = dataclasses.replace(last, text=returned)
-    if cut_off:
-        last = dataclasses.replace(last, finish_reason="length")
+        transcripts[-1].text = returned
+    sequences = tuple(transcript.sequence() for transcript in transcripts)
     reward = returned if isinstance(returned, float) else None
-    return Rollout(id=seat.id, prompt=prompt, sequences=(*others, last), reward=reward, error=error)
+    return Rollout(id=seat.id, prompt=prompt, sequences=sequences, reward=reward, error=error)

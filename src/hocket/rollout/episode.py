@@ -12,16 +12,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from hocket.batcher import Turn
 from hocket.data import Renderer
 from hocket.data.prompts import TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
-from hocket.protocol import Completion
+from hocket.protocol import Completion, SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.system import seed_of
 from hocket.types import FinishReason, Message, Prompt, Rollout, TokenSequence
 
-Ask = Callable[..., Awaitable[Completion]]
+Ask = Callable[[Turn], Awaitable[Completion]]
 """Has the model take a turn: Batcher.ask."""
 _RENDERING = ThreadPoolExecutor(1, "render")
 """One thread of its own: two must not use a tokenizer at once, and those of `hocket.system` are the trainer's, too."""
@@ -40,18 +41,66 @@ class Limits:
     timeout_s: float  # seconds in the environment, or until an agent must have ended
 
 
+class TokenBudget:
+    """FIFO token budget for concurrent episodes: one starts when its tokens fit, or when no other is under way."""
+
+    def __init__(self, limit: Callable[[], int] = lambda: 0) -> None:
+        self._limit = limit  # gives the number at the moment; 0: no limit
+        self.held = 0
+        self._first_in_line = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    async def start(self, tokens: int) -> None:
+        """Wait until there is room for the tokens, and hold them."""
+        async with self._first_in_line:
+            while self.held and 0 < self._limit() < self.held + tokens:
+                self._changed.clear()
+                await self._changed.wait()
+            self.held += tokens
+
+    def change(self, tokens: int) -> None:
+        """Add `tokens`, which may be negative, to those held; an episode that has begun never waits for others."""
+        self.held += tokens
+        self._changed.set()
+
+
+def most_tokens(prompt: Prompt, sampling: SamplingParams) -> int:
+    """Return the most tokens that a prompt and one turn take."""
+    return len(prompt.token_ids) + sampling.max_tokens
+
+
+def model_turn(
+    prompt: Prompt, seat: Seat, number: int, token_ids: Sequence[int], sampling: SamplingParams | None = None
+) -> Turn:
+    """Return the model's turn `number` of an episode, counted from 1."""
+    return Turn(
+        token_ids=tuple(token_ids),
+        sampling=sampling or seat.sampling,
+        seed=seed_of(seat.sampling.seed, seat.number, number),
+        deadline=seat.deadline,
+        group=seat.group,
+        place=f"{seat.id} (prompt {prompt.id})",
+    )
+
+
+def late(failed: ServerError, seat: Seat) -> str:
+    """Return the error of an episode that its deadline ended; raise any other failure of the servers."""
+    if not seat.deadline.over:
+        raise failed
+    return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
+
+
 class Transcript:
     """The sequence so far, which begins with the prompt; tokens are only ever appended."""
 
-    def __init__(self, prompt: Prompt, token_ids: Sequence[int] | None = None) -> None:
-        self.prompt = prompt
+    def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids, self.mask, self.logprobs = list[int](), list[bool](), list[float]()
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
         self.turns = 0
         self.text = ""  # of the last turn
         self.finish_reason: FinishReason = "stop"
-        self.add_observation(prompt.token_ids if token_ids is None else token_ids)
+        self.add_observation(token_ids)
 
     def add_observation(self, token_ids: Sequence[int], observation: Observation | None = None) -> None:
         """Append tokens that the policy did not sample: what the environment said, or the prompt."""
@@ -63,8 +112,7 @@ class Transcript:
             self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
 
     def add_completion(self, completion: Completion) -> None:
-        """Append a turn of the policy. Raise ServerError if it is empty."""
-        refuse_empty(completion, self.prompt)
+        """Append a turn of the policy."""
         self.token_ids += completion.token_ids
         self.mask += [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs
@@ -88,85 +136,88 @@ class Transcript:
         )
 
 
-def one_turn(prompt: Prompt, completion: Completion) -> TokenSequence:
-    """Return the sequence of a Transcript with one turn, at a fifth of its cost. Raise as `refuse_empty`."""
-    refuse_empty(completion, prompt)
-    told, sampled = len(prompt.token_ids), len(completion.token_ids)
-    versions = [version for version, _, _ in completion.versions]
-    return TokenSequence(
-        token_ids=prompt.token_ids + completion.token_ids,
-        mask=(False,) * told + (True,) * sampled,
-        logprobs=(0.0,) * told + completion.logprobs,
-        finish_reason=completion.finish_reason,
-        version_min=min(versions),
-        version_max=max(versions),
-        text=completion.text,
-    )
+async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
+    """Play what an Episode plays with SingleTurn, at a third of its cost. The prompt must leave room for the turn."""
+    error, told = None, len(prompt.token_ids)
+    try:
+        completion = await ask(model_turn(prompt, seat, 1, prompt.token_ids))
+    except ServerError as failed:
+        error, sequence = late(failed, seat), Transcript(prompt.token_ids).sequence()
+    else:
+        versions = [version for version, _, _ in completion.versions]
+        sequence = TokenSequence(
+            token_ids=prompt.token_ids + completion.token_ids,
+            mask=(False,) * told + (True,) * len(completion.token_ids),
+            logprobs=(0.0,) * told + completion.logprobs,
+            finish_reason=completion.finish_reason,
+            version_min=min(versions),
+            version_max=max(versions),
+            text=completion.text,
+        )
+    return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,), error=error)
 
 
-def refuse_empty(completion: Completion, prompt: Prompt) -> None:
-    """Raise ServerError if the completion has no tokens or versions."""
-    if not completion.token_ids or not completion.versions:
-        message = f"the server returned a completion without tokens or versions for prompt {prompt.id}"
-        raise ServerError(message, code="protocol")
-
-
+@dataclasses.dataclass
 class Episode:
-    """Plays one episode; what there is of it is a whole sequence after every turn, also where the next one fails."""
+    """One episode; what there is of it is a whole sequence after every turn, also where the next one fails."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        seat: Seat,
-        make: Callable[[], Environment],  # gives an environment of its own
-        *,
-        ask: Ask,
-        renderer: Renderer,  # of the data that the prompt is from
-        limits: Limits,
-    ) -> None:
-        self.transcript = Transcript(prompt)
+    prompt: Prompt
+    seat: Seat
+    make: Callable[[], Environment]  # gives an environment of its own
+    ask: Ask
+    renderer: Renderer  # of the data that the prompt is from
+    limits: Limits
+    budget: TokenBudget
+
+    def __post_init__(self) -> None:
+        self.transcript = Transcript(self.prompt.token_ids)
         self.reward: float | None = None
-        self._prompt = prompt
-        self._seat = seat
-        self._make = make
-        self._ask = ask
-        self._renderer = renderer
-        self._limits = limits
-        self._left_s = limits.timeout_s
+        self._left_s = self.limits.timeout_s
+        self._held = most_tokens(self.prompt, self.seat.sampling)
 
-    def rollout(self, error: str | None = None) -> Rollout:
-        """Return what there is as a rollout."""
-        sequences = (self.transcript.sequence(),)
-        return Rollout(id=self._seat.id, prompt=self._prompt, sequences=sequences, reward=self.reward, error=error)
-
-    async def play(self, grown: Callable[[int], None]) -> None:
-        """Play until the environment is done or a limit is reached; raise EpisodeError or ServerError.
-
-        `grown` is called before each turn with the most tokens that the sequence may have after it.
-        """
+    async def play(self) -> Rollout:
+        """Play it; one that fails, or is not over at its deadline, has an error. Raise only ServerError."""
+        error = None
+        await self.budget.start(self._held)
         try:
-            environment = self._make()
+            await self._play()
+        except EpisodeError as failed:
+            error = f"environment: {failed}"
+        except ServerError as failed:
+            error = late(failed, self.seat)
+        finally:
+            self._hold(0)
+        sequences = (self.transcript.sequence(),)
+        return Rollout(id=self.seat.id, prompt=self.prompt, sequences=sequences, reward=self.reward, error=error)
+
+    def _hold(self, tokens: int) -> None:
+        self.budget.change(tokens - self._held)
+        self._held = tokens
+
+    async def _play(self) -> None:
+        try:
+            environment = self.make()
         except Exception as error:  # as for its methods
             raise EpisodeError(f"it could not be made: {type(error).__name__}: {error}") from error
         try:
-            await self._take_turns(environment, grown)
+            await self._take_turns(environment)
         except BaseException:
             with contextlib.suppress(EpisodeError):  # the first failure is the one to tell
                 await self._close(environment)
             raise
         await self._close(environment)
 
-    async def _take_turns(self, environment: Environment, grown: Callable[[int], None]) -> None:
+    async def _take_turns(self, environment: Environment) -> None:
         if environment.gives_reward:
             self.reward = 0.0
-        start = await self._call(environment.reset, self._prompt, self._seed(0), returns=(Observation, type(None)))
+        seed = seed_of(self.seat.sampling.seed, self.seat.number, 0)
+        start = await self._call(environment.reset, self.prompt, seed, returns=(Observation, type(None)))
         observation: Observation = start or Observation()
         token_ids = await self._before(observation)
         while token_ids is not None and (room := self._room(token_ids)) > 0:
-            transcript = self.transcript
-            transcript.add_observation(token_ids, observation)
-            completion = await self._turn(observation, room, grown)
-            transcript.add_completion(completion)
+            self.transcript.add_observation(token_ids, observation)
+            completion = await self._turn(observation, room)
+            self.transcript.add_completion(completion)
             action = Action(
                 text=completion.text,
                 token_ids=completion.token_ids,
@@ -181,48 +232,38 @@ class Episode:
         self.transcript.finish_reason = "length"
         self._add_reward(await self._call(environment.truncated, returns=(float, int)))
 
-    async def _turn(self, observation: Observation, room: int, grown: Callable[[int], None]) -> Completion:
-        transcript, sampling = self.transcript, self._seat.sampling
-        max_tokens = sampling.max_tokens if observation.max_tokens is None else observation.max_tokens
-        stop = sampling.stop if observation.stop is None else observation.stop
-        max_tokens = min(max_tokens, room)
-        grown(len(transcript.token_ids) + max_tokens)
-        return await self._ask(
-            transcript.token_ids,
-            sampling.model_copy(update={"max_tokens": max_tokens, "stop": tuple(stop)}),
-            seed=self._seed(transcript.turns + 1),
-            deadline=self._seat.deadline,
-            group=self._seat.group,
-            place=f"{self._seat.id} (prompt {self._prompt.id})",
-        )
+    async def _turn(self, observation: Observation, room: int) -> Completion:
+        asked, sampling = self.transcript.token_ids, self.seat.sampling
+        max_tokens = min(observation.max_tokens or sampling.max_tokens, room)
+        stop = sampling.stop if observation.stop is None else tuple(observation.stop)
+        self._hold(len(asked) + max_tokens)
+        sampling = sampling.model_copy(update={"max_tokens": max_tokens, "stop": stop})
+        return await self.ask(model_turn(self.prompt, self.seat, self.transcript.turns + 1, asked, sampling))
 
     def _add_reward(self, reward: float) -> None:
         if self.reward is not None:
             self.reward += reward
 
     async def _close(self, environment: Environment) -> None:
-        self._left_s = self._limits.timeout_s
+        self._left_s = self.limits.timeout_s
         await self._call(environment.close, returns=(object,))
 
     def _room(self, token_ids: Sequence[int]) -> int:
         """Return how many tokens the next turn may have after these; below 1: there is no next turn."""
-        if self.transcript.turns == self._limits.max_turns:
+        if self.transcript.turns == self.limits.max_turns:
             return 0
-        return self._limits.max_length - len(self.transcript.token_ids) - len(token_ids)
-
-    def _seed(self, turn: int) -> int:
-        return seed_of(self._seat.sampling.seed, self._seat.number, turn)
+        return self.limits.max_length - len(self.transcript.token_ids) - len(token_ids)
 
     async def _before(self, observation: Observation) -> list[int] | None:
         """Return the tokens that reset adds to the prompt; messages are rendered together with it, as a new prompt."""
         if not observation.messages:
             return await self._text(observation)
-        messages = [*(self._prompt.messages or ()), *observation.messages]
-        token_ids = await self._rendered(lambda: self._encode(self._renderer.render(messages)))
-        if token_ids is None or len(token_ids) >= self._limits.max_length:
+        messages = [*(self.prompt.messages or ()), *observation.messages]
+        token_ids = await self._rendered(lambda: self._encode(self.renderer.render(messages)))
+        if token_ids is None or len(token_ids) >= self.limits.max_length:
             length = "too many" if token_ids is None else len(token_ids)
             raise EpisodeError(f"reset: a prompt of {length} tokens leaves no room for a turn in model.max_length")
-        self.transcript = Transcript(self._prompt, token_ids)
+        self.transcript = Transcript(token_ids)
         return []
 
     async def _between(self, step: Step, completion: Completion) -> list[int] | None:
@@ -230,14 +271,14 @@ class Episode:
         if not step.messages:
             return await self._text(step)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-        at_most = self._limits.max_length
-        return await self._rendered(lambda: self._renderer.following(step.messages, ended=ended, at_most=at_most))
+        at_most = self.limits.max_length
+        return await self._rendered(lambda: self.renderer.following(step.messages, ended=ended, at_most=at_most))
 
     async def _text(self, observation: Observation) -> list[int] | None:
         return await self._rendered(lambda: self._encode(observation.text)) if observation.text else []
 
     def _encode(self, text: str) -> list[int]:
-        return self._renderer.encode([text], at_most=self._limits.max_length)[0]
+        return self.renderer.encode([text], at_most=self.limits.max_length)[0]
 
     async def _rendered(self, render: Callable[[], list[int]]) -> list[int] | None:
         """Return the tokens of a message, rendered in a thread; None if they are more than a sequence can hold."""
@@ -269,7 +310,7 @@ class Episode:
         # An environment is the user's code: whatever it raises ends this episode alone.
         except (Exception, SystemExit) as error:
             if isinstance(error, TimeoutError) and deadline.expired():
-                message = f"{name} was not done when env.timeout_s={self._limits.timeout_s:g} had passed"
+                message = f"{name} was not done when env.timeout_s={self.limits.timeout_s:g} had passed"
                 raise EpisodeError(message) from error
             raise EpisodeError(f"{name} raised {type(error).__name__}: {error}") from error
         finally:

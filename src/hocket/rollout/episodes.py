@@ -1,6 +1,5 @@
-"""Play the episodes of a run within a bound on their tokens; an episode that fails ends alone."""
+"""Choose how a run's episodes are played: single turns, turns with an environment, or agents."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,73 +8,10 @@ from hocket.batcher import Batcher
 from hocket.config import DataConfig, EnvConfig
 from hocket.data import Renderer
 from hocket.envs import Agent, Environment, SingleTurn
-from hocket.errors import ServerError
 from hocket.pool import ServerPool
 from hocket.rollout.agents import Agents
-from hocket.rollout.budget import TokenBudget, most_tokens
-from hocket.rollout.collect import Play, Seat
-from hocket.rollout.episode import Ask, Episode, EpisodeError, Limits, Transcript, one_turn
-from hocket.system import seed_of
-from hocket.types import Prompt, Rollout
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Episodes:
-    """Plays episodes of an environment, those of all batches under way in one budget."""
-
-    make: Callable[[], Environment]  # gives every episode an environment of its own
-    renderer: Renderer  # of the data that the prompts are from
-    limits: Limits
-    ask: Ask
-    budget: TokenBudget = dataclasses.field(default_factory=TokenBudget)
-
-    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
-        """Play one episode; one that fails, or is not over at its deadline, has an error. Raise only ServerError."""
-        error = None
-        held = most_tokens(prompt, seat.sampling)
-
-        def grown(tokens: int) -> None:
-            nonlocal held
-            self.budget.change(tokens - held)
-            held = tokens
-
-        await self.budget.start(held)
-        try:
-            episode = Episode(prompt, seat, self.make, ask=self.ask, renderer=self.renderer, limits=self.limits)
-            await episode.play(grown)
-        except EpisodeError as failed:
-            error = f"environment: {failed}"
-        except ServerError as failed:
-            error = late(failed, seat)
-        finally:
-            grown(0)
-        return episode.rollout(error)
-
-
-async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
-    """Play what Episodes plays with SingleTurn, at a third of its cost. The prompt must leave room for the turn."""
-    error = None
-    try:
-        completion = await ask(
-            prompt.token_ids,
-            seat.sampling,
-            seed=seed_of(seat.sampling.seed, seat.number, 1),
-            deadline=seat.deadline,
-            group=seat.group,
-            place=f"{seat.id} (prompt {prompt.id})",
-        )
-    except ServerError as failed:
-        error, sequence = late(failed, seat), Transcript(prompt).sequence()
-    else:
-        sequence = one_turn(prompt, completion)
-    return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,), error=error)
-
-
-def late(failed: ServerError, seat: Seat) -> str:
-    """Return the error of an episode that its deadline ended; raise any other failure of the servers."""
-    if not seat.deadline.over:
-        raise failed
-    return f"the episode was not over within {seat.deadline.seconds:g} s (rollout.timeout_s): {failed}"
+from hocket.rollout.collect import Play
+from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 
 
 def player(
@@ -95,12 +31,6 @@ def player(
     limits = Limits(max_turns=env.max_turns, max_length=max_length, timeout_s=env.timeout_s)
     budget = TokenBudget(lambda: pool.kv_tokens)
     if isinstance(made, Agent):
-        return Agents(made, pool, limits=limits, decode=tokenizer.decode, budget=budget).play
-    tools = made.toolbox.tools if made.toolbox else ()
-    return Episodes(
-        make=make,
-        renderer=Renderer(data, tokenizer, tools),
-        limits=limits,
-        ask=ask,
-        budget=budget,
-    ).play
+        return Agents(agent=made, pool=pool, limits=limits, decode=tokenizer.decode, budget=budget).play
+    renderer = Renderer(data, tokenizer, made.toolbox.tools if made.toolbox else ())
+    return lambda prompt, seat: Episode(prompt, seat, make, ask, renderer, limits, budget).play()

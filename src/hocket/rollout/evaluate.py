@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hocket.config import RewardsConfig, RewardSpec
 from hocket.pool import Deadline
@@ -12,8 +12,6 @@ from hocket.rewards.scorer import refuse_failing
 from hocket.rollout.collect import Plan, Play, ScoreOne, collect
 from hocket.types import Group, Prompt
 
-MAIN = ""
-"""Name of the dataset at eval.data, whose metrics have none in theirs."""
 PASSED = 1.0
 """A sample passes with full marks."""
 EVAL_STEP = -1
@@ -30,7 +28,7 @@ def eval_rewards(rewards: RewardsConfig, name: str | None) -> RewardsConfig:
 class Evaluation:
     """Measures the policy on held-out prompts."""
 
-    datasets: Mapping[str, Sequence[Prompt]]  # by the name that metrics get, eval/NAME/accuracy; MAIN: eval/accuracy
+    prompts: Sequence[Prompt]
     play: Play
     score: ScoreOne  # by `reward` alone
     reward: str
@@ -40,34 +38,35 @@ class Evaluation:
     max_error_rate: float
 
     async def run(self, label: str) -> tuple[dict[str, float], list[Group]]:
-        """Return the eval/* metrics and the groups, in the prompts' order; nothing without datasets.
+        """Return the eval/* metrics and the groups, in the prompts' order.
 
         Raises:
-            RewardError: more than max_error_rate of the rollouts of a dataset, or all, could not be scored.
+            RewardError: more than max_error_rate of the rollouts, or all, could not be scored.
         """
-        metrics: dict[str, float] = {}
-        every: list[Group] = []
-        for name, prompts in self.datasets.items():
-            groups = await self._groups(f"{label} {name}".strip(), prompts)
-            num_scores = sum(len(group.scores) for group in groups)
-            refuse_failing(groups, min(self.max_error_rate, 1 - 1 / num_scores))  # one score at least
-            prefix = f"eval/{name}/" if name else "eval/"
-            metrics |= {f"{prefix}{key}": value for key, value in _measured(groups, self.reward).items()}
-            every += groups
-        return metrics, every
-
-    async def _groups(self, label: str, prompts: Sequence[Prompt]) -> list[Group]:
+        size, deadline = len(self.prompts), Deadline(self.timeout_s)
         plan = Plan(
-            label=label,
-            sampling=self.sampling,
-            group_size=self.samples,
-            wanted=len(prompts),
-            at_most=len(prompts),
-            deadline=Deadline(self.timeout_s),
+            label=label, sampling=self.sampling, group_size=self.samples, wanted=size, at_most=size, deadline=deadline
         )
-        left = dict(enumerate(prompts))
+        left = dict(enumerate(self.prompts))
         batch = await collect(plan, lambda count: {i: left.pop(i) for i in list(left)[:count]}, self.play, self.score)
-        return batch.groups
+        refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * self.samples)))  # one score at least
+        return _measured(batch.groups, self.reward), batch.groups
+
+
+def _measured(groups: Sequence[Group], reward: str) -> dict[str, float]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    marks = [[score.parts[reward] for score in group.scores if score.error is None] for group in groups]
+    metrics = {
+        "eval/accuracy": statistics.fmean(statistics.fmean(mine) for mine in marks if mine),
+        "eval/reward_errors": 1 - sum(map(len, marks)) / len(rollouts),
+        "eval/length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
+        "eval/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+    }
+    for k in (2**i for i in range(len(groups[0].rollouts).bit_length())):
+        chances = [pass_at_k(len(mine), sum(mark >= PASSED for mark in mine), k) for mine in marks if len(mine) >= k]
+        if chances:
+            metrics[f"eval/pass@{k}"] = statistics.fmean(chances)
+    return metrics
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -76,23 +75,3 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     1 - C(n - c, k) / C(n, k), which is unbiased where k ≤ n.
     """
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
-
-
-def _measured(groups: Sequence[Group], reward: str) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    marks = [[score.parts[reward] for score in group.scores if score.error is None] for group in groups]
-    num_scored = sum(map(len, marks))
-    size = len(groups[0].rollouts)
-    metrics = {
-        "accuracy": statistics.fmean(statistics.fmean(mine) for mine in marks if mine),
-        "reward_errors": 1 - num_scored / len(rollouts),
-        "length_mean": statistics.fmean(rollout.num_sampled for rollout in rollouts),
-        "truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
-    }
-    for k in (2**i for i in range(size.bit_length())):
-        enough = [mine for mine in marks if len(mine) >= k]
-        if enough:
-            passed = [sum(mark >= PASSED for mark in mine) for mine in enough]
-            chances = [pass_at_k(len(mine), count, k) for mine, count in zip(enough, passed, strict=True)]
-            metrics[f"pass@{k}"] = statistics.fmean(chances)
-    return metrics

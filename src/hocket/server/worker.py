@@ -109,14 +109,15 @@ class WorkerExtension:
 
 @contextmanager
 def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) -> Iterator[Iterator[Part]]:
-    """Make each part in a second thread while the previous one is used, so that memory stays bounded.
+    """Make each part in a second thread while the previous one is used, so that at most two are in memory.
 
     Where the body raises, `give_up` interrupts the part that is being made.
     """
     with ThreadPoolExecutor(1, "weights ahead") as thread:
+        first = thread.submit(next, parts, None)
 
         def take() -> Iterator[Part]:
-            coming = thread.submit(next, parts, None)
+            coming = first
             while (part := coming.result()) is not None:
                 coming = thread.submit(next, parts, None)
                 yield part
@@ -138,7 +139,7 @@ def _receive(group: WeightGroup, source: CollectiveSource) -> Iterator[Part]:
     """Yield the tensors of each bucket, verified, with their specs. Raises RuntimeError that names the bucket."""
     sizes = [weight_group.num_bytes(bucket) for bucket in source.buckets]
     flat = torch.empty(sizes[0], dtype=torch.uint8, device=group.device)  # there must be room before anything is sent
-    group.announce(weight_group.receiving(source.turn))
+    group.announce(source.turn)
     for number, bucket in enumerate(source.buckets, 1):
         if number > 1:
             flat = torch.empty(sizes[number - 1], dtype=torch.uint8, device=group.device)

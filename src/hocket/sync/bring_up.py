@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import SyncError
 from hocket.pool import Member
-from hocket.protocol import Health, SamplingParams
+from hocket.protocol import GenerateRequest, Health, SamplingParams
 from hocket.sync.publish import Publisher, TrainerTurn
 from hocket.system import run_in_thread
 from hocket.types import Prompt, TokenSequence, TrainSample
@@ -84,14 +84,14 @@ class Canary:
         max_tokens = min(MAX_TOKENS, self.rollout.max_tokens)
         sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
         contexts = [prompt.token_ids for prompt in self.prompts]
-        answers = member.server.generate(contexts, sampling, timeout_s=self.sync.timeout_s, session=member.session)
+        request = GenerateRequest(prompts=list(map(list, contexts)), sampling=sampling, session=member.session)
         samples = []
-        async for index, _, completion in answers:
-            context, sampled = contexts[index], completion.token_ids
+        async for line in member.server.generate(request, timeout_s=self.sync.timeout_s):
+            context, sampled = contexts[line.prompt], line.completion.token_ids
             sequence = TokenSequence(
                 token_ids=context + sampled,
                 mask=(False,) * len(context) + (True,) * len(sampled),
-                logprobs=(0.0,) * len(context) + completion.logprobs,
+                logprobs=(0.0,) * len(context) + line.completion.logprobs,
             )
             samples.append(TrainSample(sequence=sequence, advantages=(0.0,) * len(sequence.token_ids)))
         return samples

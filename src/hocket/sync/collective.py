@@ -72,13 +72,13 @@ class CollectiveTransport:
                 link.group.close()
                 link.answer.cancel()
             raise
-        answers = [await link.outcome() if isinstance(link, _Link) else link for link in joined]
+        answers = [(checksum, await link.outcome() if isinstance(link, _Link) else link) for link in joined]
         metrics = {
             "sync/mebibytes": sum(map(weight_group.num_bytes, self._buckets)) / 2**20,
             "sync/prepare_s": prepared - start,
             "sync/transfer_s": time.perf_counter() - prepared,
         }
-        return Delivery(checksums=[checksum] * len(servers), answers=answers, metrics=metrics)
+        return Delivery(dict(zip(servers, answers, strict=True)), metrics)
 
     def close(self) -> None:
         """Leave all groups."""
@@ -88,8 +88,8 @@ class CollectiveTransport:
     def _send(self, links: "Sequence[_Link]") -> str:
         """Send the trainer's weights to all, each bucket while the next is made; return the checksum."""
         specs: dict[str, TensorSpec] = {}
+        running: list[concurrent.futures.Future[None]] = []
         with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
-            running: list[concurrent.futures.Future[None]] = []
 
             def sink(named: Sequence[tuple[str, Tensor]]) -> None:
                 flat, added = weight_group.pack(named, self.trainer.device)
@@ -114,19 +114,18 @@ class CollectiveTransport:
                 if link is not None:
                     link.group.close()
                 link = self._links[server] = await self._join(server, health)
+            return link
         except HocketError as error:
             return error
         except (OSError, RuntimeError) as error:
             return SyncError(f"can't connect with the workers of {server.url}: {_cause(error)}")
-        return link
 
     async def _join(self, server: ServerClient, health: Health) -> "_Link":
         start = time.monotonic()
-        timeout_s, name, device = self.sync.timeout_s, secrets.token_hex(8), self.trainer.device
-        if health.device != "cuda":
-            device = torch.device("cpu")
-        parts = urlsplit(server.url)
-        address = weight_group.address_towards(parts.hostname or "", parts.port or 80)
+        timeout_s, name = self.sync.timeout_s, secrets.token_hex(8)
+        device = self.trainer.device if health.device == "cuda" else torch.device("cpu")
+        url = urlsplit(server.url)
+        address = weight_group.address_towards(url.hostname or "", url.port or 80)
         store = weight_group.make_store(address, timeout_s)
         request = GroupRequest(
             session=name,
@@ -139,7 +138,7 @@ class CollectiveTransport:
         joining = asyncio.create_task(server.init_weight_group(request, timeout_s=READY_SHARE * timeout_s))
         joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, even if not awaited
         try:
-            if not await _announced(store, name, weight_group.JOINING, health.workers, joining):
+            if not await _announced(store, name, 0, health.workers, joining):
                 joining.result()  # raises the server's reason
             group = await run_in_thread(
                 weight_group.WeightGroup,
@@ -196,10 +195,10 @@ class _Link:
 
     async def wait_ready(self) -> None:
         """Wait until the workers are about to receive, the server has answered, or the deadline is over."""
-        what, seconds = weight_group.receiving(self.transfers), READY_SHARE * self.sync.timeout_s
+        seconds, group = READY_SHARE * self.sync.timeout_s, self.group
         try:
             async with asyncio.timeout(seconds):
-                self.ready = await _announced(self.group.store, self.group.name, what, self.workers, self.answer)
+                self.ready = await _announced(group.store, group.name, self.transfers, self.workers, self.answer)
         except TimeoutError:
             self.failure = SyncTimeout(
                 f"server {self.server.url} did not begin to receive version {self.version} in {seconds:g} s; "
@@ -215,7 +214,7 @@ class _Link:
         try:
             self.group.broadcast(flat.to(self.group.device))
         except RuntimeError as error:
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            if re.search("(?i)timed ?out", str(error)):
                 self.failure = SyncTimeout(
                     f"server {self.server.url} did not finish {which} in {BUCKET_SHARE * self.sync.timeout_s:g} s; is "
                     f"it overloaded, or stopped? A slower network needs a higher sync.timeout_s"
@@ -235,9 +234,9 @@ class _Link:
         return self.failure
 
 
-async def _announced(store: Any, name: str, what: str, workers: int, until: "asyncio.Future[Any]") -> bool:
-    """Wait until all workers of a group have announced `what`, or `until` is done; return whether they have."""
-    while not (there := weight_group.announced(store, name, what, range(1, 1 + workers))) and not until.done():
+async def _announced(store: Any, name: str, number: int, workers: int, until: "asyncio.Future[Any]") -> bool:
+    """Wait until all workers have announced a transfer, or `until` is done; return whether they have."""
+    while not (there := weight_group.announced(store, name, number, range(1, 1 + workers))) and not until.done():
         await asyncio.sleep(POLL_S)
     return there
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from hocket import delta, manifest
 from hocket.config import SyncConfig
 from hocket.errors import SyncError
-from hocket.protocol import BaseVersion, Manifest
+from hocket.protocol import TensorSpec
 from hocket.system import atomic_folder, remove_folder
 
 FULL_EVERY = 50  # versions; the others are deltas with sync.delta
@@ -38,48 +38,69 @@ class WrittenVersion:
     changed: float | None = None  # a delta's share of elements whose bits differ from the previous version
 
 
-class VersionFolders:
-    """Write weight versions below `run_dir`, and remove old ones; SyncError where one can't be written."""
+class Versions:
+    """Number the versions of a run, over resumes and used servers; write them below `run_dir`, and remove old ones."""
 
     def __init__(self, run_dir: Path, trainer: "Trainer", sync: SyncConfig) -> None:
+        self.current = 0  # 0 before the first version
+        self._before = 0  # the newest version that the run had published before it was resumed
         self._run_dir = run_dir.resolve()
         self._trainer = trainer
         self._sync = sync
         self._full: WrittenVersion | None = None
-        self._delta: WrittenVersion | None = None
-        self._base: BaseVersion | None = None  # what the next delta changes,
+        self._base: WrittenVersion | None = None  # what the next delta changes,
         self._last: dict[str, torch.Tensor] = {}  # and its tensors, on the CPU
 
+    def begin(self, held: int) -> None:
+        """Choose the number of the first version: above those that the run published and a server holds."""
+        self.current = self.current or max(held, self._before) + 1
+
+    def advance(self) -> None:
+        """Go to the next version."""
+        self.current = max(self.current, self._before) + 1
+
+    def save(self) -> Path:
+        """Return the folder with the current version as a complete model; write it if it is not there."""
+        self.current = self.current or self._before
+        return self.full(self.current).folder
+
+    def state(self) -> dict[str, int]:
+        """Return the current version, ready for JSON."""
+        return {"version": self.current}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue after a saved version; newer ones, of steps that are taken again, are removed from the disk."""
+        self._before = state["version"]
+        for folder in [*self._run_dir.glob("weights/v*"), *self._run_dir.glob("deltas/v*")]:
+            if int(folder.name[1:]) > self._before:
+                shutil.rmtree(folder)
+
     def full(self, version: int) -> WrittenVersion:
-        """Write the trainer's weights as a full version, unless that is the last one written."""
-        if self._full is None or self._full.version != version:
-            keep = self._sync.delta and (self._base is None or self._base.version != version)
-            if keep:
-                self._last, self._base = {}, None
+        """Write the trainer's weights in full, unless that is the last full version. Raises SyncError."""
+        if self._full is not None and self._full.version == version:
+            return self._full
+        keep = self._sync.delta and (self._base is None or self._base.version != version)
+        if keep:
+            self._last, self._base = {}, None
 
-            def fill(folder: Path) -> Manifest:
-                specs = self._trainer.export(folder)
-                if keep:  # copies: what was read may still be the file
-                    self._last = {name: tensor.clone() for name, tensor in manifest.tensors(folder)}
-                return Manifest(
-                    version=version,
-                    content="adapter" if (folder / manifest.ADAPTER_FILE).is_file() else "weights",
-                    tensors=specs,
-                    checksum=manifest.total_checksum(specs),
-                )
+        def fill(folder: Path) -> Mapping[str, TensorSpec]:
+            specs = self._trainer.export(folder)
+            if keep:  # copies: what was read may still be the file
+                self._last = {name: tensor.clone() for name, tensor in manifest.tensors(folder)}
+            return specs
 
-            self._full = self._write("weights", version, fill)
-            if keep:
-                self._base = BaseVersion(version=version, checksum=self._full.checksum)
+        self._full = self._write("weights", version, fill)
+        if keep:
+            self._base = self._full
         return self._full
 
     def delta(self, version: int) -> WrittenVersion | None:
         """Write what changed since the previous version; return None where this one must be sent in full."""
-        if self._delta is not None and self._delta.version == version:
-            return self._delta
         base = self._base
-        if base is None or base.version == version or version % FULL_EVERY == 0:
+        if base is None or version % FULL_EVERY == 0:
             return None
+        if base.version == version:
+            return base if base.changed is not None else None
         self._base = None  # a failure leaves tensors of both versions
         changes: dict[str, delta.Change] = {}
 
@@ -89,30 +110,30 @@ class VersionFolders:
                 changes[name] = delta.encode(self._last[name], new)
                 self._last[name] = new
 
-        def fill(folder: Path) -> Manifest:
+        def fill(folder: Path) -> Mapping[str, TensorSpec]:
             self._trainer.stream(self._sync.bucket_mib << 20, sink)
             delta.save(changes, folder)
-            return manifest.build(version, self._last.items(), base=base)
+            return manifest.specs(self._last.items())
 
-        written = self._write("deltas", version, fill)
+        written = self._write("deltas", version, fill, base=base.checksum)
         count = sum(change.count for change in changes.values())
-        self._delta = dataclasses.replace(written, changed=count / sum(map(torch.numel, self._last.values())))
-        self._base = BaseVersion(version=version, checksum=written.checksum)
-        return self._delta
+        self._base = dataclasses.replace(written, changed=count / sum(map(torch.numel, self._last.values())))
+        return self._base
 
-    def _write(self, kind: str, version: int, fill: Callable[[Path], Manifest]) -> WrittenVersion:
+    def _write(
+        self, kind: str, version: int, fill: Callable[[Path], Mapping[str, TensorSpec]], base: str | None = None
+    ) -> WrittenVersion:
         folder = self._run_dir / kind / f"v{version:06d}"
         if folder.exists():
             raise SyncError(f"{folder} exists already; two trainers must not share run.dir")
         try:
             with atomic_folder(folder) as partial:
-                made = fill(partial)
-                manifest.write(partial, made)
+                checksum = manifest.write(partial, version, fill(partial), base=base)
                 num_bytes = sum(path.stat().st_size for path in partial.iterdir())
         except (OSError, SafetensorError) as error:
             message = f"can't write weight version {version} to {folder}: {error}. Free space there, or set run.dir"
             raise SyncError(message) from error
-        return WrittenVersion(version, folder, made.checksum, num_bytes)
+        return WrittenVersion(version, folder, checksum, num_bytes)
 
     def check(self, written: WrittenVersion) -> None:
         """Raise SyncError unless the files of a full version hold the weights that were written to them."""
@@ -128,44 +149,7 @@ class VersionFolders:
 
     def prune(self) -> None:
         """Remove all but the newest sync.keep folders of both kinds: servers may be loading those."""
-        for parent in (self._run_dir / "weights", self._run_dir / "deltas"):
-            for old in sorted(parent.glob("v*"))[: -self._sync.keep]:
+        for kind in ("weights", "deltas"):
+            for old in sorted(self._run_dir.glob(f"{kind}/v*"))[: -self._sync.keep]:
                 with contextlib.suppress(OSError):  # it is tried again after the next version
                     remove_folder(old)
-
-    def remove_above(self, version: int) -> None:
-        """Remove newer versions, of steps that a resumed run takes again."""
-        for folder in [*self._run_dir.glob("weights/v*"), *self._run_dir.glob("deltas/v*")]:
-            if int(folder.name[1:]) > version:
-                shutil.rmtree(folder)
-
-
-@dataclasses.dataclass
-class Versions:
-    """Number the weight versions of a run, over resumes and servers that were used before."""
-
-    folders: VersionFolders
-    current: int = 0  # 0 before the first version
-    _before: int = 0  # the newest version that the run had published before it was resumed
-
-    def begin(self, held: int) -> None:
-        """Choose the number of the first version: above those that the run published and a server holds."""
-        self.current = self.current or max(held, self._before) + 1
-
-    def advance(self) -> None:
-        """Go to the next version."""
-        self.current = max(self.current, self._before) + 1
-
-    def save(self) -> Path:
-        """Return the folder with the current version as a complete model; write it if it is not there."""
-        self.current = self.current or self._before
-        return self.folders.full(self.current).folder
-
-    def state(self) -> dict[str, int]:
-        """Return the current version, ready for JSON."""
-        return {"version": self.current}
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continue after a saved version; newer ones, of steps that are taken again, are removed from the disk."""
-        self._before = state["version"]
-        self.folders.remove_above(state["version"])

@@ -15,7 +15,7 @@ from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
 from hocket.pool import ServerPool
 from hocket.protocol import Memory, ReloadResponse, SleepRequest, WakeRequest
-from hocket.sync.disk import VersionFolders
+from hocket.sync.disk import Versions
 from hocket.sync.publish import Delivery, Metrics, Transport
 from hocket.system import timed
 
@@ -35,7 +35,7 @@ class SharedGpu:
     """Wrap the disk transport: server and trainer are never on the GPU together."""
 
     disk: Transport
-    folders: VersionFolders
+    versions: Versions
     trainer: "Trainer"
     pool: ServerPool
     sync: SyncConfig
@@ -58,15 +58,15 @@ class SharedGpu:
         """Load the version into the server, as `Transport.deliver`, and leave the GPU to it."""
         metrics: Metrics = {}
         with timed(metrics, "sync/prepare_s"):
-            self.folders.full(version)
+            self.versions.full(version)
             self.trainer.offload()
             await self._wake("weights")
         delivery = await self.disk.deliver(version, servers)
         metrics["sync/prepare_s"] += delivery.metrics["sync/prepare_s"]
-        loaded = any(isinstance(answer, ReloadResponse) for answer in delivery.answers)
-        gone = await self._wake("kv_cache") if loaded else {}
-        answers = [gone.get(server, answer) for server, answer in zip(servers, delivery.answers, strict=True)]
-        return Delivery(checksums=delivery.checksums, answers=answers, metrics=delivery.metrics | metrics)
+        answers = delivery.answers
+        if any(isinstance(answer, ReloadResponse) for _, answer in answers.values()):
+            answers |= {server: ("", error) for server, error in (await self._wake("kv_cache")).items()}
+        return Delivery(answers, delivery.metrics | metrics)
 
     async def _wake(self, tag: Memory) -> dict[ServerClient, ServerError]:
         request = WakeRequest(tags=[tag])

@@ -19,17 +19,17 @@ from hocket.pool import Member, ServerPool
 from hocket.protocol import ReloadResponse
 from hocket.sync.disk import Versions
 
-Answer = ReloadResponse | HocketError
+Answer = ReloadResponse | HocketError  # a failure is a value: the other servers go on
+Answers = dict[ServerClient, tuple[str, Answer]]  # with the checksum of the weights that were sent
 Metrics = dict[str, float]
 TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Delivery:
-    """The outcome of sending one version, server by server."""
+    """The outcome of sending one version."""
 
-    checksums: Sequence[str]  # of the weights that were sent
-    answers: Sequence[Answer]  # a failure is a value: the other servers go on
+    answers: Answers
     metrics: Metrics  # sync/*
 
 
@@ -82,7 +82,8 @@ class Publisher:
         """Send the current version; mark servers ready or lost. Raises SyncError if one refuses it or holds another."""
         version = self.versions.current
         delivery = await self.transport.deliver(version, [member.server for member in members])
-        for member, checksum, answer in zip(members, delivery.checksums, delivery.answers, strict=True):
+        for member in members:
+            checksum, answer = delivery.answers[member.server]
             if isinstance(answer, ServerError) and answer.refused:
                 raise SyncError(f"weight version {version} was refused: {answer}") from answer
             if isinstance(answer, HocketError):

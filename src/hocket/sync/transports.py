@@ -12,10 +12,10 @@ from pathlib import Path
 
 from hocket.client import ServerClient
 from hocket.config import SyncConfig
-from hocket.errors import HocketError, ServerError
+from hocket.errors import HocketError
 from hocket.protocol import DiskSource, ReloadRequest
-from hocket.sync.disk import VersionFolders, WrittenVersion
-from hocket.sync.publish import Answer, Delivery, Transport
+from hocket.sync.disk import Versions, WrittenVersion
+from hocket.sync.publish import Answer, Answers, Delivery, Transport
 from hocket.system import run_in_thread
 
 
@@ -23,7 +23,7 @@ from hocket.system import run_in_thread
 class DiskTransport:
     """Write a version, have all servers load it at once, and send the full one where a delta does not load."""
 
-    folders: VersionFolders
+    versions: Versions
     root: Path  # which the servers see, too; versions are named relative to it
     sync: SyncConfig
     say: Callable[[str], None] = lambda line: None
@@ -32,29 +32,28 @@ class DiskTransport:
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`."""
         start = time.perf_counter()
-        first = await run_in_thread(lambda: self.folders.delta(version) or self.folders.full(version))
+        first = await run_in_thread(lambda: self.versions.delta(version) or self.versions.full(version))
         prepared = time.perf_counter()
-        answers, _ = await asyncio.gather(self._load(first, servers), run_in_thread(self.folders.prune))
-        num_bytes = first.num_bytes * max(len(servers), 1)
-        metrics = {} if first.changed is None else {"sync/changed": first.changed}
-        failed = [server for server in servers if _has_failed(answers[server])]
+        answers, _ = await asyncio.gather(self._load(first, servers), run_in_thread(self.versions.prune))
+        num_bytes = float(first.num_bytes)  # per server
+        failed = _failed(answers)
         if failed and first.changed is None:
-            await run_in_thread(self.folders.check, first)
+            await run_in_thread(self.versions.check, first)
         elif failed:
             for server in failed:
-                self.say(f"version {version} goes to {server.url} in full: {answers[server]}")
-            full = await run_in_thread(self.folders.full, version)
+                self.say(f"version {version} goes to {server.url} in full: {answers[server][1]}")
+            full = await run_in_thread(self.versions.full, version)
             answers |= await self._load(full, failed)
-            num_bytes += full.num_bytes * len(failed)
-        metrics |= {
-            "sync/mebibytes": num_bytes / max(len(servers), 1) / 2**20,
+            num_bytes += full.num_bytes * len(failed) / len(servers)
+        metrics = {
+            "sync/mebibytes": num_bytes / 2**20,
             "sync/prepare_s": prepared - start,
             "sync/transfer_s": time.perf_counter() - prepared,
         }
-        return Delivery(checksums=[first.checksum] * len(servers), answers=[*answers.values()], metrics=metrics)
+        return Delivery(answers, metrics | ({} if first.changed is None else {"sync/changed": first.changed}))
 
-    async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient]) -> dict[ServerClient, Answer]:
-        async def answer(server: ServerClient) -> Answer:
+    async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient]) -> Answers:
+        async def load(server: ServerClient) -> Answer:
             try:
                 name = written.folder.relative_to(self.root.resolve()).as_posix()
                 if self.sync.upload:
@@ -66,7 +65,8 @@ class DiskTransport:
             except HocketError as error:
                 return error
 
-        return dict(zip(servers, await asyncio.gather(*map(answer, servers)), strict=True))
+        answers = await asyncio.gather(*map(load, servers))
+        return {server: (written.checksum, answer) for server, answer in zip(servers, answers, strict=True)}
 
 
 @dataclasses.dataclass
@@ -80,21 +80,18 @@ class WithFallback:
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`."""
         first = await self.fast.deliver(version, servers)
-        results = dict(zip(servers, zip(first.checksums, first.answers, strict=True), strict=True))
-        failed = [server for server, (_, answer) in results.items() if _has_failed(answer)]
+        answers, failed = first.answers, _failed(first.answers)
         metrics = first.metrics | {"sync/fallbacks": float(len(failed))}
         if failed:
             start = time.perf_counter()
             urls = ", ".join(server.url for server in failed)
-            self.say(f"version {version} goes to {urls} by disk instead: {results[failed[0]][1]}")
-            second = await self.disk.deliver(version, failed)
-            results |= zip(failed, zip(second.checksums, second.answers, strict=True), strict=True)
+            self.say(f"version {version} goes to {urls} by disk instead: {answers[failed[0]][1]}")
+            answers |= (await self.disk.deliver(version, failed)).answers
             metrics["sync/transfer_s"] += time.perf_counter() - start
-        checksums, answers = [checksum for checksum, _ in results.values()], [answer for _, answer in results.values()]
-        return Delivery(checksums=checksums, answers=answers, metrics=metrics)
+        return Delivery(answers, metrics)
 
 
-def _has_failed(answer: Answer) -> bool:
-    """Return whether a server that answers did not load a version: it may load it in another way."""
-    silent = isinstance(answer, ServerError) and answer.code in ("unreachable", "timeout")
-    return isinstance(answer, HocketError) and not silent
+def _failed(answers: Answers) -> list[ServerClient]:
+    """Return the servers that answer but did not load a version: they may load it in another way."""
+    failures = {server: answer for server, (_, answer) in answers.items() if isinstance(answer, HocketError)}
+    return [server for server in failures if getattr(failures[server], "code", "") not in ("unreachable", "timeout")]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,7 @@ from transformers import AttentionInterface
 from hocket.errors import TrainerError
 
 NAME = "hocket_segments"
-_ROUND = 32
-"""Without a varlen kernel, segments whose lengths round up to the same multiple of this are computed together."""
+_ROUND = 32  # without a kernel, segments whose lengths round up to the same multiple of this are computed together
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,36 +65,21 @@ def attend(
         query: [1, heads, row, d]; keys and values may have fewer heads (grouped-query attention).
         segments: default: the row is one segment.
         sliding_window: number of positions that one sees, itself included.
-
-    Raises:
-        TrainerError: the model uses a kind of attention that this function doesn't compute.
     """
     asked = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or asked:
-        what = " and ".join(asked) or "a mask of its own"
-        raise TrainerError(
-            f"{type(module).__name__} uses {what} in its attention; its architecture can't be trained here"
-        )
+        what, name = " and ".join(asked) or "a mask of its own", type(module).__name__
+        raise TrainerError(f"{name} uses {what} in its attention; its architecture can't be trained here")
     segments = segments or Segments.of([query.shape[2]], query.device)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query_rhd, key_rhd, value_rhd = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     window = segments.longest if sliding_window is None else min(sliding_window, segments.longest)
     if has_kernel(query.device, dtype):
-        result_rhd = varlen_attn(
-            query_rhd,
-            key_rhd,
-            value_rhd,
-            segments.offsets,
-            segments.offsets,
-            segments.longest,
-            segments.longest,
-            scale=scaling,
-            window_size=(-1 if window == segments.longest else window - 1, 0),
-            enable_gqa=True,
-        )
-        assert isinstance(result_rhd, Tensor)
-        return result_rhd[None], None
+        bounds = (segments.offsets, segments.offsets, segments.longest, segments.longest)
+        left = -1 if window == segments.longest else window - 1
+        options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0), "enable_gqa": True}
+        return cast(Tensor, varlen_attn(query_rhd, key_rhd, value_rhd, *bounds, **options))[None], None
     return _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window)[None], None
 
 
@@ -122,15 +106,8 @@ def _by_groups(
         band = None
         if length > window:
             band = torch.ones(length, length, dtype=torch.bool, device=group.device).tril().triu(1 - window)
-        result_shld = nn.functional.scaled_dot_product_attention(
-            query_shld,
-            key_shld,
-            value_shld,
-            attn_mask=band,
-            is_causal=band is None,
-            scale=scaling,
-            enable_gqa=True,
-        )
+        options: dict[str, Any] = {"attn_mask": band, "is_causal": band is None, "scale": scaling, "enable_gqa": True}
+        result_shld = nn.functional.scaled_dot_product_attention(query_shld, key_shld, value_shld, **options)
         results.append(result_shld.transpose(1, 2).flatten(0, 1))
     return torch.cat(results).index_select(0, segments.restore)
 

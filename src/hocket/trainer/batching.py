@@ -1,8 +1,7 @@
 """Pack samples into micro-batches of bounded size; the only place where sequences move to the next-token axis.
 
 A sequence of n tokens becomes a segment of n − 1 positions: position t reads token t and predicts token t + 1. The
-segments of a micro-batch share one row without padding; `segment_lengths` keeps them apart. Which samples share a
-micro-batch or a rank changes no result, only the time it takes.
+segments of a micro-batch share one row without padding. Which samples share a micro-batch or a rank changes no result.
 """
 
 import dataclasses
@@ -38,9 +37,9 @@ class TrainBatch:
 
     def to(self, device: torch.device) -> "TrainBatch":
         """Return the batch with its tensors on `device`."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        tensors = {name: v for name, v in values.items() if isinstance(v, Tensor)}
-        return TrainBatch(**values | {name: v.to(device, non_blocking=True) for name, v in tensors.items()})
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)}
+        return TrainBatch(**values | moved)
 
 
 _Numbered = tuple[int, TrainSample]  # with its place among the packed ones
@@ -70,15 +69,8 @@ def pack(
 
     Ranks get about the same cost; within a rank, sequences go longest first into the first micro-batch with room
     (first-fit decreasing), and the costliest micro-batch comes first, so that the ranks run similar ones at the same
-    time. A rank with fewer micro-batches gets fully masked ones.
-
-    Args:
-        cost: of a segment with this number of positions, in any unit.
-
-    Raises:
-        TrainerError: there is no trained token, or a sample is too long.
+    time. A rank with fewer micro-batches gets fully masked ones. `cost`: of a segment with this number of positions.
     """
-    check_fits(samples, micro_batch_tokens)
     numbered = list(enumerate(samples))
     plans = [
         _fill([numbered[index] for index in share], micro_batch_tokens, cost)
@@ -101,8 +93,7 @@ def unpack(
 ) -> dict[int, dict[str, tuple[float, ...]]]:
     """Return per packed sample, by its place, one number per token of each column; 0.0 for the first token.
 
-    Args:
-        columns: name → one tensor [b, t] per batch, 0 where the mask is false.
+    `columns`: name → one tensor [b, t] per batch, 0 where the mask is false.
     """
     found: dict[int, dict[str, tuple[float, ...]]] = {}
     for index, batch in enumerate(batches):
@@ -115,16 +106,13 @@ def unpack(
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Return indices of the costs in parts of about equal sums: Karmarkar and Karp's differencing method.
-
-    It joins the two partial solutions whose sums differ most: the largest part of one with the smallest of the other.
-    """
+    """Return indices of the costs in parts of about equal sums: Karmarkar and Karp's differencing method."""
     heap = []  # (−difference of the sums, tie-break, parts as (sum, indices) with the largest first)
     for index, value in enumerate(costs):
         parts = [(value, [index]), *((0.0, []) for _ in range(num_parts - 1))]
         heap.append((-value if num_parts > 1 else 0.0, index, parts))
     heapq.heapify(heap)
-    while len(heap) > 1:
+    while len(heap) > 1:  # join the two that differ most: the largest part of one with the smallest of the other
         (_, order, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
         joined = [(a + b, [*p, *q]) for (a, p), (b, q) in zip(one, reversed(other), strict=True)]
         joined.sort(key=lambda part: -part[0])
@@ -133,7 +121,6 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def _fill(samples: Sequence[_Numbered], micro_batch_tokens: int, cost: Callable[[int], float]) -> list[list[_Numbered]]:
-    """Return the samples in micro-batches, the costliest first."""
     micro_batches: list[list[_Numbered]] = []
     room: list[int] = []  # free positions of each
     for numbered in sorted(samples, key=lambda item: num_positions(item[1]), reverse=True):

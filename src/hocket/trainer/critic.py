@@ -1,7 +1,7 @@
 """The critic: a second model that estimates the return of a sequence at every sampled token.
 
-It starts from a language model's layers under a new head of zeros, and has its own optimizer. It trains in the same
-step and on the same micro-batches as the policy.
+It starts from a language model's layers under a new head of zeros, has its own optimizer, and trains in the same step
+and on the same micro-batches as the policy.
 """
 
 import math
@@ -42,12 +42,7 @@ class ValueModel(Policy):
 
 
 class Critic:
-    """Estimates values, and learns from the returns of the sampled tokens.
-
-    Args:
-        model: parameters in the dtype that DeepSpeedEngine.parameter_dtype names.
-        dtype: of forward and backward passes.
-    """
+    """Estimates values, and learns from the returns of the sampled tokens."""
 
     def __init__(
         self, model: ValueModel, critic: CriticConfig, trainer: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks
@@ -57,9 +52,8 @@ class Critic:
         self.engine = DeepSpeedEngine(model, trainer.model_copy(update=changes), dtype=dtype, ranks=ranks)
         model.check_architecture(ranks.device)
 
-    @property
     def is_warm(self) -> bool:
-        """Whether the policy may train: critic.warmup_steps are over."""
+        """Return whether the policy may train: critic.warmup_steps are over."""
         return self.engine.num_steps >= self._warmup_steps
 
     @torch.no_grad()
@@ -70,47 +64,42 @@ class Critic:
 
     def loss(self, batch: TrainBatch) -> LossOutput:
         """Return the value loss of a batch that holds the values before the step and the returns, and its metrics."""
-        values_bt = self.engine.forward(batch)
-        old_values_bt, returns_bt = batch.values_bt, batch.returns_bt
-        if old_values_bt is None or returns_bt is None:
-            raise ValueError("the critic needs samples with values and returns")
-        num_tokens = batch.num_tokens_global
-        output = value_loss(values_bt, old_values_bt, returns_bt, batch.mask_bt, clip=VALUE_CLIP, num_tokens=num_tokens)
-        return LossOutput(loss=output.loss, metrics=moments(values_bt, returns_bt, batch))
+        values_bt, num_tokens = self.engine.forward(batch), batch.num_tokens_global
+        assert batch.values_bt is not None  # every sample of a run with a critic has them
+        assert batch.returns_bt is not None
+        loss = value_loss(values_bt, batch.values_bt, batch.returns_bt, batch.mask_bt, num_tokens=num_tokens)
+        return LossOutput(loss=loss, metrics=moments(values_bt, batch.returns_bt, batch))
 
 
 def critic_metrics(done: Update) -> dict[str, float]:
     """Return the metrics of a critic's optimiser step."""
     totals = done.totals
     return {
-        "loss": totals["loss"],
-        "grad_norm": math.nan if done.grad_norm is None else done.grad_norm,
-        "skipped": float(done.grad_norm is None),
-        "explained_variance": explained_variance(totals),
-        "value_mean": totals["return_mean"] - totals["error_mean"],
-        "return_mean": totals["return_mean"],
+        "critic/loss": totals["loss"],
+        "critic/grad_norm": math.nan if done.grad_norm is None else done.grad_norm,
+        "critic/skipped": float(done.grad_norm is None),
+        "critic/explained_variance": explained_variance(totals),
+        "critic/value_mean": totals["return_mean"] - totals["error_mean"],
+        "critic/return_mean": totals["return_mean"],
     }
 
 
 def value_loss(
-    values_bt: Tensor, old_values_bt: Tensor, returns_bt: Tensor, mask_bt: Tensor, *, clip: float, num_tokens: int
-) -> LossOutput:
-    """Return ½ Σ mask · max((V − ret)², (V_old + clip(V − V_old, ±clip) − ret)²) / num_tokens (arXiv 1707.06347).
-
-    A value further than `clip` from the one before the step gains nothing by moving on.
-    """
+    values_bt: Tensor, old_values_bt: Tensor, returns_bt: Tensor, mask_bt: Tensor, *, num_tokens: int
+) -> Tensor:
+    """Return ½ Σ mask · max((V − ret)², (V_old + clip(V − V_old, ±0.5) − ret)²) / num_tokens (arXiv 1707.06347)."""
     values_bt, old_values_bt, returns_bt = (x.where(mask_bt, 0.0) for x in (values_bt, old_values_bt, returns_bt))
-    clipped_bt = old_values_bt + (values_bt - old_values_bt).clamp(-clip, clip)
+    clipped_bt = old_values_bt + (values_bt - old_values_bt).clamp(-VALUE_CLIP, VALUE_CLIP)
     worst_bt = torch.maximum((values_bt - returns_bt).square(), (clipped_bt - returns_bt).square())
-    return LossOutput(loss=0.5 * worst_bt.sum() / max(num_tokens, 1), metrics={})
+    return 0.5 * worst_bt.sum() / max(num_tokens, 1)
 
 
 @torch.no_grad()
 def moments(values_bt: Tensor, returns_bt: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
     """Return this micro-batch's share of the means of which `explained_variance` is made, in float64."""
     weight_bt = batch.mask_bt.double() / max(batch.num_tokens_global, 1)
-    returns_bt = returns_bt.double().where(batch.mask_bt, 0.0)
-    errors_bt = returns_bt - values_bt.double().where(batch.mask_bt, 0.0)
+    values_bt, returns_bt = (x.double().where(batch.mask_bt, 0.0) for x in (values_bt, returns_bt))
+    errors_bt = returns_bt - values_bt
     means = {
         "return_mean": returns_bt,
         "return_square": returns_bt.square(),
@@ -121,10 +110,7 @@ def moments(values_bt: Tensor, returns_bt: Tensor, batch: TrainBatch) -> dict[st
 
 
 def explained_variance(means: Mapping[str, float]) -> float:
-    """Return 1 − Var(return − value) / Var(return), over trained tokens: 1 is perfect, 0 no better than a constant.
-
-    nan where all returns are alike.
-    """
+    """Return 1 − Var(return − value) / Var(return) over trained tokens; nan where all returns are alike."""
     variance = means["return_square"] - means["return_mean"] ** 2
     unexplained = means["error_square"] - means["error_mean"] ** 2
     return 1 - unexplained / variance if variance > 1e-12 * means["return_square"] else math.nan

@@ -1,7 +1,4 @@
-"""DeepSpeed behind a small interface: forward, backward, step, gather, save, load. Nothing else imports it.
-
-Nothing has to be compiled, gradients are averaged over exactly the tokens of the step, and no step is skipped silently.
-"""
+"""DeepSpeed behind a small interface. Nothing has to be compiled, and no step is skipped silently."""
 
 import contextlib
 import gc
@@ -55,6 +52,16 @@ def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) 
     return 2 if ranks.device.type == "cuda" else 1
 
 
+def parameter_dtype(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> torch.dtype:
+    """Return the dtype of the module's parameters. Raise ConfigError for a combination that can't train."""
+    stage = default_zero_stage(config, dtype, ranks)
+    if dtype == torch.float16 and ranks.device.type == "cpu":
+        raise ConfigError("float16 can't be trained on a CPU; set model.dtype to float32 or bfloat16")
+    if stage == 0 and dtype == torch.float16:
+        raise ConfigError("ZeRO stage 0 can't scale float16 losses; set trainer.zero_stage=1 or a bfloat16 dtype")
+    return torch.float32 if stage == 0 else dtype
+
+
 def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return DeepSpeed's own configuration."""
     values: dict[str, Any] = {
@@ -78,10 +85,7 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
 
 
 def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
-    """Return the factor on the peak learning rate as a function of the steps taken.
-
-    It rises as (steps + 1) / warmup_steps, then is constant, or falls linearly or as a cosine to 0 after the last step.
-    """
+    """Return the factor on the learning rate as a function of the steps taken: warm-up, then trainer.schedule."""
 
     def factor(steps: int) -> float:
         if steps < config.warmup_steps:
@@ -93,17 +97,11 @@ def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:
 
 
 class DeepSpeedEngine:
-    """Trains one module, with float32 master weights and AdamW.
-
-    Args:
-        module: parameters in the dtype that `parameter_dtype` names.
-        dtype: of forward and backward passes.
-    """
+    """Trains one module, with float32 master weights and AdamW; `dtype` is that of forward and backward passes."""
 
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self.stage = default_zero_stage(config, dtype, ranks)
-        self._max_grad_norm = config.max_grad_norm
-        self._ranks = ranks
+        self._max_grad_norm, self._dtype, self._ranks = config.max_grad_norm, dtype, ranks
         self._adamw = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
@@ -112,27 +110,14 @@ class DeepSpeedEngine:
             fused=True,
         )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._adamw, learning_rate_factor(config))
+        options: dict[str, Any] = {"optimizer": self._adamw, "lr_scheduler": self._scheduler}
         settings = deepspeed_config(config, stage=self.stage, dtype=dtype)
-        self._engine = initialize(
-            ranks, model=module, optimizer=self._adamw, lr_scheduler=self._scheduler, config=settings
-        )
+        self._engine = initialize(ranks, model=module, config=settings, **options)
         if self.stage == 0 and ranks.size == 1:  # else all gradients are copied to be summed over one rank
             self._engine.enable_backward_allreduce = False
         if dtype == torch.float16:  # at the lowest scale a step is skipped like any other
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-        self._dtype = dtype
         self._offloads = config.offload_optimizer and ranks.device.type == "cuda"
-        self._offloaded: offload.Offloaded = ()
-
-    @staticmethod
-    def parameter_dtype(config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> torch.dtype:
-        """Return the dtype of the module's parameters. Raise ConfigError for a combination that can't train."""
-        stage = default_zero_stage(config, dtype, ranks)
-        if dtype == torch.float16 and ranks.device.type == "cpu":
-            raise ConfigError("float16 can't be trained on a CPU; set model.dtype to float32 or bfloat16")
-        if stage == 0 and dtype == torch.float16:
-            raise ConfigError("ZeRO stage 0 can't scale float16 losses; set trainer.zero_stage=1 or a bfloat16 dtype")
-        return torch.float32 if stage == 0 else dtype
 
     @property
     def learning_rate(self) -> float:
@@ -141,20 +126,18 @@ class DeepSpeedEngine:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps taken, with those of a loaded checkpoint and without skipped ones."""
+        """Number of steps taken in the whole run, skipped ones not counted."""
         return int(self._scheduler.last_epoch)
 
     @property
     def loss_scale(self) -> float | None:
         """Factor on float16 losses, halved after a gradient that is not finite; None for other dtypes."""
-        return float(self._engine.optimizer.loss_scaler.cur_scale) if self._dtype == torch.float16 else None
+        return float(self._loss_scaler()["cur_scale"]) if self._dtype == torch.float16 else None
 
     def bytes_to_come(self) -> int:
         """Return the bytes that the first step allocates on the device for good: AdamW's two moments."""
-        if self._offloads:
-            return 0
         trained = sum(whole_shape(parameter).numel() for _, parameter in self._trained())
-        return 8 * trained // (1 if self.stage == 0 else self._ranks.size)
+        return 0 if self._offloads else 8 * trained // (1 if self.stage == 0 else self._ranks.size)
 
     def forward(self, *args: Any) -> Any:
         """Call the module."""
@@ -166,10 +149,9 @@ class DeepSpeedEngine:
         self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
     def step(self, *, rescale: bool = True) -> float | None:
-        """Clip, apply and clear the gradient; return its norm before clipping.
+        """Clip, apply and clear the gradient; return its norm, or None if it was not finite and nothing has changed.
 
-        None: the gradient was not finite on some rank, and no rank has changed its weights or learning rate. `rescale`:
-        whether such a gradient lowers float16's loss scale.
+        `rescale`: whether such a gradient lowers float16's loss scale.
         """
         norm: float | None = None
         if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
@@ -177,20 +159,17 @@ class DeepSpeedEngine:
             if not math.isfinite(norm):
                 self._engine.zero_grad()
                 return None
-        scaling = dict(self._loss_scaler()) if self.loss_scale is not None else {}
+        scaling = dict(self._loss_scaler())
         self._engine.step()
-        if not self._engine.was_step_applied():
-            self._forget_gradients()
-            if scaling and not rescale:
-                self._loss_scaler().update(scaling)
-            return None
-        return float(self._engine.get_global_grad_norm()) if norm is None else norm
-
-    def _forget_gradients(self) -> None:
-        # DeepSpeed 0.19 leaves them, for every later step to be skipped, where ZeRO-1 or 2 offloads the optimizer.
+        if self._engine.was_step_applied():
+            return float(self._engine.get_global_grad_norm()) if norm is None else norm
+        # DeepSpeed 0.19 leaves gradients, for every later step to be skipped, where ZeRO-1 or 2 offloads the optimizer.
         gradients = getattr(self._engine.optimizer, "averaged_gradients", None)
         if self.stage in (1, 2) and gradients:
             gradients.update(dict.fromkeys(gradients))
+        if not rescale:
+            self._loss_scaler().update(scaling)
+        return None
 
     def broken_gradients(self) -> list[str]:
         """Return the names of parameters whose accumulated gradient is not finite. All ranks call it."""
@@ -208,8 +187,7 @@ class DeepSpeedEngine:
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield the trained parameters as (name, whole tensor) in the compute dtype, each tied tensor once.
 
-        A bucket has about `max_bytes` at most and is valid until the next one. All ranks must exhaust the iterator;
-        only rank 0 gets anything.
+        A bucket is valid until the next one. All ranks must exhaust the iterator; only rank 0 gets anything.
         """
         for group in self.by_bytes(max_bytes):
             with gathered([parameter for _, parameter in group]):
@@ -238,11 +216,10 @@ class DeepSpeedEngine:
         bucket: dict[str, Tensor] = {}
         size = 0
         for name, parameter in self._trained():
-            piece = master.piece(parameter)
+            place, views = master.piece(parameter)
             for kind in KINDS:
                 whole = torch.zeros(whole_shape(parameter).numel(), device=self._ranks.device)
-                if piece is not None:
-                    piece.place_in(whole, kind).copy_(piece.views[kind])
+                whole[place].copy_(views[kind])
                 if self.stage > 0:
                     self._ranks.sum_in_place(whole.view(torch.int32))  # as bits, 0 on other ranks: -0.0 survives
                 if self._ranks.is_main:
@@ -256,9 +233,7 @@ class DeepSpeedEngine:
 
     def counters(self) -> dict[str, Any]:
         """Return the rest of the state, ready for JSON."""
-        scale = {}
-        if self._dtype == torch.float16:
-            scale = {key: value for key, value in self._loss_scaler().items() if isinstance(value, int | float)}
+        scale = {key: value for key, value in self._loss_scaler().items() if isinstance(value, int | float)}
         return {"updates": self._master().step, "scheduled": self._scheduler.last_epoch, "loss_scale": scale}
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -269,30 +244,25 @@ class DeepSpeedEngine:
         """Restore what `state` and `counters` gave, on any number of ranks at any stage. Only rank 0 can `read`."""
         master = self._master()
         for name, parameter in self._trained():
-            piece = master.piece(parameter)
+            place, views = master.piece(parameter)
             for kind in KINDS:
                 whole = torch.empty(whole_shape(parameter).numel(), device=self._ranks.device)
                 if read is not None:
                     whole.copy_(read(f"{kind}/{name}").view(-1))
                 self._ranks.broadcast_in_place(whole)
-                if piece is not None:
-                    piece.views[kind].copy_(piece.place_in(whole, kind))
+                views[kind].copy_(whole[place])
         master.step = counters["updates"]
         master.to_parameters()
-        self._schedule_from(counters["scheduled"])
-        if self._dtype == torch.float16:
-            self._loss_scaler().update(counters["loss_scale"])
+        self._loss_scaler().update(counters["loss_scale"])
+        scheduler, (group,) = self._scheduler, self._adamw.param_groups  # the schedule may have other settings now
+        scheduler.last_epoch = counters["scheduled"]
+        group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"]]
 
-    def offload(self) -> None:
-        """Move parameters, gradients and the optimizer's state to CPU memory; nothing can run until `onload`."""
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield parameters, gradients and the optimizer's state."""
         module = self._engine.module
-        tensors = offload.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
-        self._offloaded = offload.offload(tensors, self._ranks.device)
-
-    def onload(self) -> None:
-        """Move back what `offload` moved."""
-        offload.onload(self._offloaded, self._ranks.device)
-        self._offloaded = ()
+        return offload.tensors_in(list(module.parameters()), list(module.buffers()), self._engine.optimizer)
 
     def close(self) -> None:
         """Release DeepSpeed's state."""
@@ -302,15 +272,8 @@ class DeepSpeedEngine:
         return MasterState(self.stage, self._engine.optimizer, self._adamw)
 
     def _loss_scaler(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = vars(self._engine.optimizer.loss_scaler)
-        return attributes
-
-    def _schedule_from(self, steps: int) -> None:
-        """Set the learning rate of the next step after this number of steps."""
-        scheduler, (group,) = self._scheduler, self._adamw.param_groups
-        scheduler.last_epoch = steps
-        group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](steps)
-        scheduler._last_lr = [group["lr"]]
+        """Return the attributes of float16's loss scaler, to be read and updated; empty for other dtypes."""
+        return vars(self._engine.optimizer.loss_scaler) if self._dtype == torch.float16 else {}
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that are not frozen, each tied one under its first name only."""

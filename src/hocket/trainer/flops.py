@@ -1,11 +1,11 @@
 """Floating-point operations of a step, and the peak of the device: what the MFU is made of.
 
-Counted are the model's own operations, two per multiply-add, as in PaLM (arXiv 2204.02311, appendix B): no
-recomputation, no padding, causal attention once within each sequence, only the chosen experts, the output head over
-trained tokens only, no norms, activations or softmax.
+Counted as in PaLM (arXiv 2204.02311, appendix B), two per multiply-add: no recomputation, causal attention within each
+sequence, the chosen experts, the output head over trained tokens, no norms, activations or softmax.
 """
 
 import dataclasses
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,19 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-PEAKS = (  # words in the device's name, dense 16-bit operations per second with float32 sums, from the data sheets
-    (("B200",), 2250e12),
-    (("H200",), 989e12),
-    (("H100", "PCIe"), 756e12),
-    (("H100",), 989e12),
-    (("A100",), 312e12),
-    (("L40S",), 362e12),
-    (("L4",), 121e12),
-    (("A10",), 125e12),
-    (("4090",), 165e12),
-    (("3090",), 71e12),
-)
-NUM_MEASUREMENTS = 5
+PEAKS = {  # device → dense 16-bit operations per second with float32 sums, from the data sheets
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +36,7 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Return the operations of a causal language model; call it before DeepSpeed spreads the weights over the ranks.
-
-    A trained weight takes part in three products (output, gradients of input and weight), a frozen one in two.
-    """
+    """Return the operations of a causal language model; call it before DeepSpeed spreads the weights over the ranks."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     per_position = per_trained_token = 0.0
@@ -51,12 +44,12 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         if isinstance(module, nn.Embedding):
             continue
         for weight in module.parameters(recurse=False):
-            flops = _multiply_adds(module, weight, config.to_dict()) * 2 * (3 if weight.requires_grad else 2)
+            passes = 3 if weight.requires_grad else 2  # output, gradient of the input and, if trained, of the weight
+            flops = _multiply_adds(module, weight, config.to_dict()) * 2 * passes
             if module is head:
                 per_trained_token += flops
             else:
                 per_position += flops
-
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_size, value_size = (getattr(config, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -70,7 +63,6 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def _multiply_adds(module: nn.Module, weight: Tensor, config: dict[str, object]) -> float:
-    """Return the products of one token with one weight."""
     if isinstance(module, nn.Linear):  # a quantised one packs its weight
         return module.in_features * module.out_features if weight is module.weight else 0.0
     if weight.dim() == 3:  # experts, of which each token takes some
@@ -83,14 +75,11 @@ def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens
     """Return the operations of one optimiser step over all ranks; a segment has one position less than tokens."""
     total = model.per_position * sum(segment_lengths) + model.per_trained_token * trained_tokens
     for window, num_layers in Counter(model.windows).items():
-        total += num_layers * model.per_pair * sum(_pairs(length, window) for length in segment_lengths)
+        for length in segment_lengths:
+            seen = min(length, window or length)
+            pairs = seen * (seen + 1) // 2 + (length - seen) * seen  # of a token and one that it sees
+            total += num_layers * model.per_pair * pairs
     return total
-
-
-def _pairs(length: int, window: int | None) -> int:
-    """Return how many (token, earlier token or itself) pairs attend to each other."""
-    seen = length if window is None else min(length, window)
-    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -99,19 +88,16 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = known_peak(torch.cuda.get_device_name(device))
         if known is not None:
             return known
-    size = 4096 if device.type == "cuda" else 512
-    left = right = torch.ones(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(1 + NUM_MEASUREMENTS):  # the first one warms up
+    size, best = 4096 if device.type == "cuda" else 512, float("inf")
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    for _ in range(6):  # the first one warms up
         start = time.perf_counter()
-        float((left @ right)[0, 0])  # waits for the device
+        float((matrix @ matrix)[0, 0])  # waits for the device
         best = min(best, time.perf_counter() - start)
     return 2.0 * size**3 / best
 
 
 def known_peak(name: str) -> float | None:
     """Return the data sheet's peak for a device of this name; None if it is not listed, or a part of one (MIG)."""
-    words = set(name.replace("-", " ").split())
-    if "MIG" in words:
-        return None
-    return next((peak for wanted, peak in PEAKS if words.issuperset(wanted)), None)
+    found = (peak for device, peak in PEAKS.items() if re.search(rf"\b{device}\b", name) and "MIG" not in name)
+    return next(found, None)

@@ -1,11 +1,10 @@
 """LoRA: low-rank updates beside frozen weights, in PEFT's format. Nothing else imports peft.
 
-An adapted layer computes W x + alpha / rank · B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685); A [rank, in] is
-random and B [out, rank] zero at first, so that training starts from the model as it is.
+An adapted layer computes W x + alpha / rank · B A x (arXiv 2106.09685); A [rank, in] is random and B [out, rank] zero
+at first, so that training starts from the model as it is.
 """
 
 import importlib.util
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,15 +28,7 @@ _NAME = "default"  # PEFT's name of the only adapter, a part of the parameters' 
 
 
 def inject(model: transformers.PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> AdapterConfig:
-    """Freeze the model and add an adapter in its precision; class, names and outputs stay the same.
-
-    Args:
-        base: path of the model.
-        seed: of the random half of the adapter.
-
-    Raises:
-        ConfigError: model.lora.targets names no linear layer, or the output head.
-    """
+    """Freeze the model at the path `base` and add an adapter in its precision; names and outputs stay the same."""
     import peft
 
     head = model.get_output_embeddings()
@@ -65,13 +56,7 @@ def inject(model: transformers.PreTrainedModel, config: LoraConfig, *, base: str
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
-    """Return transformers' options to load frozen weights in 4 bits onto this rank's GPU (QLoRA, arXiv 2305.14314).
-
-    NormalFloat with quantised scales, in all linear layers but the output head; products are computed in `dtype`.
-
-    Raises:
-        ConfigError: there is no CUDA device, or no package bitsandbytes.
-    """
+    """Return transformers' options to load frozen weights in 4 bits onto this rank's GPU (QLoRA, arXiv 2305.14314)."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "model.lora.quantize needs a CUDA device: bitsandbytes multiplies 4-bit weights on a GPU; leave it out here"
@@ -106,11 +91,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 def published_name(name: str) -> str:
-    """Return PEFT's name in a file for a parameter of the adapter.
-
-    >>> published_name("model.layers.0.mlp.up_proj.lora_A.default.weight")
-    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
-    """
+    """Return PEFT's name in a file for a parameter of the adapter."""
     return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
 
 
@@ -119,19 +100,12 @@ def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(published, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(indent=1), encoding="utf-8")
-    # safetensors writes for the owner only; the server may be another user
-    shutil.copymode(folder / manifest.ADAPTER_FILE, folder / WEIGHTS_FILE)
 
 
 def merge(folder: Path, output: Path, *, base: str | None = None) -> None:
-    """Write the base model with an adapter merged into it, W + alpha / rank · B A, and its tokenizer.
+    """Write the base model with the adapter in `folder` merged into it, W + alpha / rank · B A, and its tokenizer.
 
-    Args:
-        folder: an adapter, as `save` writes it.
-        base: path of the base model, if it is no longer where the adapter says.
-
-    Raises:
-        ConfigError: there is no adapter, its base model can't be loaded or is another one, or `output` exists.
+    `base`: path of the base model, if it is no longer where the adapter says.
     """
     import peft
 

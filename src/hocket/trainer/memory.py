@@ -39,46 +39,6 @@ _GRADIENT_BYTES = {  # ZeRO stage → in 32 and in 16 bits, bytes per trained pa
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """The sizes of a model that its memory depends on, per layer where they differ."""
-
-    num_parameters: int
-    num_trained: int  # parameters that are not frozen
-    num_layers: int
-    hidden_size: int
-    query_size: int  # heads x size of a head
-    key_size: int
-    inner_size: int  # width of the MLP; in a mixture of experts, of all experts that a token takes
-    vocab_size: int
-    itemsize: int  # bytes of a number in forward and backward passes
-    num_quantized: int = 0  # parameters held in 4 bits
-
-    @classmethod
-    def of(cls, model: Any, dtype: torch.dtype, *, quantized: bool = False) -> "Model":
-        """Read the sizes of a transformers model, which may be on the meta device.
-
-        `quantized`: its frozen linear layers, all but the output head, are held in 4 bits.
-        """
-        head = model.get_output_embeddings()
-        layers = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
-        text = model.config.get_text_config()
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        inner, experts = getattr(text, "intermediate_size", None), getattr(text, "num_experts_per_tok", None)
-        return cls(
-            num_parameters=sum(p.numel() for p in model.parameters()),
-            num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            num_layers=text.num_hidden_layers,
-            hidden_size=text.hidden_size,
-            query_size=size * text.num_attention_heads,
-            key_size=size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
-            inner_size=experts * text.moe_intermediate_size if experts else inner or 4 * text.hidden_size,
-            vocab_size=text.vocab_size,
-            itemsize=dtype.itemsize,
-            num_quantized=sum(weight.numel() for weight in layers if quantized and not weight.requires_grad),
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Bytes that one rank needs on its device at the peak of a step, by purpose."""
 
@@ -98,75 +58,84 @@ class Estimate:
         return f"about {_gib(self.total)} GiB per rank: {', '.join(parts)}"
 
 
-def estimate(model: Model, config: TrainerConfig, *, stage: int, num_ranks: int, offloads: bool) -> Estimate:
-    """Return what a step needs with micro-batches of the configured size; with "auto", of one chunk of tokens.
+def estimate(
+    model: Any,
+    config: TrainerConfig,
+    *,
+    dtype: torch.dtype,
+    stage: int,
+    num_ranks: int,
+    offloads: bool = False,
+    quantized: bool = False,
+) -> Estimate:
+    """Return what a step needs with a transformers model, on any device; a frozen model has weights only.
 
-    Above ZeRO `stage` 0 the ranks share the optimizer's state, from 2 on the gradients, at 3 the weights. `offloads`:
-    the optimizer's state is not on the device.
+    Micro-batches have the configured size; with "auto", that of one chunk of tokens. Above ZeRO `stage` 0 the ranks
+    share the optimizer's state, from 2 on the gradients, at 3 the weights.
+
+    Args:
+        dtype: of forward and backward passes.
+        offloads: whether the optimizer's state is off the device.
+        quantized: whether the frozen linear layers, all but the output head, are held in 4 bits.
     """
-    trained, half = model.num_trained, model.itemsize < 4
+    parameters, head, text = list(model.parameters()), model.get_output_embeddings(), model.config.get_text_config()
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+    small = sum(weight.numel() for weight in linear if quantized and not weight.requires_grad)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    query = size * text.num_attention_heads
+    key = size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    inner, experts = getattr(text, "intermediate_size", None), getattr(text, "num_experts_per_tok", None)
+    inner = experts * text.moe_intermediate_size if experts else inner or 4 * text.hidden_size
+
+    half = dtype.itemsize < 4
     whole, shared = _GRADIENT_BYTES[stage][half]
-    bucket = 0 if stage == 0 or (stage == 1 and half) else BUCKET_ELEMENTS * model.itemsize
-    optimizer = 8 * trained if stage == 0 else 12 * trained / num_ranks
-    itemsize = 4 if stage == 0 else model.itemsize  # ZeRO-0 autocasts 16 bits
+    bucket = 0 if stage == 0 or (stage == 1 and half) or not trained else BUCKET_ELEMENTS * dtype.itemsize
+    itemsize = 4 if stage == 0 else dtype.itemsize  # ZeRO-0 autocasts 16 bits
+    weights = (sum(p.numel() for p in parameters) - small) * itemsize + _NF4_BYTES * small
     tokens = config.logprob_chunk_tokens if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
-    norms = (4 * itemsize + 8) * model.hidden_size  # computed in float32
-    layer = norms + itemsize * (3 * model.query_size + 2 * model.key_size + 4 * model.inner_size)
-    per_token = model.num_layers * layer + norms
+    norms = (4 * itemsize + 8) * text.hidden_size  # computed in float32
+    layer = norms + itemsize * (3 * query + 2 * key + 4 * inner)
+    per_token = text.num_hidden_layers * layer + norms
     if config.gradient_checkpointing:
-        per_token = model.num_layers * itemsize * model.hidden_size + norms + layer
+        per_token = text.num_hidden_layers * itemsize * text.hidden_size + norms + layer
     return Estimate(
-        weights=((model.num_parameters - model.num_quantized) * itemsize + _NF4_BYTES * model.num_quantized)
-        / (num_ranks if stage == 3 else 1),
+        weights=weights / (num_ranks if stage == 3 else 1),
         gradients=trained * (whole + shared / num_ranks) + bucket,
-        optimizer=0 if offloads else optimizer,
-        activations=tokens * per_token,
-        logits=_HEAD_BYTES * min(tokens, config.logprob_chunk_tokens) * model.vocab_size,
-    )
-
-
-def together(models: Mapping[str, Estimate]) -> Estimate:
-    """Return what a step needs with all models, "policy" among them; a "reference" has weights only."""
-    trained = [model for name, model in models.items() if name != "reference"]  # they run one after the other
-    return Estimate(
-        weights=sum(model.weights for model in models.values()),
-        gradients=sum(model.gradients for model in trained),
-        optimizer=sum(model.optimizer for model in trained),
-        activations=max(model.activations for model in trained),
-        logits=models["policy"].logits,
+        optimizer=0 if offloads else 8 * trained if stage == 0 else 12 * trained / num_ranks,
+        activations=tokens * per_token if trained else 0,
+        logits=_HEAD_BYTES * min(tokens, config.logprob_chunk_tokens) * text.vocab_size,
     )
 
 
 def check(models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
     """Return what a step needs with these models. Raise ConfigError, with a way out, where it clearly can't fit."""
-    sizes = {
-        name: Model.of(skeleton(model), dtype, quantized=model.lora is not None and model.lora.quantize is not None)
+    parts = [
+        estimate(
+            skeleton(model).requires_grad_(False) if name == "reference" else skeleton(model),
+            config,
+            dtype=dtype,
+            stage=default_zero_stage(config, dtype, ranks),
+            num_ranks=ranks.size,
+            offloads=config.offload_optimizer and ranks.device.type == "cuda",
+            quantized=model.lora is not None and model.lora.quantize is not None,
+        )
         for name, model in models.items()
-    }
-
-    def needed(**changes: Any) -> Estimate:
-        trainer = config.model_copy(update=changes)
-        stage = default_zero_stage(trainer, dtype, ranks)
-        offloads = trainer.offload_optimizer and ranks.device.type == "cuda"
-        options: dict[str, Any] = {"stage": stage, "num_ranks": ranks.size, "offloads": offloads}
-        return together({name: estimate(size, trainer, **options) for name, size in sizes.items()})
-
-    found, available = needed(), available_bytes(ranks.device)
-    if found.total * (1 - _TOLERANCE) <= available:
-        return found
-    changes: dict[str, Any] = {"gradient_checkpointing": True, "offload_optimizer": True, "zero_stage": 3}
-    if config.micro_batch_tokens != "auto":
-        changes["micro_batch_tokens"] = config.micro_batch_tokens // 2
-    changes["logprob_chunk_tokens"] = config.logprob_chunk_tokens // 2 or 1
-    helps = []
-    for key, value in changes.items():
-        total = needed(**{key: value}).total
-        if total < 0.95 * found.total:
-            helps.append(f"trainer.{key}={str(value).lower()} ({_gib(total)})")
-    raise ConfigError(
-        f"a step needs {found}; there are {_gib(available)}. Set {', '.join([*helps, 'model.lora={}'])}, train on more "
-        "ranks, or take a smaller model"
+    ]
+    together = Estimate(
+        weights=sum(part.weights for part in parts),
+        gradients=sum(part.gradients for part in parts),
+        optimizer=sum(part.optimizer for part in parts),
+        activations=max(part.activations for part in parts),  # the models run one after the other
+        logits=max(part.logits for part in parts),
     )
+    available = available_bytes(ranks.device)
+    if together.total * (1 - _TOLERANCE) > available:
+        raise ConfigError(
+            f"a step needs {together}; there are {_gib(available)}. Set trainer.gradient_checkpointing=true and a "
+            "smaller trainer.micro_batch_tokens, set model.lora={}, train on more ranks, or take a smaller model"
+        )
+    return together
 
 
 def available_bytes(device: torch.device) -> int:
@@ -178,37 +147,23 @@ def available_bytes(device: torch.device) -> int:
 
 
 def fit_micro_batch(learners: Sequence[Learner], config: TrainerConfig, ranks: Ranks) -> int:
-    """Return the micro-batch size that fits into the memory of every rank's GPU; on a CPU, the setting's default.
-
-    The first learner rehearses a step. Raise TrainerError where not even one sequence fits.
-    """
+    """Return the micro-batch size that fits into the memory of every rank's GPU; on a CPU, the setting's default."""
     if ranks.device.type != "cuda":
         return int(TrainerConfig.model_fields["micro_batch_tokens"].default)
     size = max(512, config.logprob_chunk_tokens)
     learner = learners[0]
     rehearse(learner, size, ranks)  # the first run allocates what libraries keep, which is no part of a micro-batch
-    small, large = ((tokens, _peak_bytes(learner, tokens, ranks)) for tokens in (size, 2 * size))
+    small, large = (_peak_bytes(learner, tokens, ranks) for tokens in (size, 2 * size))
+    per_token = (large - small) / size
     moments = sum(learner.engine.bytes_to_come() for learner in learners)  # the first real step allocates them
-    available = available_bytes(ranks.device) - moments
-    tokens = ranks.smallest(largest_micro_batch(small, large, available))
+    room = (1 - _MARGIN) * (available_bytes(ranks.device) - moments) - (small - per_token * size)
+    tokens = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) / max(per_token, 1e-9))))
     if tokens < 2:
         raise TrainerError(
             "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; set "
             "trainer.gradient_checkpointing=true, a smaller trainer.logprob_chunk_tokens, or take more ranks"
         )
     return tokens
-
-
-def largest_micro_batch(first: tuple[int, int], second: tuple[int, int], available: float) -> int:
-    """Return how many tokens fit, given two measurements (tokens, bytes) of memory = fixed + tokens x per token.
-
-    >>> largest_micro_batch((100, 3000), (200, 5000), 11111)  # 1000 + 20 per token, and a tenth stays free
-    449
-    """
-    per_token = (second[1] - first[1]) / (second[0] - first[0])
-    fixed = first[1] - per_token * first[0]
-    room = (1 - _MARGIN) * available - fixed
-    return int(min(LARGEST_MICRO_BATCH, max(0.0, room) / max(per_token, 1e-9)))
 
 
 def rehearse(learner: Learner, num_positions: int, ranks: Ranks) -> None:
@@ -228,7 +183,6 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks) -> None:
 
 
 def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks) -> int:
-    """Return by how many bytes memory on the GPU grows at the peak of a rehearsal."""
     torch.cuda.synchronize(ranks.device)
     torch.cuda.reset_peak_memory_stats(ranks.device)
     before = torch.cuda.memory_allocated(ranks.device)

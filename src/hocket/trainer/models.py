@@ -1,9 +1,7 @@
 """One rank's models: the policy, and the reference and the critic where the algorithm needs them."""
 
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,30 +10,29 @@ from torch import Tensor
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
 from hocket.config import Config
-from hocket.trainer import flops, guards, memory
+from hocket.system import seed_of
+from hocket.trainer import flops, memory
 from hocket.trainer.batching import TrainBatch, unpack
 from hocket.trainer.critic import Critic, ValueModel
-from hocket.trainer.engine import DeepSpeedEngine
+from hocket.trainer.engine import DeepSpeedEngine, parameter_dtype
 from hocket.trainer.policy import Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.reference import FrozenModel, base_logprobs
 from hocket.trainer.state import POLICY
-from hocket.trainer.step import Learner, Update
-from hocket.types import TrainSample
+from hocket.trainer.step import Learner
 
 BatchLoss = Callable[[Tensor, Tensor, TrainBatch], LossOutput]
 """(logprobs_bt with gradient, entropy_bt, batch) → this micro-batch's share of the global loss."""
 
 
 class Models:
-    """Loads the models of a run, and says what a step trains, what is measured and what a checkpoint holds.
+    """Loads the models of a run: what a step trains, what is measured and what a checkpoint holds.
 
     Args:
         loss: None: the configured policy loss, with the models that it needs beside the policy.
-        temperature: logits are divided by it.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, *, loss: BatchLoss | None, temperature: float) -> None:
+    def __init__(self, config: Config, ranks: Ranks, loss: BatchLoss | None) -> None:
         algorithm, settings = config.algorithm, config.trainer
         own_loss, self._ranks = loss is None, ranks
         with_reference, with_critic = own_loss and algorithm.kl != "off", own_loss and algorithm.baseline == "critic"
@@ -49,13 +46,12 @@ class Models:
                 tokenizers.check_same_ids(path, setting, config.model)
         self.dtype = compute_dtype(config.model, ranks.device)
         self.estimate = memory.check(models, settings, self.dtype, ranks)
-        parameter_dtype = DeepSpeedEngine.parameter_dtype(settings, dtype=self.dtype, ranks=ranks)
 
         def load(name: str, kind: type[Policy] = Policy) -> Any:
             return kind(
                 models[name],
-                dtype=parameter_dtype,
-                temperature=temperature,
+                dtype=parameter_dtype(settings, self.dtype, ranks),
+                temperature=config.rollout.temperature if own_loss else 1.0,
                 chunk_tokens=settings.logprob_chunk_tokens,
                 gradient_checkpointing=settings.gradient_checkpointing,
                 entropy_gradient=algorithm.entropy_coef > 0,
@@ -64,8 +60,7 @@ class Models:
 
         self.policy: Policy = load(POLICY)
         self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights over the ranks
-        self._loss = configured_loss(algorithm.loss(config.rollout.max_tokens)) if loss is None else loss
-        self.critic: Critic | None = None
+        self._loss = loss or configured_loss(algorithm.loss(config.rollout.max_tokens))
         self.columns: dict[str, Callable[[TrainBatch], Tensor]] = {}  # field of Measured → its numbers for a batch
         options: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks}
         with ranks.deadline("starting DeepSpeed"):
@@ -74,6 +69,7 @@ class Models:
             self.engine = DeepSpeedEngine(self.policy, settings.model_copy(update={"steps": own_steps}), **options)
             self.policy.check_architecture(ranks.device)
             self.engines: dict[str, DeepSpeedEngine | FrozenModel] = {POLICY: self.engine}
+            self.learners = [Learner(name=POLICY, engine=self.engine, loss=self._policy_loss)]  # what a step trains
             if "reference" in models:
                 frozen = FrozenModel(load("reference"), settings, **options)
                 self.engines["reference"] = frozen
@@ -81,58 +77,28 @@ class Models:
             elif with_reference:  # the base model under the adapter
                 self.columns["ref_logprobs"] = functools.partial(base_logprobs, self.policy, self.engine)
             if with_critic:
-                self.critic = Critic(load("critic", ValueModel), config.critic, settings, **options)
-                self.engines["critic"] = self.critic.engine
-                self.columns["values"] = self.critic.values
-            self.fitted_for: str | None = None  # hash of what trainer.micro_batch_tokens=auto was measured for
+                critic = Critic(load("critic", ValueModel), config.critic, settings, **options)
+                self.engines["critic"] = critic.engine
+                self.columns["values"] = critic.values
+                policy = Learner(name=POLICY, engine=self.engine, loss=self._policy_loss, learns=critic.is_warm)
+                self.learners = [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
+            self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
             if settings.micro_batch_tokens == "auto":
-                decisive = {"model", "algorithm", "critic", "trainer"}
-                chosen = config.model_dump(mode="json", include=decisive, exclude={"trainer": {"steps"}})
-                self.fitted_for = _fingerprint(chosen, ranks)
-                self.micro_batch_tokens = memory.fit_micro_batch(self.learners(), settings, ranks)
+                chosen = {"model", "algorithm", "critic", "trainer"}
+                decisive = config.model_dump_json(include=chosen, exclude={"trainer": {"steps"}})
+                device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+                self.fitted_for = seed_of(decisive, ranks.size, device)
+                self.micro_batch_tokens = memory.fit_micro_batch(self.learners, settings, ranks)
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens
-
-    def learners(self) -> list[Learner]:
-        """Return what a step trains: the policy and, where there is one, the critic."""
-        critic = self.critic
-        policy = Learner(
-            name=POLICY,
-            engine=self.engine,
-            loss=self._policy_loss,
-            learns=lambda: critic is None or critic.is_warm,
-        )
-        return [policy] if critic is None else [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
+        self.saved = {name: engine for name, engine in self.engines.items() if isinstance(engine, DeepSpeedEngine)}
 
     @torch.no_grad()
-    def numbers(
-        self, batches: Sequence[TrainBatch], columns: Mapping[str, Callable[[TrainBatch], Tensor]]
-    ) -> dict[int, dict[str, tuple[float, ...]]]:
+    def numbers(self, batches: Sequence[TrainBatch]) -> dict[int, dict[str, tuple[float, ...]]]:
         """Return on rank 0 the columns' numbers per token, by the place of the sample; elsewhere nothing."""
         batches = [batch.to(self._ranks.device) for batch in batches]
-        own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in columns.items()})
+        own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in self.columns.items()})
         return {index: numbers for share in self._ranks.gather(own) for index, numbers in share.items()}
-
-    def fault(
-        self, samples: Sequence[TrainSample], batches: Sequence[TrainBatch], updates: Mapping[str, Update]
-    ) -> guards.Fault:
-        """Return what was not finite; a model whose update was skipped computes the same numbers again."""
-        columns: dict[str, Callable[[TrainBatch], Tensor]] = {}
-        if updates[POLICY].is_faulty:
-            columns["logprobs"] = lambda batch: self.engine.forward(batch)[0]
-        if self.critic is not None and updates["critic"].is_faulty:
-            columns["values"] = self.critic.values
-        prefixes = {POLICY: "", "critic": "critic: "}
-        return guards.find_fault(
-            samples,
-            computed=self.numbers(batches, columns),
-            totals={f"{prefixes[name]}{key}": v for name, done in updates.items() for key, v in done.totals.items()},
-            gradients=[f"{prefixes[name]}{key}" for name, done in updates.items() for key in done.bad_gradients],
-        )
-
-    def saved(self) -> dict[str, DeepSpeedEngine]:
-        """Return the trained models, by the prefix of their tensors' names."""
-        return {name: model for name, model in self.engines.items() if isinstance(model, DeepSpeedEngine)}
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         logprobs_bt, entropy_bt = self.engine.forward(batch)
@@ -159,9 +125,3 @@ def configured_loss(settings: LossConfig) -> BatchLoss:
         )
 
     return loss
-
-
-def _fingerprint(settings: Mapping[str, Any], ranks: Ranks) -> str:
-    """Return a hash of all that decides which micro-batch size fits."""
-    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-    return hashlib.sha256(json.dumps([settings, ranks.size, device]).encode()).hexdigest()[:16]

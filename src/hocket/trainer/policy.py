@@ -1,10 +1,9 @@
 """The model as the trainer sees it: token ids in, log-probabilities and entropies of given tokens out."""
 
 import concurrent.futures
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -22,24 +21,20 @@ from hocket.trainer.batching import TrainBatch
 from hocket.trainer.logprobs import token_logprobs
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the precision of forward and backward passes; master weights are always float32."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[config.dtype]
+    return cast(torch.dtype, getattr(torch, config.dtype))
 
 
 class Policy(nn.Module):
     """A Hugging Face causal language model whose forward never holds all logits.
 
-    Dropout is off, as in the engine that samples.
-
     Args:
         dtype: of the parameters.
-        temperature: logits are divided by it.
         chunk_tokens: positions whose logits exist at the same time.
         entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
@@ -61,17 +56,11 @@ class Policy(nn.Module):
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.NAME}
         if config.lora is not None and config.lora.quantize is not None:
             options |= lora.quantization(dtype)
-        if config.random_init:
-            torch.manual_seed(seed)
-            model = _from_config(config, **options)
-        else:
-            model = _load(transformers.AutoModelForCausalLM.from_pretrained, config.path, **options)
+        torch.manual_seed(seed)
+        self.model = model = _load(config, random_init=config.random_init, **options)
         # The adapter alone is trained; None: all weights are.
         self.adapter = None if config.lora is None else lora.inject(model, config.lora, base=config.path, seed=seed)
-        self.model = model
-        self.temperature = temperature
-        self.chunk_tokens = chunk_tokens
-        self.entropy_gradient = entropy_gradient
+        self.temperature, self.chunk_tokens, self.entropy_gradient = temperature, chunk_tokens, entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()  # transformers recomputes activations in training mode only
@@ -89,7 +78,7 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size)
 
     def as_published(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return trained parameters with the names and shapes of this architecture's checkpoints (adapter: PEFT's)."""
+        """Return trained parameters with the names and shapes of the architecture's checkpoints (adapter: PEFT's)."""
         named = {name.removeprefix(PREFIX): tensor for name, tensor in bucket}
         if self.adapter is not None:
             return [(lora.published_name(name), tensor) for name, tensor in named.items()]
@@ -98,11 +87,7 @@ class Policy(nn.Module):
     def write(
         self, folder: Path, named: Sequence[tuple[str, Tensor]], tokenizer: Any, dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
-        """Write trained parameters in the format of `as_published`; return the specs of the tensors in memory.
-
-        Raises:
-            OSError, SafetensorError: the disk can't be written.
-        """
+        """Write trained parameters as published; return the specs of the tensors in memory."""
         published = unshared(dict(self.as_published(named)))  # DeepSpeed's are parts of one
         with concurrent.futures.ThreadPoolExecutor(1) as checksums:  # of the tensors, while they are written
             specs = checksums.submit(manifest.specs, published.items())
@@ -127,21 +112,15 @@ class Policy(nn.Module):
         )
 
     def _hidden(self, input_ids_bt: Tensor, position_ids_bt: Tensor, segment_lengths: Sequence[int]) -> Tensor:
-        output = self.model.base_model(
-            input_ids=input_ids_bt,
-            position_ids=position_ids_bt,
-            segments=attention.Segments.of(segment_lengths, input_ids_bt.device),
-            use_cache=False,
-        )
-        hidden_bth: Tensor = output.last_hidden_state
-        return hidden_bth
+        segments = attention.Segments.of(segment_lengths, input_ids_bt.device)
+        inputs = {"input_ids": input_ids_bt, "position_ids": position_ids_bt, "segments": segments}
+        return cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
 
     @torch.no_grad()
     def check_architecture(self, device: torch.device) -> None:
         """Raise TrainerError for an architecture that would train silently wrong here.
 
-        Assumed are: logits are the output head of the last hidden state, attention is what `attention.attend` computes,
-        and segments of a row don't see each other. Some architectures scale or cap logits, or carry a state along.
+        Some scale or cap logits, have more in their attention than `attention.attend`, or carry a state along the row.
         """
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         positions_bt = torch.arange(8, device=device).repeat(2)[None]
@@ -150,12 +129,10 @@ class Policy(nn.Module):
         alone = [self._hidden(ids_bt[:, half], positions_bt[:, half], [8]) for half in halves]
         packed = self._hidden(ids_bt, positions_bt, [8, 8])
         self.model.set_attn_implementation("eager")  # the model's own
-        try:
-            inputs = {"input_ids": ids_bt[:, 8:], "position_ids": positions_bt[:, 8:]}
-            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-            logits = self.model(**inputs, use_cache=False).logits
-        finally:
-            self.model.set_attn_implementation(attention.NAME)
+        inputs = {"input_ids": ids_bt[:, 8:], "position_ids": positions_bt[:, 8:]}
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        logits = self.model(**inputs, use_cache=False).logits
+        self.model.set_attn_implementation(attention.NAME)
         name = type(self.model).__name__
         if not _close(head(hidden), logits):
             raise TrainerError(f"{name} changes its logits after the output head; it can't be trained here")
@@ -166,9 +143,9 @@ class Policy(nn.Module):
 
 
 def skeleton(config: ModelConfig) -> Any:
-    """Return the model without weights, on the meta device, for its sizes. Raise ConfigError."""
+    """Return the model without weights, on the meta device, for its sizes."""
     with torch.device("meta"):
-        model = _from_config(config)
+        model = _load(config, random_init=True)
         if config.lora is not None:
             lora.inject(model, config.lora, base=config.path, seed=0)
     return model
@@ -193,17 +170,12 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_model(folder: Path, model: Any, tokenizer: Any, published: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write a model in Hugging Face format: safetensors, config.json, tokenizer. Raise OSError, SafetensorError.
-
-    Of `model` only the architecture is used; `published` are its parameters in `dtype`, named as in a checkpoint.
-    """
+    """Write a model in Hugging Face format: `published` parameters in `dtype`, and the architecture of `model`."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype  # of the tensors; the live parameters of ZeRO-0 are float32
     for part in (model.config, model.generation_config, tokenizer):
         part.save_pretrained(folder)
     save_torch_state_dict(dict(published), folder)
-    for file in folder.glob("*.safetensors"):  # written for the owner only; the server may be another user
-        shutil.copymode(folder / "config.json", file)
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
@@ -211,13 +183,11 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
     return bool((actual - expected).float().abs().mean() <= 0.05 * expected.float().std())
 
 
-def _from_config(config: ModelConfig, **options: Any) -> Any:
-    architecture = _load(transformers.AutoConfig.from_pretrained, config.path)
-    return transformers.AutoModelForCausalLM.from_config(architecture, **options)
-
-
-def _load(loader: Any, path: str, **options: Any) -> Any:
+def _load(config: ModelConfig, *, random_init: bool, **options: Any) -> Any:
     try:
-        return loader(path, **options)
+        if random_init:
+            architecture = transformers.AutoConfig.from_pretrained(config.path)
+            return transformers.AutoModelForCausalLM.from_config(architecture, **options)
+        return transformers.AutoModelForCausalLM.from_pretrained(config.path, **options)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"can't load the model at model.path={path}: {error}") from error
+        raise ConfigError(f"can't load the model at model.path={config.path}: {error}") from error

@@ -1,11 +1,9 @@
-"""The processes that train together, and how rank 0 tells the others what to run.
+"""The processes that train together: under plain `python` (one rank), `torchrun` or the `deepspeed` launcher.
 
-Works under plain `python` (one rank), `torchrun` and the `deepspeed` launcher, which all set RANK, WORLD_SIZE and
-LOCAL_RANK. Commands and reports use gloo groups of their own, beside the group of the gradients.
+Commands of rank 0 and reports to it use gloo groups of their own, beside the group of the gradients.
 """
 
 import atexit
-import base64
 import contextlib
 import datetime
 import os
@@ -13,8 +11,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,14 +28,7 @@ _NO_DEADLINE = datetime.timedelta(days=365)  # for the next command: generation 
 
 
 class Ranks:
-    """Connects to the other ranks; the constructor returns once all of them are there.
-
-    Args:
-        timeout_s: deadline of every wait between ranks, but for the wait for a command.
-
-    Attributes:
-        destroy: ends communication on this rank alone; a library with groups of its own may replace it.
-    """
+    """Connects to the other ranks, once all of them are there; no wait but that for a command exceeds `timeout_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         # Under a launcher every collective would print that its Python entry point is on its way out.
@@ -47,7 +38,7 @@ class Ranks:
         local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
         self.is_main = self.rank == 0  # drives the others
         self.timeout_s = timeout_s
-        self.destroy: Callable[[], None] = dist.destroy_process_group
+        self.destroy: Callable[[], None] = dist.destroy_process_group  # a library with groups of its own replaces it
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hocket-ranks", daemon=True)
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
@@ -71,15 +62,14 @@ class Ranks:
             atexit.register(self._stop_watching)  # a thread within the store's C++ would abort a process that ends
 
     def use_this_thread(self) -> None:
-        """Set what torch keeps per thread: the device, and the number of cores of a computation."""
+        """Set what torch keeps per thread: the device, and the number of cores."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         torch.set_num_threads(self._num_threads)
 
     def new_group(self) -> dist.ProcessGroup:
         """Return one more group of all ranks, for gradients, with the same deadline."""
-        group: dist.ProcessGroup = dist.new_group(timeout=datetime.timedelta(seconds=self.timeout_s))
-        return group
+        return cast(dist.ProcessGroup, dist.new_group(timeout=datetime.timedelta(seconds=self.timeout_s)))
 
     def send(self, command: Any) -> None:
         """Send a command from rank 0 to all other ranks, which are in `receive`."""
@@ -115,7 +105,7 @@ class Ranks:
         return list(total.tolist())
 
     def smallest(self, value: int) -> int:
-        """Return the smallest of the ranks' values on every rank."""
+        """Return the smallest of the ranks' values."""
         least = torch.tensor(value)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._reports)
         return int(least)
@@ -128,15 +118,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def deadline(self, doing: str) -> Iterator[None]:
-        """Context that raises failed communication as a TrainerError which names `doing` and the cause.
-
-        Any other error within it ends the other ranks, which name it too.
-        """
+        """Context that raises failed communication as a TrainerError; any other error ends the other ranks as well."""
         try:
             yield
         except Exception as error:
             self._stop_watching()
-            if not isinstance(error, RuntimeError) or not _is_communication(error):
+            # gloo raises plain RuntimeErrors that begin with the place in its source
+            is_gloos = isinstance(error, RuntimeError) and re.search("gloo|nccl", str(error), re.IGNORECASE)
+            if not (is_gloos or isinstance(error, dist.DistError)):
                 with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
                     self._store.compare_set(FAILURE, "", f"rank {self.rank} failed: {type(error).__name__}: {error}")
                 raise
@@ -151,7 +140,7 @@ class Ranks:
             ) from error
 
     def _failure(self) -> str | None:
-        """Return why a rank has failed, where one has said so. Raise RuntimeError where the store does not answer."""
+        """Return why a rank has failed, None if none has. Raise RuntimeError where the store does not answer."""
         return str(self._store.get(FAILURE).decode()) if self._store.check([FAILURE]) else None
 
     def _stop_watching(self) -> None:
@@ -171,29 +160,8 @@ class Ranks:
                 os._exit(1)
 
 
-def randomness(device: torch.device) -> dict[str, str]:
-    """Return the state of this process's random number generators, ready for JSON."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
-
-
-def restore_randomness(saved: Mapping[str, str], device: torch.device) -> None:
-    """Restore what `randomness` gave."""
-    states = {name: torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()}
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
 def _share_cores() -> None:
     """Use half of the cores, shared by this machine's ranks: the engine that generates needs the rest."""
     if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other's core make a step many times slower
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // local_size))
-
-
-def _is_communication(error: RuntimeError) -> bool:
-    # gloo raises plain RuntimeErrors that begin with the place in its source
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()

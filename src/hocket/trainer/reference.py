@@ -1,5 +1,6 @@
 """The reference policy of KL divergences: a frozen model beside the policy, or the policy without its adapter."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,18 +23,12 @@ def base_logprobs(policy: Policy, policy_engine: DeepSpeedEngine, batch: TrainBa
 
 
 class FrozenModel:
-    """Runs a model without gradients: whole on every rank or, beside ZeRO stage 3, spread over the ranks as well.
-
-    Args:
-        module: parameters in the dtype that DeepSpeedEngine.parameter_dtype names.
-        dtype: of the forward pass.
-    """
+    """Runs a model without gradients: whole on every rank or, beside ZeRO stage 3, spread over the ranks as well."""
 
     def __init__(self, module: Policy, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self._module = module.requires_grad_(False).eval()
-        self._ranks = ranks
+        self._device = ranks.device
         self._engine: Any = None
-        self._offloaded: offload.Offloaded = ()
         stage = engine.default_zero_stage(config, dtype, ranks)
         self._autocast = dtype if stage == 0 and dtype != torch.float32 else None
         if stage == 3:
@@ -46,20 +41,14 @@ class FrozenModel:
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """Return logprobs_bt of the batch's targets, 0 where its mask is false."""
-        with torch.autocast(self._ranks.device.type, self._autocast, enabled=self._autocast is not None):
+        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
             logprobs_bt: Tensor = (self._engine or self._module)(batch)[0]
         return logprobs_bt
 
-    def offload(self) -> None:
-        """Move the weights to CPU memory; nothing can run until `onload`."""
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that the model holds on the device."""
         optimizer = self._engine.optimizer if self._engine is not None else None  # at stage 3 it holds the shards
-        tensors = offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()), optimizer)
-        self._offloaded = offload.offload(tensors, self._ranks.device)
-
-    def onload(self) -> None:
-        """Move back what `offload` moved."""
-        offload.onload(self._offloaded, self._ranks.device)
-        self._offloaded = ()
+        return offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()), optimizer)
 
     def close(self) -> None:
         """Release DeepSpeed's state."""

@@ -1,14 +1,10 @@
-"""The training state: master weights and moments as whole float32 tensors, their files, and a model made of them.
-
-Names and whole shapes fit any number of ranks at any ZeRO stage. hocket.checkpoints has the folders of a run.
-"""
+"""The training state: master weights and moments as whole float32 tensors, their files, and a model made of them."""
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -18,11 +14,12 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from hocket import tokenizer as tokenizers
+from hocket.config import ModelConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import AdapterConfig
 from hocket.system import atomic_folder
 from hocket.trainer import lora
-from hocket.trainer.policy import DTYPES, PREFIX, unshared, write_model
+from hocket.trainer.policy import PREFIX, skeleton, unshared, write_model
 
 POLICY = "policy"  # prefix of the names of the trained model's tensors
 BUCKET_BYTES = 1 << 30  # most bytes of one file, and of CPU memory while it is written; a larger tensor is alone
@@ -31,28 +28,11 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *_MOMENTS)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """This rank's part of one parameter."""
-
-    start: int  # position in the flattened whole
-    views: Mapping[str, Tensor]  # kind → flat tensor, the optimizer's own memory
-
-    def place_in(self, whole: Tensor, kind: str) -> Tensor:
-        """Return the view of this rank's part in the flat `whole`."""
-        return whole[self.start : self.start + self.views[kind].numel()]
-
-
 class MasterState:
-    """Finds master weights and Adam's moments in the optimizer's memory, whatever ZeRO has made of them.
+    """Finds master weights and Adam's moments in the optimizer's memory, for any number of ranks at any ZeRO stage.
 
-    DeepSpeed's own checkpoints fit only the number of ranks and the ZeRO stage that wrote them. Here each parameter has
-    a name and a whole shape. AdamW steps on the parameters themselves (ZeRO-0), or on flat tensors of which each rank
-    has one part.
-
-    Args:
-        stage: of ZeRO.
-        zero: DeepSpeed's optimizer around `adamw`.
+    DeepSpeed's own checkpoints fit only the ranks and the stage that wrote them. AdamW steps on the parameters
+    themselves (ZeRO-0), or on flat tensors of which each rank has one part; `zero` is DeepSpeed's optimizer around it.
     """
 
     def __init__(self, stage: int, zero: Any, adamw: torch.optim.AdamW) -> None:
@@ -74,18 +54,19 @@ class MasterState:
         for flat in self._flats():
             self._adamw.state[flat]["step"].fill_(value)
 
-    def piece(self, parameter: nn.Parameter) -> Piece | None:
-        """Return this rank's piece; None where other ranks hold all of the parameter."""
+    def piece(self, parameter: nn.Parameter) -> tuple[slice, Mapping[str, Tensor]]:
+        """Return this rank's part of a flattened parameter, maybe empty: its place, and the optimizer's own memory."""
         if self._stage == 0:
-            return Piece(0, {kind: tensor.view(-1) for kind, tensor in self._of(parameter).items()})
+            return slice(None), {kind: tensor.view(-1) for kind, tensor in self._of(parameter).items()}
         if self._stage == 3:
             return self._partition(parameter)
         mapping = getattr(parameter, "_hp_mapping")  # noqa: B009 - DeepSpeed's own
-        if mapping is None:
-            return None
+        if mapping is None:  # other ranks hold all of it
+            return slice(0), dict.fromkeys(KINDS, torch.empty(0))
         flat, address = self._flats()[mapping.param_group_index], mapping.hp_fragment_address
         views = {kind: whole.narrow(0, address.start, address.numel) for kind, whole in self._of(flat).items()}
-        return Piece(mapping.lp_fragment_address.start, views)
+        start = mapping.lp_fragment_address.start
+        return slice(start, start + address.numel), views
 
     def to_parameters(self) -> None:
         """Copy the master weights to the module's parameters."""
@@ -93,19 +74,19 @@ class MasterState:
             self._zero.update_lp_params()
         elif self._stage == 3:
             self._zero.checkpoint_event_prologue()  # split the parameters that every rank holds whole
-            pairs = zip(self._zero.fp16_partitioned_groups_flat, self._flats(), strict=True)
-            for flat, master in pairs:
+            for flat, master in zip(self._zero.fp16_partitioned_groups_flat, self._flats(), strict=True):
                 flat.data.copy_(master.data)
             self._zero.checkpoint_event_epilogue()  # gather them again
 
-    def _partition(self, parameter: Any) -> Piece:
+    def _partition(self, parameter: Any) -> tuple[slice, Mapping[str, Tensor]]:
         def view(key: str | None) -> Tensor:
             found: Tensor = self._zero._get_fp32_opt_state_partition(parameter, False, key)[0]
             return found.detach()
 
         start = self._zero._get_param_partition_rank(parameter) * view(None).numel()
         inside = max(0, min(view(None).numel(), parameter.ds_numel - start))  # the rest is padding
-        return Piece(start, {kind: view(None if kind == MASTER else kind)[:inside] for kind in KINDS})
+        views = {kind: view(None if kind == MASTER else kind)[:inside] for kind in KINDS}
+        return slice(start, start + inside), views
 
     def _of(self, flat: Tensor) -> dict[str, Tensor]:
         state = self._adamw.state[flat]
@@ -114,8 +95,7 @@ class MasterState:
     def _flats(self) -> list[Tensor]:
         """Return the tensors that AdamW steps on."""
         if self._stage == 3:  # AdamW holds them during a step only
-            flats: list[Tensor] = self._zero.fp32_partitioned_groups_flat
-            return flats
+            return cast(list[Tensor], self._zero.fp32_partitioned_groups_flat)
         return [flat for group in self._adamw.param_groups for flat in group["params"]]
 
 
@@ -147,18 +127,16 @@ class SavedTensors:
     def read(self, *path: str) -> Tensor:
         """Return one tensor; its name is the path's parts, joined by a slash."""
         name = "/".join(path)
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+        return cast(Tensor, self._files[name].get_tensor(name))
 
     def check(self, expected: Mapping[str, torch.Size]) -> None:
         """Raise TrainerError where the state is of another model."""
-        saved = self.shapes()
-        here = {name: list(shape) for name, shape in expected.items()}
+        saved, here = self.shapes(), {name: list(shape) for name, shape in expected.items()}
         for name in sorted(saved.keys() | here.keys()):
-            if saved.get(name) != here.get(name):
+            there, now = saved.get(name, "missing"), here.get(name, "missing")
+            if there != now:
                 raise TrainerError(
-                    f"the checkpoint {self._folder} is of another model: {name} is {saved.get(name, 'missing')} there, "
-                    f"{here.get(name, 'missing')} here"
+                    f"the checkpoint {self._folder} is of another model: {name} is {there} there, {now} here"
                 )
 
 
@@ -169,10 +147,6 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
         base: the model that training began with, which gives config, tokenizer and, under an adapter, the weights.
         dtype: of the written weights.
         adapter: an AdapterConfig's fields, where one was trained.
-
-    Raises:
-        ConfigError: `base` can't be loaded, or `output` exists.
-        TrainerError: the checkpoint is damaged, or of another model.
     """
     if output.exists():
         raise ConfigError(f"{output} exists already; remove it, or name another folder")
@@ -180,24 +154,20 @@ def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mappin
     saved = SavedTensors(folder)
     prefix = f"{POLICY}/{MASTER}/{PREFIX}"
     names = [name.removeprefix(prefix) for name in saved.shapes() if name.startswith(prefix)]
-    tensors = {name: saved.read(prefix + name).to(DTYPES[dtype]) for name in names}
+    tensors = {name: saved.read(prefix + name).to(getattr(torch, dtype)) for name in names}
     if adapter is not None:
         named = {lora.published_name(name): tensor for name, tensor in tensors.items()}
         with TemporaryDirectory(prefix="hocket-") as temporary:
             lora.save(Path(temporary), AdapterConfig.model_validate(adapter), named)
             lora.merge(Path(temporary), output, base=base)
         return
-    tokenizer = tokenizers.load(base)
-    try:
-        with torch.device("meta"):
-            architecture = transformers.AutoConfig.from_pretrained(base)
-            model = transformers.AutoModelForCausalLM.from_config(architecture, dtype=DTYPES[dtype])
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't read the config of {base}: {error}; where is it? model.path=") from error
+    tokenizer, model = tokenizers.load(base), skeleton(ModelConfig(path=base))
     with contextlib.suppress(OSError):  # it has none
         model.generation_config = transformers.GenerationConfig.from_pretrained(base)
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
         raise TrainerError(f"the checkpoint {folder} is of another model than {base}; name it with model.path=")
     with atomic_folder(output) as partial:
-        write_model(partial, model, tokenizer, unshared(revert_weight_conversion(model, tensors)), DTYPES[dtype])
+        write_model(
+            partial, model, tokenizer, unshared(revert_weight_conversion(model, tensors)), getattr(torch, dtype)
+        )

@@ -1,17 +1,16 @@
-"""The trainer: rank 0 calls its methods, and all ranks run those that are marked `on_all_ranks`.
+"""The trainer: rank 0 calls its methods, and all ranks run those that are marked `on_all_ranks`."""
 
-What happens in one optimiser step is in step.py, how samples become micro-batches in batching.py.
-"""
-
+import contextlib
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
+from torch import Tensor
 
 from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
@@ -19,13 +18,12 @@ from hocket.algorithm.diagnostics import effective_sample_size
 from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
 from hocket.errors import TrainerError
-from hocket.observe.metrics import StepStats
 from hocket.protocol import Health, TensorLayout, TensorSpec
-from hocket.trainer import flops, guards
+from hocket.trainer import flops, guards, offload
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
 from hocket.trainer.critic import critic_metrics
 from hocket.trainer.models import BatchLoss, Models
-from hocket.trainer.ranks import Ranks, randomness, restore_randomness
+from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
 from hocket.trainer.step import update
 from hocket.types import TokenSequence, TrainSample
@@ -37,15 +35,15 @@ EXPORT_BYTES = 64 << 20  # ZeRO-3 gathers parameters for export in groups of thi
 
 
 def on_all_ranks(method: F) -> F:
-    """Make a method run on every rank when rank 0 calls it; keyword arguments stay on rank 0."""
+    """Make a method run on every rank when rank 0 calls it; the others get None for an argument that is a function."""
     name = method.__name__
     _METHODS[name] = method
 
     @functools.wraps(method)
-    def call(trainer: "Trainer", /, *args: Any, **local: Any) -> Any:
+    def call(trainer: "Trainer", /, *args: Any) -> Any:
         trainer._check(name, args)  # before the others start: its error leaves all ranks usable
-        trainer.ranks.send((name, args))
-        return trainer._run(name, args, local)
+        trainer.ranks.send((name, [None if callable(value) else value for value in args]))
+        return trainer._run(name, args)
 
     return cast(F, call)
 
@@ -53,32 +51,24 @@ def on_all_ranks(method: F) -> F:
 class Trainer:
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
-    Any thread may call them, one at a time. An error within a method `on_all_ranks` ends the run: this rank raises it,
-    and the other ranks end with the same cause.
+    Any thread may call them, one at a time. An error within a method `on_all_ranks` ends all ranks with the same cause.
 
     Args:
-        loss: default: the configured policy loss, with the reference policy and the critic that it needs.
-        temperature: logits are divided by it; default: rollout.temperature.
+        loss: computed on the model's own distribution; default: the configured policy loss at rollout.temperature.
         ranks: an existing connection to share, which `close` leaves open; default: a new one.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        loss: BatchLoss | None = None,
-        temperature: float | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
+    def __init__(self, config: Config, *, loss: BatchLoss | None = None, ranks: Ranks | None = None) -> None:
         self._owns_ranks, self._closed, self._broken = ranks is None, False, False
         self.ranks = ranks or Ranks(config.trainer.collective_timeout_s)
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
-        self._away, self._skipped_in_row = False, 0
+        self._skipped_in_row = 0
+        self._away: offload.Offloaded | None = None
+        self._failure: Exception | None = None  # of rank 0's disk, or of its sink
         try:
             self.tokenizer = tokenizers.load(config.model.path)
-            temperature = config.rollout.temperature if temperature is None else temperature
-            self.models = Models(config, self.ranks, loss=loss, temperature=temperature)
+            self.models = Models(config, self.ranks, loss)
         except BaseException:
             if self._owns_ranks:
                 self.ranks.destroy()
@@ -96,8 +86,7 @@ class Trainer:
     def follow(self) -> None:
         """Run each call of rank 0 on this rank too, until rank 0 closes. Raise TrainerError if rank 0 dies."""
         while not self._closed:
-            name, args = self.ranks.receive()
-            self._run(name, args, {})
+            self._run(*self.ranks.receive())
 
     def close(self) -> None:
         """Release all ranks and end communication; does nothing after a failure within the common work."""
@@ -112,27 +101,27 @@ class Trainer:
             self.ranks.close()
         self._closed = True
 
-    def _check(self, name: str, args: tuple[Any, ...]) -> None:
+    def _check(self, name: str, args: Sequence[Any]) -> None:
         """Raise TrainerError where the method can't run now, or samples don't fit."""
         problem = None
         if self._closed or self._broken:
             problem = "it is closed, or broke in an earlier call"
         elif not self.is_main:
             problem = f"this is rank {self.ranks.rank}, and ranks above 0 only follow"
-        elif self._away and name not in ("offload", "onload", "_close"):
+        elif self._away is not None and name not in ("offload", "onload", "_close"):
             problem = "it is off the GPU; call onload() first"
         if problem is not None:
-            raise TrainerError(f"the trainer can't {_in_words(name)}: {problem}")
+            raise TrainerError(f"the trainer can't {name.strip('_')}: {problem}")
         if args and isinstance(args[0], Sequence):
             check_fits(args[0], self.micro_batch_tokens)
 
-    def _run(self, name: str, args: tuple[Any, ...], local: Mapping[str, Any]) -> Any:
+    def _run(self, name: str, args: Sequence[Any]) -> Any:
         """Run this rank's part of a method `on_all_ranks`."""
         self._broken = True  # until the work has ended well
         self.ranks.use_this_thread()
-        with self.ranks.deadline(f"doing the common {_in_words(name)}"):
+        with self.ranks.deadline(f"doing the common {name.strip('_')}"):
             try:
-                result = _METHODS[name](self, *args, **local)
+                result = _METHODS[name](self, *args)
             except Exception as error:
                 if not guards.is_out_of_memory(error):
                     raise
@@ -141,12 +130,29 @@ class Trainer:
                     error,
                     self._config,
                     micro_batch_tokens=self.micro_batch_tokens,
-                    work=_in_words(name),
+                    work=name.strip("_"),
                     longest=max(map(num_positions, samples), default=0),
                     on_gpu=self.device.type == "cuda",
                 ) from error
         self._broken = False
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         return result
+
+    @contextlib.contextmanager
+    def _of_rank_0(self) -> Iterator[None]:
+        """Context whose error is raised on rank 0 after the common work, in which the other ranks need it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised by `_run`
+            self._failure = error
+
+    def _give(self, buckets: Iterable[Any], sink: Sink | None) -> None:
+        for bucket in buckets:
+            if sink is not None and self._failure is None:
+                with self._of_rank_0():
+                    sink(bucket)
 
     @property
     def num_parameters(self) -> int:
@@ -168,8 +174,8 @@ class Trainer:
                 f"or tokenizer (vocabulary {vocab_size}); start both with the same model.path"
             )
 
-    def step(self, samples: Sequence[TrainSample], *, keep: Path | None = None) -> StepStats:
-        """Take one optimiser step on all samples; skip it where loss or gradient is not finite.
+    def step(self, samples: Sequence[TrainSample], *, keep: Path | None = None) -> dict[str, float]:
+        """Take one optimiser step on all samples and return its metrics; skip it where something is not finite.
 
         Args:
             keep: file for the samples of a skipped step, with what was not finite.
@@ -177,7 +183,7 @@ class Trainer:
         Raises:
             TrainerError: no sample, a sample too long for a micro-batch, or too many skipped steps in a row.
         """
-        stats, fault = self._step(tuple(samples))
+        metrics, fault = self._step(tuple(samples))
         if fault is not None:
             if keep is not None:
                 guards.keep_batch(keep, samples, fault, self.tokenizer.decode)
@@ -185,71 +191,59 @@ class Trainer:
                 kept = f" (the samples: {keep})" if keep is not None else ""
                 raise TrainerError(
                     f"{self._skipped_in_row} steps in a row were skipped because loss or gradient was not finite; "
-                    f"not finite in the last one{kept}: {guards.describe(fault)}"
+                    f"not finite in the last one{kept}: {fault}"
                 )
-        return stats
+        return metrics
 
     @on_all_ranks
-    def _step(self, samples: Sequence[TrainSample]) -> tuple[StepStats, guards.Fault | None]:
+    def _step(self, samples: Sequence[TrainSample]) -> tuple[dict[str, float], str | None]:
         start = time.perf_counter()
         batches = self._pack(samples)
-        loss_scale = self.engine.loss_scale
-        learners = self.models.learners()
+        learners, loss_scale = self.models.learners, self.engine.loss_scale
         learning_rate = self.engine.learning_rate if learners[0].learns() else 0.0
         updates = {learner.name: update(learner, batches, self.ranks) for learner in learners}
-        policy = updates[POLICY]
-        fault = None
+        policy, fault = updates[POLICY], None
         if any(done.is_faulty for done in updates.values()):
             self._skipped_in_row += 1
-            fault = self.models.fault(samples, batches, updates)
+            fault = guards.first_fault(samples, updates)
         elif policy.grad_norm is not None:
             self._skipped_in_row = 0
-        metrics = dict(policy.totals)
+        lengths = [num_positions(sample) for sample in samples]
+        num_tokens, seconds = batches[0].num_tokens_global, time.perf_counter() - start
+        metrics = {
+            **policy.totals,
+            "grad_norm": math.nan if policy.grad_norm is None else policy.grad_norm,
+            "learning_rate": learning_rate,
+            "skipped": float(policy.grad_norm is None),
+            "tokens": float(num_tokens),
+            "sequences": float(batches[0].num_sequences_global),
+            "micro_batches": float(len(batches)),
+            "tokens_per_s": num_tokens / seconds,
+            "positions_per_s": sum(lengths) / seconds,
+            "mfu": flops.step_flops(self.models.flops, lengths, num_tokens) / (seconds * self.models.peak_flops),
+        }
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
         if "importance_square" in metrics:
             metrics["ess"] = effective_sample_size(metrics)
             del metrics["importance_square"]
-        lengths = [num_positions(sample) for sample in samples]
-        num_tokens, seconds = batches[0].num_tokens_global, time.perf_counter() - start
-        stats = StepStats(
-            loss=metrics.pop("loss"),
-            grad_norm=math.nan if policy.grad_norm is None else policy.grad_norm,
-            learning_rate=learning_rate,
-            skipped=policy.grad_norm is None,
-            metrics=metrics,
-            critic=critic_metrics(updates["critic"]) if "critic" in updates else {},
-            num_tokens=num_tokens,
-            num_positions=sum(lengths),
-            num_sequences=batches[0].num_sequences_global,
-            num_micro_batches=len(batches),
-            mfu=flops.step_flops(self.models.flops, lengths, num_tokens) / (seconds * self.models.peak_flops),
-            seconds=seconds,
-        )
-        return stats, fault
+        of_critic = critic_metrics(updates["critic"]) if "critic" in updates else {}
+        return {f"train/{name}": value for name, value in metrics.items()} | of_critic | {"time/train": seconds}, fault
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
-        """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing.
-
-        Sequences that the algorithm doesn't use are not computed: their Measured is empty.
-
-        Raises:
-            TrainerError: a sequence is too long for a micro-batch.
-        """
+        """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing."""
         if not sequences or not self.models.columns:
             return []
-        used = [index for index, sequence in enumerate(sequences) if is_measured(sequence, self._algorithm)]
-        own = [sequences[index] for index in used]
+        used = [is_measured(sequence, self._algorithm) for sequence in sequences]
+        own = itertools.compress(sequences, used)
         samples = tuple(TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in own)
         numbers = self._measure(samples) if samples else {}
-        measured = [Measured()] * len(sequences)
-        for place, index in enumerate(used):
-            measured[index] = Measured(**numbers[place])
-        return measured
+        found = (Measured(**numbers[place]) for place in range(len(samples)))
+        return [next(found) if is_used else Measured() for is_used in used]
 
     @on_all_ranks
     def _measure(self, samples: Sequence[TrainSample]) -> dict[int, dict[str, tuple[float, ...]]]:
-        return self.models.numbers(self._pack(samples), self.models.columns)
+        return self.models.numbers(self._pack(samples))
 
     def _pack(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
         """Return this rank's micro-batches."""
@@ -272,129 +266,73 @@ class Trainer:
             total += float(gap_bt.double().abs().sum()) / batch.num_tokens_global
         return self.ranks.sum([total])[0]
 
-    def export(self, folder: Path) -> dict[str, TensorSpec]:
-        """Write the weights in Hugging Face format (an adapter: PEFT's) in the compute dtype, with the tokenizer.
-
-        Returns:
-            The specs of the tensors in memory, with which a reader can check the files.
-
-        Raises:
-            OSError, SafetensorError: the disk can't be written; the trainer stays usable.
-        """
-        written = self._export(folder)
-        if isinstance(written, Exception):
-            raise written
-        return written
-
     @on_all_ranks
-    def _export(self, folder: Path) -> dict[str, TensorSpec] | Exception:
+    def export(self, folder: Path) -> dict[str, TensorSpec]:
+        """Write the weights in Hugging Face format (an adapter: PEFT's) and return the specs of the tensors in memory.
+
+        A disk that can't be written raises an error that leaves the trainer usable.
+        """
         named = [
             (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
             for bucket in self.engine.buckets(EXPORT_BYTES)
             for name, tensor in bucket
         ]
-        if not self.is_main:
-            return {}
-        try:
-            return self.policy.write(folder, named, self.tokenizer, self.models.dtype)
-        except (OSError, SafetensorError) as error:  # of rank 0's disk alone
-            return error
+        specs: dict[str, TensorSpec] = {}
+        if self.is_main:
+            with self._of_rank_0():
+                specs = self.policy.write(folder, named, self.tokenizer, self.models.dtype)
+        return specs
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
         """Describe the buckets that `stream` will give; rank 0 alone can."""
         return [weight_group.layout(self.policy.as_published(bucket)) for bucket in self.engine.layout(max_bytes)]
 
-    def stream(self, max_bytes: int, sink: Sink) -> None:
-        """Give the weights to `sink` in buckets of about max_bytes at most, on the trainer's device.
-
-        An error of the sink is raised here, once the ranks have gathered the rest.
-        """
-        failure = self._stream(max_bytes, sink=sink)
-        if failure is not None:
-            raise failure
+    @on_all_ranks
+    def stream(self, max_bytes: int, sink: Sink | None) -> None:
+        """Give the weights to `sink` in buckets of about max_bytes at most; its error leaves the trainer usable."""
+        self._give((self.policy.as_published(bucket) for bucket in self.engine.buckets(max_bytes)), sink)
 
     @on_all_ranks
-    def _stream(self, max_bytes: int, *, sink: Sink | None = None) -> Exception | None:
-        return _drain((self.policy.as_published(bucket) for bucket in self.engine.buckets(max_bytes)), sink)
-
-    def state(self, sink: Sink) -> dict[str, Any]:
+    def state(self, sink: Sink | None) -> dict[str, Any]:
         """Give the tensors of a checkpoint to `sink`, bucket by bucket, and return the rest, ready for JSON.
 
-        Tensors are copies in CPU memory, whole and float32, for any number of ranks and any ZeRO stage. An error of the
-        sink is raised here, once the ranks have gathered the rest.
+        Tensors are copies in CPU memory, whole and float32, for any number of ranks and any ZeRO stage.
         """
-        rest, failure = self._state(sink=sink)
-        if failure is not None:
-            raise failure
-        return rest
-
-    @on_all_ranks
-    def _state(self, *, sink: Sink | None = None) -> tuple[dict[str, Any], Exception | None]:
-        engines = self.models.saved()
-        buckets = (
-            {f"{name}/{key}": tensor for key, tensor in bucket.items()}
-            for name, engine in engines.items()
-            for bucket in engine.state(BUCKET_BYTES)
-        )
-        failure = _drain(buckets, sink)
-        rest = {
-            "engines": {name: engine.counters() for name, engine in engines.items()},
+        for name, engine in self.models.saved.items():
+            buckets = engine.state(BUCKET_BYTES)
+            self._give(({f"{name}/{key}": tensor for key, tensor in bucket.items()} for bucket in buckets), sink)
+        return {
+            "engines": {name: engine.counters() for name, engine in self.models.saved.items()},
             "skipped_in_row": self._skipped_in_row,
             "micro_batch": {"tokens": self.micro_batch_tokens, "measured_for": self.models.fitted_for},
-            "random": self.ranks.gather(randomness(self.ranks.device)),
             "dtype": manifest.dtype_name(self.models.dtype),
             "adapter": None if self.adapter is None else self.adapter.model_dump(),
         }
-        return rest, failure
 
     def restore(self, saved: SavedTensors, rest: Mapping[str, Any]) -> None:
-        """Restore what `state` gave, on any number of ranks and at any ZeRO stage.
-
-        Raises:
-            TrainerError: the state is of another model; nothing has changed.
-        """
-        engines = self.models.saved().items()
+        """Restore what `state` gave. Raise TrainerError where it is of another model; then nothing has changed."""
+        engines = self.models.saved.items()
         saved.check({f"{name}/{key}": shape for name, engine in engines for key, shape in engine.shapes().items()})
-        self._restore(rest, saved=saved)
+        self._restore(saved.read, rest)
 
     @on_all_ranks
-    def _restore(self, rest: Mapping[str, Any], *, saved: SavedTensors | None = None) -> None:
-        for name, engine in self.models.saved().items():
-            engine.restore(functools.partial(saved.read, name) if saved else None, rest["engines"][name])
+    def _restore(self, read: Callable[..., Tensor] | None, rest: Mapping[str, Any]) -> None:
+        for name, engine in self.models.saved.items():
+            engine.restore(functools.partial(read, name) if read else None, rest["engines"][name])
         self._skipped_in_row = rest["skipped_in_row"]
         if self.models.fitted_for is not None and self.models.fitted_for == rest["micro_batch"]["measured_for"]:
             self.micro_batch_tokens = rest["micro_batch"]["tokens"]  # other sizes would sum in another order
-        if self.ranks.rank < len(rest["random"]):
-            restore_randomness(rest["random"][self.ranks.rank], self.ranks.device)
 
     @on_all_ranks
     def offload(self) -> None:
         """Move all training state to CPU memory, so that others can use the GPU. May be repeated."""
-        if not self._away:
-            for engine in self.models.engines.values():
-                engine.offload()
-        self._away = True
+        if self._away is None:
+            engines = self.models.engines.values()
+            self._away = offload.offload(itertools.chain(*(engine.tensors() for engine in engines)), self.device)
 
     @on_all_ranks
     def onload(self) -> None:
         """Move the training state back to the GPU, bit for bit. May be repeated."""
-        if self._away:
-            for engine in self.models.engines.values():
-                engine.onload()
-        self._away = False
-
-
-def _drain(buckets: Iterable[Any], sink: Sink | None) -> Exception | None:
-    """Give the buckets to rank 0's sink; return its first error, as the ranks must gather the rest all the same."""
-    failure = None
-    for bucket in buckets:
-        if sink is not None and failure is None:
-            try:
-                sink(bucket)
-            except Exception as error:  # noqa: BLE001 - raised by the caller
-                failure = error
-    return failure
-
-
-def _in_words(name: str) -> str:
-    return name.strip("_").replace("_", " ")
+        if self._away is not None:
+            offload.onload(self._away, self.device)
+            self._away = None
