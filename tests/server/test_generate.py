@@ -155,7 +155,7 @@ def output(token_ids: list[int], logprobs: list[float]) -> Any:
         token_ids=token_ids,
         logprobs=types.SimpleNamespace(logprobs=logprobs),
         finish_reason="length",
-        weight_versions=None,
+        weight_versions=[types.SimpleNamespace(version=0, start=0, end=len(token_ids))],
     )
 
 
