@@ -31,24 +31,16 @@ def test_one_and_two_words_by_hand() -> None:
     assert tensor_checksum(torch.tensor([2, 5])) == f"{(2 + 3 * 5) * K % 2**64:016x}"
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 4 * BLOCK + 3])
-def test_float32_of_any_size_agrees_with_plain_python(count: int) -> None:
-    values = torch.randn(count, generator=torch.Generator().manual_seed(count))
-    assert tensor_checksum(values) == in_plain_python(struct.pack(f"<{count}f", *values.tolist()))
-
-
-@pytest.mark.parametrize("count", [1, 3, 8, 4 * BLOCK - 1, 8 * BLOCK + 1])
-def test_two_byte_and_one_byte_numbers_are_padded_with_zero_bytes(count: int) -> None:
-    half = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(torch.float16)
-    assert tensor_checksum(half) == in_plain_python(struct.pack(f"<{count}e", *half.tolist()))
-    small = torch.randint(-128, 128, (count,), dtype=torch.int8, generator=torch.Generator().manual_seed(count))
-    assert tensor_checksum(small) == in_plain_python(struct.pack(f"<{count}b", *small.tolist()))
-
-
-def test_bfloat16_is_the_upper_half_of_float32() -> None:
-    values = [1.0, -2.5, 0.15625]
-    upper = b"".join(struct.pack("<f", value)[2:] for value in values)
-    assert tensor_checksum(torch.tensor(values, dtype=torch.bfloat16)) == in_plain_python(upper)
+@pytest.mark.parametrize(
+    "count", [0, 1, 2, 3, 8, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 4 * BLOCK - 1, 8 * BLOCK + 3]
+)
+def test_numbers_of_any_size_and_count_agree_with_plain_python(count: int) -> None:
+    values = torch.randint(-128, 128, (count,), generator=torch.Generator().manual_seed(count)) / 8
+    for dtype, code in ((torch.float32, "f"), (torch.float16, "e"), (torch.int8, "b")):
+        tensor = values.to(dtype)
+        assert tensor_checksum(tensor) == in_plain_python(struct.pack(f"<{count}{code}", *tensor.tolist()))
+    upper = b"".join(struct.pack("<f", value)[2:] for value in values.tolist())  # bfloat16: the upper half of float32
+    assert tensor_checksum(values.bfloat16()) == in_plain_python(upper)
 
 
 def test_the_layout_in_memory_does_not_matter() -> None:

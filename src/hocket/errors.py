@@ -39,9 +39,5 @@ class SyncError(HocketError):
     """A published weight version did not reach a server, or the proof that it did is missing."""
 
 
-class SyncTimeout(SyncError):  # noqa: N818 - an error's name says what happened
-    """A phase of the hand-over passed its deadline; the message names the server, the phase and the deadline."""
-
-
 class TrainerError(HocketError):
     """The trainer can't go on: too many skipped steps in a row, or a sample that fits no micro-batch."""

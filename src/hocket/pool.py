@@ -102,25 +102,21 @@ BringUp = Callable[[Member, Health], Awaitable[None]]
 """Gives one server that answers the current weights; raises HocketError if that fails."""
 
 
+@dataclasses.dataclass(eq=False)
 class ServerPool:
     """The servers of a run. Use it inside one event loop, and as `async with`."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        token: str | None = None,  # bearer token of all servers
-        silence_s: float = 60.0,  # a server whose /health is silent for this long is lost
-        start_timeout_s: float = 600.0,  # how long to wait while no server is up
-        on_wait: Callable[[str, float], None] = lambda what, seconds: None,  # what is waited for, seconds so far
-        say: Callable[[str], None] = lambda line: None,  # reports servers that are lost or come back
-    ) -> None:
+    urls: dataclasses.InitVar[Sequence[str]]
+    _: dataclasses.KW_ONLY
+    token: dataclasses.InitVar[str | None] = None  # bearer token of all servers
+    silence_s: float = 60.0  # a server whose /health is silent for this long is lost
+    start_timeout_s: float = 600.0  # how long to wait while no server is up
+    on_wait: Callable[[str, float], None] = lambda what, seconds: None  # what is waited for, seconds so far
+    say: Callable[[str], None] = lambda line: None  # reports servers that are lost or come back
+
+    def __post_init__(self, urls: Sequence[str], token: str | None) -> None:
         self.members = [Member(ServerClient(url, token=token)) for url in urls]
         self.bring_up: BringUp | None = None  # set by the publisher; None: servers work with the weights they hold
-        self.silence_s = silence_s
-        self._start_timeout_s = start_timeout_s
-        self._on_wait = on_wait
-        self._say = say
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ServerPool":
@@ -145,11 +141,6 @@ class ServerPool:
         """The servers that may be given work."""
         return [member for member in self.members if member.session is not None]
 
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that the KV caches of all servers hold together; 0 until one has answered."""
-        return sum(member.kv_tokens for member in self.members)
-
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
         """Bring up every server that has come (back) and return those that may work: at least one, if the pool has any.
 
@@ -163,14 +154,14 @@ class ServerPool:
                 stack.enter_context(deadline.stopped())
             while self.members and not self.up:
                 waited = time.monotonic() - start
-                if waited > self._start_timeout_s:
+                if waited > self.start_timeout_s:
                     reasons = "; ".join(f"{member.url}: {member.out}" for member in self.members)
                     raise ServerError(
                         f"gave up after {waited:.0f} s of waiting for a server ({reasons}). Start one with "
                         f"`python run.py serve CONFIG`, or set server.urls and server.start_timeout_s",
                         code="timeout",
                     )
-                self._on_wait(f"waiting for {' or '.join(f'{m.url} ({m.out})' for m in self.members)}", waited)
+                self.on_wait(f"waiting for {' or '.join(f'{m.url} ({m.out})' for m in self.members)}", waited)
                 await asyncio.sleep(POLL_S)
                 await self.look_at_all()
         return self.up
@@ -198,7 +189,7 @@ class ServerPool:
             else:
                 await self.bring_up(member, health)
             if member.session is not None and known is not None and len(self.members) > 1:
-                self._say(f"server {member.url} is there")
+                self.say(f"server {member.url} is there")
         except ServerError as error:
             if error.status in (401, 403):
                 raise
@@ -207,7 +198,7 @@ class ServerPool:
             member.mark_out(str(error))
             if not self.up:
                 raise
-            self._say(f"server {member.url} is left out: {error}")
+            self.say(f"server {member.url} is left out: {error}")
         finally:
             spent = time.monotonic() - start
             member.rest(0.0 if member.session else max(POLL_S, spent / LOOKING_SHARE if self.up else spent))
@@ -215,7 +206,7 @@ class ServerPool:
     def mark_lost(self, member: Member, reason: str) -> None:
         """Remove a server from dispatch and report it, if it was working."""
         if member.session is not None:
-            self._say(f"lost server {member.url}: {reason}")
+            self.say(f"lost server {member.url}: {reason}")
         member.mark_out(reason)
         member.rest(LOST_REST_S if self.up else 0.0)  # what it had not finished goes to the others without another look
 

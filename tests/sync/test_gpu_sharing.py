@@ -116,14 +116,6 @@ CANARY = ["generate", "sleep 1", "onload", "score", "offload", "wake weights", "
 UPDATE = ["sleep 2", "onload", "step", *FIRST]
 
 
-async def test_server_and_trainer_are_never_on_the_gpu_together(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
-    await parts.pool.wait_up()
-    metrics = await parts.step()
-    assert parts.world.diary == [*FIRST, *CANARY, *UPDATE]
-    assert (metrics["time/turn"] >= 0, metrics["sync/servers"]) == (True, 1.0)
-
-
 async def test_without_new_weights_the_server_gets_its_own_back(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     await parts.copy()
@@ -138,11 +130,14 @@ async def test_without_sharing_nothing_more_is_asked_of_anybody(tmp_path: Path) 
     assert parts.world.diary == ["write", "load", "generate", "score", "step", "write", "load", "copy"]
 
 
-async def test_the_canary_brings_the_trainer_back_and_the_server_keeps_its_weights(tmp_path: Path) -> None:
+async def test_server_and_trainer_are_never_on_the_gpu_together_and_the_server_keeps_its_weights_for_the_canary(
+    tmp_path: Path,
+) -> None:
     parts = Parts(tmp_path, "sync.canary_every=2")
     await parts.pool.wait_up()
     for _ in range(2):
-        await parts.step()
+        metrics = await parts.step()
+        assert (metrics["time/turn"] >= 0, metrics["sync/servers"]) == (True, 1.0)
     # versions 5, 6, 7: the first is always checked, then each even one
     assert parts.world.diary == [*FIRST, *CANARY, *UPDATE, *CANARY, *UPDATE]
 
@@ -164,12 +159,17 @@ async def test_a_server_that_dies_in_the_trainer_s_turn_is_lost_and_brought_up_a
     assert parts.publisher.versions.current == 6
 
 
-async def test_a_server_that_dies_when_it_has_loaded_is_lost_too(tmp_path: Path) -> None:
+async def test_a_server_that_dies_when_it_has_loaded_or_falls_asleep_is_lost_too(tmp_path: Path) -> None:
     parts = Parts(tmp_path, "sync.canary_every=0")
+    dead = ServerError("its engine's process ended", code="engine_dead", status=503)
     await parts.pool.wait_up()
-    parts.world.failing = {"wake kv_cache": ServerError("its engine's process ended", code="engine_dead", status=503)}
+    parts.world.failing = {"wake kv_cache": dead}
     assert (await parts.step())["sync/servers"] == 0
     assert parts.pool.members[0].out == "its engine's process ended"
+    parts.pool.members[0].mark_ready("s")
+    parts.world.failing = {"sleep 2": dead}
+    await put_to_sleep(parts.pool, parts.config.sync, keep=False)  # the trainer takes its turn
+    assert parts.pool.up == []
 
 
 async def test_a_server_that_does_not_leave_the_gpu_stops_the_run_before_the_trainer_takes_it(tmp_path: Path) -> None:
@@ -184,14 +184,6 @@ async def test_a_server_that_does_not_leave_the_gpu_stops_the_run_before_the_tra
         with pytest.raises(SyncError, match=f"can't take turns on the GPU: {error}"):
             await parts.step()
     assert parts.world.diary == []
-
-
-async def test_a_dead_server_does_not_keep_the_trainer_from_its_turn(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
-    await parts.pool.wait_up()
-    parts.world.failing = {"sleep 2": ServerError("its engine's process ended", code="engine_dead", status=503)}
-    await put_to_sleep(parts.pool, parts.config.sync, keep=False)
-    assert parts.pool.up == []
 
 
 async def test_weights_that_no_version_brings_again_are_kept(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import fakes
 from hocket import config as config_module
-from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout, TrainerError
+from hocket.errors import HocketError, ServerError, SyncError, TrainerError
 from hocket.pool import ServerPool
 from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
 from hocket.sync.bring_up import Canary, bring_up
@@ -21,18 +21,18 @@ from hocket.sync.publish import Delivery, Publisher
 from hocket.sync.transports import WithFallback
 from hocket.types import Prompt, TokenSequence, TrainSample
 
-URLS = ("http://a", "http://b")
+A, B = URLS = ("http://a", "http://b")
 GONE = ServerError("can't reach it", code="unreachable")
-METRICS = {"sync/mebibytes": 3.0, "sync/prepare_s": 0.5, "sync/transfer_s": 0.25}
 BROKEN = ServerError("it broke", code="reload_failed", status=500)
+REFUSED = ServerError("tensor a has another shape", code="bad_version", status=409)
+METRICS = {"sync/mebibytes": 3.0, "sync/prepare_s": 0.5, "sync/transfer_s": 0.25}
 
 
 class FakeServer:
     """Answers /health and the canary's /generate; what it holds, the transports say."""
 
     def __init__(self, url: str, version: int) -> None:
-        self.url, self.version = url, version
-        self.session = "s1"
+        self.url, self.version, self.session = url, version, "s1"
         self.error: ServerError | None = None
         self.asked: list[GenerateRequest] = []
 
@@ -67,17 +67,11 @@ class FakeTrainer:
 
 
 class FakeTransport:
-    """Delivers at once.
-
-    Attributes:
-        fails: the answers of servers that do not take a version, by URL.
-        sent: (version, urls) of every delivery.
-    """
+    """Delivers at once: `answers` by URL are of servers that do not take a version, `sent` is (version, urls)."""
 
     def __init__(self, checksum: str) -> None:
-        self.sessions: dict[str, str] = {}
         self.checksum = checksum
-        self.fails: dict[str, HocketError | ReloadResponse] = {}
+        self.answers: dict[str, HocketError | ReloadResponse] = {}
         self.sent: list[tuple[int, list[str]]] = []
         self.running = 0
 
@@ -87,14 +81,9 @@ class FakeTransport:
         assert self.running == 1, "there is one trainer, which sends one version at a time"
         await asyncio.sleep(0.01)
         self.running -= 1
-        answers = {
-            server: self.fails.get(server.url) or self.held(version, self.sessions.get(server.url, server.session))
-            for server in servers
-        }
-        return Delivery({server: (self.checksum, answer) for server, answer in answers.items()}, {**METRICS})
-
-    def held(self, version: int, session: str = "s1", checksum: str | None = None) -> ReloadResponse:
-        return fakes.reloaded(version, checksum or self.checksum, session)
+        held = {server: fakes.reloaded(version, self.checksum, server.session) for server in servers}
+        answers = {server: (self.checksum, self.answers.get(server.url, held[server])) for server in servers}
+        return Delivery(answers, {**METRICS})
 
 
 @dataclasses.dataclass
@@ -107,10 +96,15 @@ class World:
     collective: FakeTransport
     said: list[str]
 
-    def look_again(self) -> None:
+    @property
+    def up(self) -> list[str]:
+        return [member.url for member in self.pool.up]
+
+    async def look_again(self) -> None:
         """Has the pool look at every server that is out with its next chance, as if time had passed."""
         for member in self.pool.members:
             member._next_look = 0.0
+        await self.pool.wait_up()
 
 
 def make(*settings: str, servers: int = 2, collective: bool = False, version: int = 4, start_s: float = 5.0) -> World:
@@ -145,26 +139,24 @@ async def make_up(*settings: str, **options: Any) -> World:
 async def test_the_first_version_is_one_above_the_servers_and_the_next_ones_go_to_all_at_once() -> None:
     world = make(version=4)
     assert world.sync.versions.current == 0
-    await world.pool.wait_up()
+    await asyncio.gather(world.pool.wait_up(), world.pool.wait_up())  # FakeTransport looks for an overlap
     assert world.sync.versions.current == 5
     assert [member.session for member in world.pool.members] == ["s1", "s1"]
-    assert f"server {URLS[0]} holds version 5: float32, 3.0 MiB in 0.75 s, checksums agree" in world.said[0]
+    assert f"server {A} holds version 5: float32, 3.0 MiB in 0.75 s, checksums agree" in world.said[0]
     assert await world.sync.publish() == METRICS | {"sync/servers": 2.0}
-    assert world.disk.sent == [(5, [URLS[0]]), (5, [URLS[1]]), (6, list(URLS))]
+    assert world.disk.sent == [(5, [A]), (5, [B]), (6, [A, B])]
 
 
-@pytest.mark.parametrize(("held", "expected"), [(0, 8), (9, 10)])
+@pytest.mark.parametrize(("servers", "held", "expected"), [(1, 0, 8), (1, 9, 10), (0, 0, 8)])
 async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_servers(
-    held: int, expected: int
+    servers: int, held: int, expected: int
 ) -> None:
-    world = make(version=held, servers=1)  # one that was started again, or has taken versions 8 and 9 meanwhile
-    before = await make_up(version=5, servers=1)
-    await before.sync.publish()
-    assert before.sync.versions.state() == {"version": 7}
-    world.sync.versions.restore(before.sync.versions.state())
-    await world.pool.wait_up()
-    assert world.disk.sent == [(expected, [URLS[0]])]
-    assert len(world.trainer.scored) == 1  # the canary is asked
+    world = make(version=held, servers=servers)  # one that was started again, or has taken versions 8 and 9 meanwhile
+    world.sync.versions.restore({"version": 7})
+    await (world.pool.wait_up() if servers else world.sync.publish())
+    assert world.disk.sent == [(expected, list(URLS[:servers]))]
+    assert world.sync.versions.state() == {"version": expected}
+    assert len(world.trainer.scored) == servers  # the canary is asked
 
 
 async def test_the_canary_scores_the_servers_own_completions_as_they_were_sampled() -> None:
@@ -172,11 +164,10 @@ async def test_the_canary_scores_the_servers_own_completions_as_they_were_sample
     (request,) = world.servers[0].asked
     assert request.prompts == [[1, 2, 3], [4]]
     assert (request.sampling.temperature, request.sampling.max_tokens, request.session) == (0.7, 8, "s1")
+    no, yes = False, True
     assert [sample.sequence for sample in world.trainer.scored[0]] == [
-        TokenSequence(token_ids=(4, 7, 8), mask=(False, True, True), logprobs=(0.0, -0.5, -0.25)),
-        TokenSequence(
-            token_ids=(1, 2, 3, 7, 8), mask=(False, False, False, True, True), logprobs=(0.0, 0.0, 0.0, -0.5, -0.25)
-        ),
+        TokenSequence(token_ids=(4, 7, 8), mask=(no, yes, yes), logprobs=(0.0, -0.5, -0.25)),
+        TokenSequence(token_ids=(1, 2, 3, 7, 8), mask=(no, no, no, yes, yes), logprobs=(0.0, 0.0, 0.0, -0.5, -0.25)),
     ]
 
 
@@ -186,18 +177,20 @@ async def test_the_canary_is_asked_at_the_first_version_at_a_return_and_every_so
     gaps = [(await world.sync.publish()).get("sync/canary_gap") for _ in range(5)]  # versions 2 to 6
     assert gaps == [None, 1e-6, None, None, 1e-6]
     world.pool.members[0].mark_out("it was started again")
-    world.look_again()
-    await world.pool.wait_up()
+    await world.look_again()
     assert len(world.trainer.scored) == 4
     world = await make_up("sync.canary_every=0", servers=1)
     assert [await world.sync.publish() for _ in range(2)] == [METRICS | {"sync/servers": 1.0}] * 2
     assert len(world.trainer.scored) == 1
 
 
-async def test_the_largest_gap_of_all_servers_is_the_metric() -> None:
+async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_canary_is_taken_out() -> None:
     world = await make_up("sync.canary_every=1")
     world.trainer.gaps = [0.02, 0.03]
     assert (await world.sync.publish())["sync/canary_gap"] == 0.03
+    world.servers[0].error = GONE
+    metrics = await world.sync.publish()
+    assert (world.up, metrics["sync/servers"], metrics["sync/canary_gap"]) == ([B], 1.0, 1e-6)
 
 
 @pytest.mark.parametrize("gap", [0.11, float("nan")])
@@ -215,26 +208,23 @@ async def test_a_gap_beyond_the_bound_stops_the_run_with_figure_and_likely_cause
         await world.sync.publish()
 
 
-async def test_a_server_that_dies_under_the_canary_is_taken_out_and_the_run_goes_on() -> None:
-    world = await make_up("sync.canary_every=1")
-    world.servers[0].error = GONE
-    metrics = await world.sync.publish()
-    assert [member.url for member in world.pool.up] == [URLS[1]]
-    assert (metrics["sync/servers"], metrics["sync/canary_gap"]) == (1.0, 1e-6)
-
-
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({"checksum": "beef"}, "http://a holds version 6 with checksum beef, but version 6 with checksum disk"),
-        ({"version": 9}, "http://a holds version 9 with checksum disk, but version 6"),
-        ("tensor a has another shape", "weight version 6 was refused: tensor a has another shape"),
+        (
+            fakes.reloaded(6, "beef", "s1"),
+            "http://a holds version 6 with checksum beef, but version 6 with checksum disk",
+        ),
+        (fakes.reloaded(9, "disk", "s1"), "http://a holds version 9 with checksum disk, but version 6"),
+        (REFUSED, "weight version 6 was refused: tensor a has another shape"),
     ],
 )
-async def test_what_landed_as_something_else_or_was_refused_stops_the_run(answer: Any, said: str) -> None:
-    world = await make_up()
-    refused = isinstance(answer, str) and ServerError(answer, code="bad_version", status=409)
-    world.disk.fails[URLS[0]] = refused or world.disk.held(6).model_copy(update=answer)
+@pytest.mark.parametrize("collective", [False, True])  # which falls back to the disk
+async def test_what_landed_as_something_else_or_was_refused_stops_the_run(
+    answer: Any, said: str, collective: bool
+) -> None:
+    world = await make_up(collective=collective)
+    world.collective.answers[A], world.disk.answers[A] = BROKEN, answer
     with pytest.raises(SyncError, match=said):
         await world.sync.publish()
 
@@ -242,18 +232,16 @@ async def test_what_landed_as_something_else_or_was_refused_stops_the_run(answer
 @pytest.mark.parametrize("failure", [GONE, BROKEN])
 async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_of_then(failure: ServerError) -> None:
     world = await make_up()
-    world.disk.fails[URLS[0]] = failure
-    metrics = await world.sync.publish()
-    assert metrics["sync/servers"] == 1.0
-    assert [member.url for member in world.pool.up] == [URLS[1]]
+    world.disk.answers[A] = failure
+    assert (await world.sync.publish())["sync/servers"] == 1.0
+    assert world.up == [B]
     assert any(line.startswith("lost server http://a") for line in world.said)
     await world.sync.publish()
-    assert world.disk.sent[-1] == (7, [URLS[1]])
-    world.disk.fails.clear()
+    assert world.disk.sent[-1] == (7, [B])
+    world.disk.answers.clear()
     world.servers[0].session = "s2"
-    world.look_again()
-    await world.pool.wait_up()
-    assert world.disk.sent[-1] == (7, [URLS[0]])
+    await world.look_again()
+    assert world.disk.sent[-1] == (7, [A])
     assert world.pool.members[0].session == "s2"
     assert world.sync.versions.current == 7
 
@@ -262,37 +250,22 @@ async def test_a_version_without_a_server_is_still_published_for_the_one_to_come
     world = await make_up(servers=1)
     world.pool.mark_lost(world.pool.members[0], "it was killed")
     assert (await world.sync.publish())["sync/servers"] == 0.0
-    world.look_again()
-    await world.pool.wait_up()
-    assert world.disk.sent == [(5, [URLS[0]]), (6, []), (6, [URLS[0]])]
+    await world.look_again()
+    assert world.disk.sent == [(5, [A]), (6, []), (6, [A])]
 
 
-async def test_a_server_that_the_first_version_does_not_reach_is_waited_for() -> None:
+async def test_a_server_that_the_first_version_does_not_reach_is_waited_for_and_one_with_another_model_refused() -> (
+    None
+):
     world = make(servers=1, start_s=0.3)
-    world.disk.fails[URLS[0]] = GONE
+    world.disk.answers[A] = GONE
     with pytest.raises(ServerError, match=r"gave up after .* \(http://a: can't reach it\)"):
         await world.pool.wait_up()
-
-
-async def test_a_server_with_another_model_is_refused_before_it_is_sent_anything() -> None:
     world = make(servers=1)
     world.trainer.other_model = True
     with pytest.raises(TrainerError, match="another model"):
         await world.pool.wait_up()
     assert world.disk.sent == []
-
-
-async def test_servers_that_come_at_the_same_time_are_brought_up_one_after_the_other() -> None:
-    world = make(collective=True)
-    await asyncio.gather(world.pool.wait_up(), world.pool.wait_up())  # FakeTransport looks for an overlap
-    assert len(world.pool.up) == 2
-
-
-async def test_without_a_server_versions_go_on_above_those_of_the_run_before() -> None:
-    world = make(servers=0)
-    world.sync.versions.restore({"version": 7})
-    await world.sync.publish()
-    assert (world.sync.versions.current, world.disk.sent[-1]) == (8, (8, []))
 
 
 async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_plays() -> None:
@@ -318,15 +291,12 @@ async def test_who_can_not_be_reached_directly_gets_the_version_by_disk_which_is
     world = await make_up(collective=True)
     assert (await world.sync.publish())["sync/fallbacks"] == 0.0
     assert world.disk.sent == []
-    world.collective.fails[URLS[1]] = SyncTimeout("server http://b did not finish bucket 3/7 of version 7 in 60 s")
+    world.collective.answers[B] = SyncError("server http://b did not take bucket 3/7")
     metrics = await world.sync.publish()
-    assert world.collective.sent[-1] == (7, list(URLS))
-    assert world.disk.sent == [(7, [URLS[1]])]
+    assert (world.collective.sent[-1], world.disk.sent) == ((7, [A, B]), [(7, [B])])
     assert (metrics["sync/fallbacks"], metrics["sync/servers"]) == (1.0, 2.0)
     assert metrics["sync/transfer_s"] > 0.25
-    assert world.said[-1] == (
-        "version 7 goes to http://b by disk instead: server http://b did not finish bucket 3/7 of version 7 in 60 s"
-    )
+    assert world.said[-1] == "version 7 goes to http://b by disk instead: server http://b did not take bucket 3/7"
 
 
 @pytest.mark.parametrize(("failure", "fallbacks"), [(BROKEN, 1.0), (GONE, 0.0)])
@@ -334,7 +304,7 @@ async def test_who_can_not_be_reached_by_disk_either_or_answers_nothing_is_lost(
     failure: ServerError, fallbacks: float
 ) -> None:
     world = await make_up(collective=True)
-    world.collective.fails[URLS[1]], world.disk.fails[URLS[1]] = failure, GONE
+    world.collective.answers[B], world.disk.answers[B] = failure, GONE
     metrics = await world.sync.publish()
     assert (metrics["sync/fallbacks"], metrics["sync/servers"], len(world.disk.sent)) == (fallbacks, 1.0, fallbacks)
     assert world.pool.members[1].out == "can't reach it"
@@ -342,15 +312,6 @@ async def test_who_can_not_be_reached_by_disk_either_or_answers_nothing_is_lost(
 
 async def test_a_server_that_was_started_again_unnoticed_is_brought_up_as_one_that_comes_back() -> None:
     world = await make_up()
-    world.disk.sessions[URLS[0]] = "another"
-    metrics = await world.sync.publish()
-    assert metrics["sync/servers"] == 1.0
+    world.servers[0].session = "another"
+    assert (await world.sync.publish())["sync/servers"] == 1.0
     assert world.pool.members[0].out == "it was started again"  # no model check, no canary: no work
-
-
-async def test_what_landed_as_something_else_by_disk_stops_the_run_after_a_fall_back_too() -> None:
-    world = await make_up(collective=True)
-    world.collective.fails[URLS[0]] = BROKEN
-    world.disk.fails[URLS[0]] = world.disk.held(6, checksum="fast")  # what the other servers were sent
-    with pytest.raises(SyncError, match="checksum fast, but version 6 with checksum disk"):
-        await world.sync.publish()

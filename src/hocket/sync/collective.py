@@ -9,6 +9,7 @@ gathered in a second thread and sent in others, so that a bucket travels while t
 import asyncio
 import concurrent.futures
 import dataclasses
+import itertools
 import re
 import secrets
 import time
@@ -22,7 +23,7 @@ from torch import Tensor
 from hocket import manifest, weight_group
 from hocket.client import ServerClient
 from hocket.config import SyncConfig
-from hocket.errors import HocketError, ServerError, SyncError, SyncTimeout
+from hocket.errors import HocketError, ServerError, SyncError
 from hocket.protocol import (
     AdapterConfig,
     CollectiveSource,
@@ -61,12 +62,10 @@ class CollectiveTransport:
         self._buckets = self._buckets or self.trainer.layout(self.sync.bucket_mib << 20)
         joined = await asyncio.gather(*map(self._link, servers))
         links = [link for link in joined if isinstance(link, _Link)]
-        for link in links:
-            link.begin(version, self._buckets, self.trainer.adapter)
-        await asyncio.gather(*(link.wait_ready() for link in links))
+        await asyncio.gather(*(link.begin(version, self._buckets, self.trainer.adapter) for link in links))
         prepared = time.perf_counter()
         try:
-            checksum = await run_in_thread(self._send, links)
+            checksum = await run_in_thread(self._send, version, links)
         except BaseException:  # of the trainer: the servers need not wait for what will not come
             for link in links:
                 link.group.close()
@@ -85,9 +84,10 @@ class CollectiveTransport:
         for link in self._links.values():
             link.group.close()
 
-    def _send(self, links: "Sequence[_Link]") -> str:
+    def _send(self, version: int, links: "Sequence[_Link]") -> str:
         """Send the trainer's weights to all, each bucket while the next is made; return the checksum."""
         specs: dict[str, TensorSpec] = {}
+        names = (f"bucket {number}/{len(self._buckets)} of version {version}" for number in itertools.count(1))
         running: list[concurrent.futures.Future[None]] = []
         with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
 
@@ -96,7 +96,8 @@ class CollectiveTransport:
                 specs.update(added)
                 for bucket in running:
                     bucket.result()
-                running[:] = [threads.submit(link.send, flat) for link in links]
+                name = next(names)
+                running[:] = [threads.submit(link.send, name, flat) for link in links]
 
             self.trainer.stream(self.sync.bucket_mib << 20, sink)
             for bucket in running:
@@ -160,31 +161,33 @@ class CollectiveTransport:
 
 @dataclasses.dataclass(eq=False)
 class _Link:
-    """The connection to one process of a server, with the version on its way there.
-
-    A failure closes the group; both ends begin again with a new one.
-    """
+    """The connection to one process of a server. A failure closes the group; both ends begin again with a new one."""
 
     server: ServerClient
     group: weight_group.WeightGroup
     session: str  # of the server's process
     workers: int
     sync: SyncConfig
-    version: int = 0
-    num_buckets: int = 0
     transfers: int = 0  # that the group has seen, this one included
-    sent: int = 0  # buckets
-    ready: bool = False
+    ready: bool = False  # its workers are about to receive
     failure: SyncError | None = None  # what this end knows of a transfer that broke
     answer: "asyncio.Task[Answer]" = dataclasses.field(init=False)
 
-    def begin(self, version: int, buckets: list[list[TensorLayout]], adapter: AdapterConfig | None) -> None:
-        """Tell the server what will come; it answers when all of it is loaded."""
-        self.version, self.num_buckets, self.transfers, self.sent = version, len(buckets), self.transfers + 1, 0
-        self.ready = False
+    async def begin(self, version: int, buckets: list[list[TensorLayout]], adapter: AdapterConfig | None) -> None:
+        """Tell the server what will come; wait until its workers are about to receive, or it has answered."""
+        self.transfers += 1
         source = CollectiveSource(session=self.group.name, turn=self.transfers, adapter=adapter, buckets=buckets)
         request = ReloadRequest(version=version, source=source, in_flight=self.sync.in_flight)
         self.answer = asyncio.create_task(self._ask(request))
+        seconds, group = READY_SHARE * self.sync.timeout_s, self.group
+        try:
+            async with asyncio.timeout(seconds):
+                self.ready = await _announced(group.store, group.name, self.transfers, self.workers, self.answer)
+        except TimeoutError:
+            self.failure = SyncError(
+                f"server {self.server.url} did not begin to receive version {version} in {seconds:g} s; "
+                f"requests that it drains first need a higher sync.timeout_s"
+            )
 
     async def _ask(self, request: ReloadRequest) -> Answer:
         try:
@@ -193,34 +196,18 @@ class _Link:
             self.group.close()  # its workers receive no more: no sender must wait for the deadline
             return error
 
-    async def wait_ready(self) -> None:
-        """Wait until the workers are about to receive, the server has answered, or the deadline is over."""
-        seconds, group = READY_SHARE * self.sync.timeout_s, self.group
-        try:
-            async with asyncio.timeout(seconds):
-                self.ready = await _announced(group.store, group.name, self.transfers, self.workers, self.answer)
-        except TimeoutError:
-            self.failure = SyncTimeout(
-                f"server {self.server.url} did not begin to receive version {self.version} in {seconds:g} s; "
-                f"requests that it drains first need a higher sync.timeout_s"
-            )
-
-    def send(self, flat: Tensor) -> None:
+    def send(self, name: str, flat: Tensor) -> None:
         """Send one bucket; after a failure, nothing more."""
         if not self.ready or self.failure is not None:
             return
-        self.sent += 1
-        which = f"bucket {self.sent}/{self.num_buckets} of version {self.version}"
         try:
             self.group.broadcast(flat.to(self.group.device))
         except RuntimeError as error:
+            reason = f"the connection broke: {_cause(error)}"
             if re.search("(?i)timed ?out", str(error)):
-                self.failure = SyncTimeout(
-                    f"server {self.server.url} did not finish {which} in {BUCKET_SHARE * self.sync.timeout_s:g} s; is "
-                    f"it overloaded, or stopped? A slower network needs a higher sync.timeout_s"
-                )
-            else:
-                self.failure = SyncError(f"the connection to {self.server.url} broke at {which}: {_cause(error)}")
+                seconds = BUCKET_SHARE * self.sync.timeout_s
+                reason = f"{seconds:g} s passed; is it stopped? A slower network needs a higher sync.timeout_s"
+            self.failure = SyncError(f"server {self.server.url} did not take {name}: {reason}")
 
     async def outcome(self) -> Answer:
         """Return the server's answer; if it names no cause itself, join it to the failure seen from this end."""
@@ -229,9 +216,7 @@ class _Link:
         answer = await self.answer
         if self.failure is None or (isinstance(answer, ServerError) and answer.status is not None):
             return answer
-        if isinstance(answer, HocketError):
-            return type(self.failure)(f"{self.failure}; {answer}")
-        return self.failure
+        return SyncError(f"{self.failure}; {answer}") if isinstance(answer, HocketError) else self.failure
 
 
 async def _announced(store: Any, name: str, number: int, workers: int, until: "asyncio.Future[Any]") -> bool:
