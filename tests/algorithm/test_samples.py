@@ -162,27 +162,17 @@ def test_rewards_that_are_no_pass_rates_are_counted() -> None:
     assert signal_metrics([], "right") == {}
 
 
-def test_a_kl_in_the_rewards_tells_rollouts_of_equal_scores_apart() -> None:
-    algorithm = settings("kl=k1", "kl_in=reward", "kl_coef=0.5", "scale=none")
-    groups = [group("a", [1.0, 1.0])]
-    assert kept(groups, algorithm) == ["a"]
-    # x = −0.5 − ref = 1, 3: rewards 1 − 0.5 · x = 0.5, −0.5; mean 0
-    measured = [Measured(ref_logprobs=(0.0, 0.0, -1.5)), Measured(ref_logprobs=(0.0, 0.0, -3.5))]
-    samples, shaping = sampled(groups, algorithm, measured, 0.5)
-    assert last_advantages(samples) == pytest.approx([0.5, -0.5])
-    assert samples[0].ref_logprobs == (0.0, 0.0, -1.5)
-    assert shaping == {"rollout/kl": 2.0, "rollout/kl_coef": 0.5}
-
-
-def test_the_kl_of_all_tokens_of_a_rollout_is_taken_from_its_reward_before_it_is_compared() -> None:
-    rollouts = make_rollout(-1.0, None, -2.0), make_rollout(-3.0)
-    # k2: ½ · (1² + 3²) = 5 and ½ · 2² = 2; the token between was not sampled. Rewards 1 − 0.5, 0 − 0.2; mean 0.15
+def test_the_kl_of_all_tokens_is_taken_from_a_reward_and_tells_equal_scores_apart() -> None:
+    groups = [of_rollouts(make_rollout(-1.0, None, -2.0), make_rollout(-3.0), rewards=[1.0, 1.0])]
+    # k2: ½ · (1² + 3²) = 5 and ½ · 2² = 2; the token between was not sampled. Rewards 1 − 0.5, 1 − 0.2; mean 0.65
     measured = [Measured(ref_logprobs=(0.0, 0.0, -2.0, 0.0, -5.0)), Measured(ref_logprobs=(0.0, 0.0, -5.0))]
     algorithm = settings("kl=k2", "kl_in=reward", "kl_coef=0.1", "scale=none")
-    samples, shaping = sampled([of_rollouts(*rollouts, rewards=[1.0, 0.0])], algorithm, measured, 0.1)
-    assert samples[0].advantages == pytest.approx((0.0, 0.0, 0.35, 0.0, 0.35))
-    assert samples[1].advantages == pytest.approx((0.0, 0.0, -0.35))
-    assert shaping["rollout/kl"] == pytest.approx(7 / 3)
+    assert kept(groups, algorithm) == ["g"]
+    samples, shaping = sampled(groups, algorithm, measured, 0.1)
+    assert samples[0].advantages == pytest.approx((0.0, 0.0, -0.15, 0.0, -0.15))
+    assert samples[1].advantages == pytest.approx((0.0, 0.0, 0.15))
+    assert samples[0].ref_logprobs == measured[0].ref_logprobs
+    assert shaping == {"rollout/kl": pytest.approx(7 / 3), "rollout/kl_coef": 0.1}
 
 
 def test_a_rollout_without_a_score_is_left_out_of_samples_and_mean() -> None:

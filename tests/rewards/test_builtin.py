@@ -31,24 +31,21 @@ def test_length_is_the_relative_distance_to_the_target() -> None:
         builtin.length("abcd", (1,), 0)
 
 
-@pytest.mark.parametrize(
-    ("completion", "value"),
-    [
-        ("<think>d is last</think>abcd", 1.0),
-        ("\n<think>\nb\nc\n</think>\n\nabcd", 1.0),
-        ("abcd", 0.0),
-        ("<think>  </think>abcd", 0.0),
-        ("<think>x</think> \n", 0.0),
-        ("<think>x", 0.0),
-        ("x</think>abcd", 0.0),
-        ("well <think>x</think>abcd", 0.0),
-        ("<think>x</think>abcd<think>y</think>z", 0.0),
-        ("<think><think>x</think>abcd", 0.0),
-        ("<think>x</think></think>abcd", 0.0),
-    ],
-)
-def test_think_format_wants_one_thought_and_then_an_answer(completion: str, value: float) -> None:
-    assert builtin.think_format(completion) == value
+def test_think_format_wants_one_thought_and_then_an_answer() -> None:
+    for completion in ("<think>d is last</think>abcd", "\n<think>\nb\nc\n</think>\n\nabcd"):
+        assert builtin.think_format(completion) == 1.0
+    for completion in (
+        "abcd",
+        "<think>  </think>abcd",
+        "<think>x</think> \n",
+        "<think>x",
+        "x</think>abcd",
+        "well <think>x</think>abcd",
+        "<think>x</think>abcd<think>y</think>z",
+        "<think><think>x</think>abcd",
+        "<think>x</think></think>abcd",
+    ):
+        assert builtin.think_format(completion) == 0.0, completion
 
 
 async def test_env_is_the_environment_s_reward_and_an_error_where_there_is_none(
