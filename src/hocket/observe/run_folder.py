@@ -136,7 +136,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in _read(path).split("\n"):  # a text may hold other line separators
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(line, parse_constant=_finite, parse_float=_finite))
+            rows.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
     return [row for row in rows if isinstance(row, dict)]
 
 
@@ -156,10 +156,6 @@ def write_report(folder: Path) -> None:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _finite(number: str) -> float | None:
-    return value if math.isfinite(value := float(number)) else None
 
 
 def lines_of(groups: Iterable[Group]) -> str:
