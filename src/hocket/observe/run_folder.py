@@ -25,7 +25,7 @@ COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "
 """Fields of a sequence that its row has, too."""
 
 
-class RunFolder:
+class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     """Own the files of one run. As a context manager it writes the report of a run that fails, too.
 
     Raises ConfigError if the folder holds a run already and checkpoint.resume is off.
@@ -45,9 +45,6 @@ class RunFolder:
         self.history = read_lines(self.path / METRICS)  # one record per finished step
         self._tensorboard = config.observe.tensorboard and importlib.util.find_spec("tensorboard") is not None
         self._board: Any = None
-
-    def __enter__(self) -> "RunFolder":
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._board is not None:
