@@ -250,9 +250,7 @@ def test_over_any_number_of_kills_each_prompt_of_an_epoch_is_settled_exactly_onc
 
 @pytest.mark.usefixtures("window")
 @pytest.mark.parametrize("make", [lambda: None, Sorted, windowed, Growing])
-def test_a_stream_that_is_restored_at_every_draw_draws_what_one_does_that_never_stops(
-    make: Callable[[], Curriculum | None],
-) -> None:
+def test_a_stream_that_is_restored_at_every_draw_draws_the_same(make: Callable[[], Curriculum | None]) -> None:
     rows = prompts(23)
 
     def new() -> PromptStream:
