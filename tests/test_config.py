@@ -145,7 +145,7 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("server.urls=localhost:8000", "must begin with http:// or https://"),
         ("server.urls=[http://a:1,http://a:1/]", "the same server is named twice"),
         ("sync.backend=mpi", "'disk' or 'nccl'"),
-        ("sync.timeout_s=600", "must exceed 3 · sync.timeout_s = 1800: ranks wait ranks wait"),
+        ("sync.timeout_s=600", "must exceed 3 · sync.timeout_s = 1800: ranks wait"),
         ("pipeline.replay=runs/default", "this run's own folder"),
         ("trainer.steps", "overrides look like section.key=value"),
         ("=3", "overrides look like section.key=value"),
