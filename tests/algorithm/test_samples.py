@@ -38,9 +38,6 @@ def make_rollout(
         mask=(False, False, *(logprob is not None for logprob in logprobs)),
         logprobs=(0.0, 0.0, *(logprob or 0.0 for logprob in logprobs)),
         finish_reason=finish_reason,
-        version_min=3,
-        version_max=4,
-        text="x",
     )
     return Rollout(id=name, prompt=Prompt(id=name, token_ids=(1, 2)), sequences=(sequence,))
 
