@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tests.trainer.conftest import make_model
+from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
 from hocket import sft
@@ -16,29 +16,12 @@ from hocket.errors import ConfigError, DataError
 from hocket.observe.run_folder import RunFolder
 from hocket.types import TokenSequence, TrainSample
 
-ROWS = [((1, 2, 3), (4, 5, 11)), ((6,), (7, 11)), ((2, 2), (8, 9, 10, 11))]
+ROWS = [((1, 2, 3), (4, 5, 63)), ((6,), (7, 63)), ((2, 2), (8, 9, 10, 63))]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "start"
-    vocabulary = {f"t{i}": i for i in range(11)} | {"<eos>": 11}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=12,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return make_model(tmp_path_factory.mktemp("models") / "start", tied=False)
 
 
 @pytest.fixture
@@ -102,7 +85,7 @@ def test_sft_learns_the_responses_and_leaves_a_model(
 ) -> None:
     before = cross_entropy(model)
     sft.run(make_config(model, tmp_path, "rollout.temperature=0.5"))  # a sampling temperature, not the model's
-    assert rows == [("rows.jsonl", 11, 32)]
+    assert rows == [("rows.jsonl", 63, 64)]
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 61))
     assert records[0]["train/loss"] == pytest.approx(before, abs=1e-5)
@@ -146,7 +129,7 @@ def test_a_run_does_not_go_on_with_other_demonstrations(
     settings = ("trainer.steps=3", "checkpoint.every_steps=2", "checkpoint.resume=true")
     sft.run(make_config(model, tmp_path, *settings))
     sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))  # with the same it does
-    token, cut = [*ROWS[:2], ((2, 2), (8, 9, 3, 11))], [*ROWS[:2], ((2, 2, 8), (9, 10, 11))]
+    token, cut = [*ROWS[:2], ((2, 2), (8, 9, 3, 63))], [*ROWS[:2], ((2, 2, 8), (9, 10, 63))]
     for changed in (token, cut, ROWS[:2]):
         monkeypatch.setattr("hocket.data.load_demonstrations", lambda *_, now=changed: now)
         with pytest.raises(DataError, match="can't resume: the demonstrations were"):

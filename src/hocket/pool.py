@@ -73,7 +73,7 @@ class Member:
     in_flight: int = 0  # prompt and completion tokens of its unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work; None: it does, or has not been looked at
     kv_tokens: int = 0  # tokens that its KV cache holds
-    _next_look: float = 0.0
+    next_look: float = 0.0  # by time.monotonic, while it is out
 
     @property
     def url(self) -> str:
@@ -88,39 +88,26 @@ class Member:
         """Give the server no more work until it has been looked at and brought up again."""
         self.session, self.out = None, reason
 
-    def rest(self, seconds: float) -> None:
-        """Leave the server alone for a while."""
-        self._next_look = time.monotonic() + seconds
-
-    @property
-    def due(self) -> bool:
-        """Whether the server is out and it is time to look at it again."""
-        return self.session is None and time.monotonic() >= self._next_look
-
 
 BringUp = Callable[[Member, Health], Awaitable[None]]
 """Gives one server that answers the current weights; raises HocketError if that fails."""
 
 
+@dataclasses.dataclass(eq=False)
 class ServerPool:
     """The servers of a run. Use it inside one event loop, and as `async with`."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        token: str | None = None,  # bearer token of all servers
-        silence_s: float = 60.0,  # a server whose /health is silent for this long is lost
-        start_timeout_s: float = 600.0,  # how long to wait while no server is up
-        on_wait: Callable[[str, float], None] = lambda what, seconds: None,  # what is waited for, seconds so far
-        say: Callable[[str], None] = lambda line: None,  # reports servers that are lost or come back
-    ) -> None:
+    urls: dataclasses.InitVar[Sequence[str]]
+    _: dataclasses.KW_ONLY
+    token: dataclasses.InitVar[str | None] = None  # bearer token of all servers
+    silence_s: float = 60.0  # a server whose /health is silent for this long is lost
+    start_timeout_s: float = 600.0  # how long to wait while no server is up
+    on_wait: Callable[[str, float], None] = lambda what, seconds: None  # what is waited for, seconds so far
+    say: Callable[[str], None] = lambda line: None  # reports servers that are lost or come back
+
+    def __post_init__(self, urls: Sequence[str], token: str | None) -> None:
         self.members = [Member(ServerClient(url, token=token)) for url in urls]
         self.bring_up: BringUp | None = None  # set by the publisher; None: servers work with the weights they hold
-        self.silence_s = silence_s
-        self._start_timeout_s = start_timeout_s
-        self._on_wait = on_wait
-        self._say = say
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ServerPool":
@@ -145,11 +132,6 @@ class ServerPool:
         """The servers that may be given work."""
         return [member for member in self.members if member.session is not None]
 
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that the KV caches of all servers hold together; 0 until one has answered."""
-        return sum(member.kv_tokens for member in self.members)
-
     async def wait_up(self, *deadlines: Deadline) -> list[Member]:
         """Bring up every server that has come (back) and return those that may work: at least one, if the pool has any.
 
@@ -163,28 +145,29 @@ class ServerPool:
                 stack.enter_context(deadline.stopped())
             while self.members and not self.up:
                 waited = time.monotonic() - start
-                if waited > self._start_timeout_s:
+                if waited > self.start_timeout_s:
                     reasons = "; ".join(f"{member.url}: {member.out}" for member in self.members)
                     raise ServerError(
                         f"gave up after {waited:.0f} s of waiting for a server ({reasons}). Start one with "
                         f"`python run.py serve CONFIG`, or set server.urls and server.start_timeout_s",
                         code="timeout",
                     )
-                self._on_wait(f"waiting for {' or '.join(f'{m.url} ({m.out})' for m in self.members)}", waited)
+                self.on_wait(f"waiting for {' or '.join(f'{m.url} ({m.out})' for m in self.members)}", waited)
                 await asyncio.sleep(POLL_S)
                 await self.look_at_all()
         return self.up
 
     async def look_at_all(self) -> None:
         """Look at every server that is out and due, and bring it up if it is well. Raise as `wait_up`."""
-        looks = [self._look(member) for member in self.members if member.due]
+        now = time.monotonic()
+        looks = [self._look(member) for member in self.members if member.session is None and now >= member.next_look]
         for failure in await asyncio.gather(*looks, return_exceptions=True):
             if failure is not None:
                 raise failure
 
     async def _look(self, member: Member) -> None:
         start, known = time.monotonic(), member.out
-        member.rest(math.inf)  # others that ask for servers meanwhile need not look, too
+        member.next_look = math.inf  # others that ask for servers meanwhile need not look, too
         try:
             health = await member.server.health(timeout_s=LOOK_S)
             member.kv_tokens = health.kv_tokens
@@ -198,7 +181,7 @@ class ServerPool:
             else:
                 await self.bring_up(member, health)
             if member.session is not None and known is not None and len(self.members) > 1:
-                self._say(f"server {member.url} is there")
+                self.say(f"server {member.url} is there")
         except ServerError as error:
             if error.status in (401, 403):
                 raise
@@ -207,17 +190,19 @@ class ServerPool:
             member.mark_out(str(error))
             if not self.up:
                 raise
-            self._say(f"server {member.url} is left out: {error}")
+            self.say(f"server {member.url} is left out: {error}")
         finally:
-            spent = time.monotonic() - start
-            member.rest(0.0 if member.session else max(POLL_S, spent / LOOKING_SHARE if self.up else spent))
+            now = time.monotonic()
+            rest = 0.0 if member.session else max(POLL_S, (now - start) / (LOOKING_SHARE if self.up else 1))
+            member.next_look = now + rest
 
     def mark_lost(self, member: Member, reason: str) -> None:
         """Remove a server from dispatch and report it, if it was working."""
         if member.session is not None:
-            self._say(f"lost server {member.url}: {reason}")
+            self.say(f"lost server {member.url}: {reason}")
         member.mark_out(reason)
-        member.rest(LOST_REST_S if self.up else 0.0)  # what it had not finished goes to the others without another look
+        # What it had not finished goes to the others without another look.
+        member.next_look = time.monotonic() + (LOST_REST_S if self.up else 0.0)
 
     async def watched(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
         """Run the work of one server; raise ServerError and cancel it once the server's /health has gone silent."""

@@ -16,20 +16,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
-from hocket import tokenizer as tokenizers
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import shape
 from hocket.checkpoints import Checkpoints
+from hocket.commands import Parts
 from hocket.config import Config
 from hocket.config.algorithm import PRESETS, PresetName
-from hocket.data import PromptStream, load_prompts
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import Seat
-from hocket.rollout.evaluate import EVAL_STEP, Evaluation
-from hocket.rollout.pipeline import Pipeline, plan_step, sampling_params
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout, TokenSequence
@@ -128,10 +125,6 @@ def ranks() -> Iterator[Ranks]:
 
 async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Runs the loop and returns its summary."""
-    tokenizer = tokenizers.load(config.model.path)
-    prompts, held_out = (
-        load_prompts(data, tokenizer, max_prompt_tokens=64)[0] for data in (config.data, config.eval.data)
-    )
     with (
         Trainer(config, ranks=ranks) as trainer,
         RewardScorer(config.rewards) as scorer,
@@ -140,34 +133,17 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         Checkpoints(config, trainer.state, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)
-        stream = PromptStream(prompts, config.trainer.seed)
-        evaluation = Evaluation(
-            prompts=held_out[: config.eval.num_prompts],
-            play=copy.play,
-            score=scorer.score,
-            reward=next(iter(config.rewards.functions)),
-            samples=1,
-            sampling=sampling_params(config.rollout, seed=0, step=EVAL_STEP, temperature=config.eval.temperature),
-            timeout_s=600.0,
-            max_error_rate=config.rewards.max_error_rate,
-        )
-        plan = functools.partial(
-            plan_step,
-            config=config.rollout,
-            seed=config.trainer.seed,
-            oversampling=config.algorithm.oversampling,
-            max_staleness=0,
-        )
+        parts = Parts(config, console)
         return await Run(
             config=config,
             trainer=trainer,
             servers=copy,
-            stream=stream,
+            stream=parts.stream(parts.prompts("train", config.data)),
             play=copy.play,
             scorer=scorer,
             shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
-            batches=functools.partial(Pipeline, plan=plan, steps=config.trainer.steps, max_staleness=0),
-            evaluation=evaluation,
+            batches=parts.pipeline,
+            evaluation=parts.evaluation(parts.held_out(), copy.play, scorer),
             publisher=copy,
             kl=KlController(config.algorithm),
             folder=folder,

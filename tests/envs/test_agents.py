@@ -42,39 +42,29 @@ def text(task: Task) -> str:
     return f"{task.answer} {task.seed}"
 
 
-@agent("nothing_of_tests")
-async def nothing(task: Task) -> None:
-    return None
+agent("nothing_of_tests")(lambda task: None)
+agent("list_of_tests")(lambda task: [1.0])
+agent("exit_of_tests")(lambda task: sys.exit(2))
+agent("stop_of_tests")(lambda task: next(iter(())))
 
 
-@agent("list_of_tests")
-def a_list(task: Task) -> Any:
-    return [1.0]
+@pytest.mark.parametrize(("name", "returned"), [("number", 1.0), ("text", "ab 9"), ("nothing", None)])
+async def test_a_function_returns_a_number_text_or_nothing(name: str, returned: float | str | None) -> None:
+    done = await Agent(function=f"{name}_of_tests").run(TASK)
+    assert (done, type(done)) == (returned, type(returned))
 
 
-@agent("exit_of_tests")
-def exits(task: Task) -> None:
-    sys.exit(2)
-
-
-@agent("stop_of_tests")
-def stops(task: Task) -> None:
-    next(iter(()))
-
-
-@pytest.mark.parametrize(("name", "says"), [("exit_of_tests", "SystemExit: 2"), ("stop_of_tests", "StopIteration: ")])
-async def test_a_plain_function_that_exits_or_stops_has_raised(name: str, says: str) -> None:
-    with pytest.raises(RuntimeError, match=says):
-        await asyncio.wait_for(Agent(function=name).run(TASK), 10)
-
-
-async def test_a_function_returns_a_number_text_or_nothing() -> None:
-    assert await Agent(function="number_of_tests").run(TASK) == 1.0
-    assert type(await Agent(function="number_of_tests").run(TASK)) is float
-    assert await Agent(function="text_of_tests").run(TASK) == "ab 9"
-    assert await Agent(function="nothing_of_tests").run(TASK) is None
-    with pytest.raises(TypeError, match="a number, text or None, not list"):
-        await Agent(function="list_of_tests").run(TASK)
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("exit", RuntimeError, "SystemExit: 2"),
+        ("stop", RuntimeError, "StopIteration: "),
+        ("list", TypeError, "a number, text or None, not list"),
+    ],
+)
+async def test_a_plain_function_that_exits_or_stops_has_raised(name: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        await asyncio.wait_for(Agent(function=f"{name}_of_tests").run(TASK), 10)
 
 
 @pytest.mark.parametrize(

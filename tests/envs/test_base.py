@@ -1,36 +1,23 @@
 """How an environment is found, given its options, and refused."""
 
-from pathlib import Path
-
 import pytest
 
-from hocket.envs import Action, Environment, Step
+from hocket.envs import Action, Environment, Step, environment
 from hocket.envs.base import ENVIRONMENTS, Observation, bind
 from hocket.errors import ConfigError
-from hocket.registry import load_plugins
 from hocket.types import Prompt
 
-PLUGIN = """
-from hocket.envs import Environment, Step, environment
 
 @environment("echo_of_tests")
 class Echo(Environment):
-    def __init__(self, word, times=2):
+    def __init__(self, word: str, times: int = 2) -> None:
         if times < 1:
             raise ValueError("times must be at least 1")
         self.word, self.left = word, times
 
-    async def step(self, action):
+    async def step(self, action: Action) -> Step:
         self.left -= 1
         return Step(messages=[{"role": "user", "content": self.word}], done=self.left == 0)
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = Path(tmp_path_factory.mktemp("plugin")) / "echo.py"
-    path.write_text(PLUGIN)
-    load_plugins([str(path)])
 
 
 def action(text: str) -> Action:

@@ -67,17 +67,14 @@ def call(name: str, arguments: str, id: str = "") -> ToolCall:
     return ToolCall(name=name, arguments=arguments, id=id)
 
 
+NAMES = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests", "exit_of_tests", "half_of_tests"]
+
+
 async def results(*calls: ToolCall, timeout_s: float = 20.0) -> list[dict[str, Any]]:
-    names = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests", "exit_of_tests", "half_of_tests"]
-    episode = bind("tools", {"tools": names, "parser": "hermes", "call_timeout_s": timeout_s})()
+    episode = bind("tools", {"tools": NAMES, "parser": "hermes", "call_timeout_s": timeout_s})()
     step = await episode.step(Action(text="", token_ids=(1,), finish_reason="stop", tool_calls=calls))
-    assert not step.done
+    assert step.done == (not calls)
     return [dict(message) for message in step.messages]
-
-
-async def test_an_answer_without_a_call_ends_the_episode() -> None:
-    episode = bind("tools", {"tools": ["calculate"], "parser": "hermes"})()
-    assert (await episode.step(Action(text="408", token_ids=(1,), finish_reason="stop"))).done
 
 
 def test_the_model_is_shown_name_types_and_docstring() -> None:
@@ -107,14 +104,11 @@ async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -
         call("weather_of_tests", '{"city": "Köln", "days": 2}'),
         call("calculate", '{"expression": "12*34"}'),
     )
-    assert [answer["content"] for answer in answers] == [
-        "met",
-        "met",
-        '{"city": "Köln", "sun": [true, true]}',
-        "408",
-    ]
+    said = ["met", "met", '{"city": "Köln", "sun": [true, true]}', "408"]
+    assert [answer["content"] for answer in answers] == said
     assert [answer["tool_call_id"] for answer in answers] == ["call00001", "functions.meet:1", "call00003", "call00004"]
     assert {answer["role"] for answer in answers} == {"tool"}
+    assert await results() == []  # an answer without a call ends the episode
 
 
 @pytest.mark.parametrize(
@@ -134,7 +128,7 @@ async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -
 )
 async def test_whatever_goes_wrong_is_told_to_the_model(name: str, arguments: str, said: str) -> None:
     try:
-        (answer,) = await results(call(name, arguments), timeout_s=0.2)
+        (answer,) = await results(call(name, arguments), timeout_s=0.2 if name == "slow_of_tests" else 20.0)
     finally:
         release.set()
     release.clear()
@@ -159,21 +153,10 @@ def test_the_calculator_computes(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "__import__('os').getcwd()",
-        "2**999999999",
-        "a",
-        "True+1",
-        "'a'*9",
-        "[1]",
-        "",
-        "1+",
-        "1" * 201,
-        "(" * 150,
-    ],
-)
+NO_NUMBERS = ("__import__('os').getcwd()", "2**999999999", "a", "True+1", "'a'*9", "[1]", "", "1+", "1" * 201, "(" * 99)
+
+
+@pytest.mark.parametrize("expression", NO_NUMBERS)
 def test_the_calculator_runs_no_code(expression: str) -> None:
     with pytest.raises((ValueError, SyntaxError, MemoryError)):
         calculate(expression)

@@ -15,11 +15,9 @@ from transformers import AutoTokenizer
 
 import fakes
 from batches import gathered
-from hocket.algorithm.samples import fate, shape
 from hocket.batcher import Turn
-from hocket.config import AlgorithmConfig, DataConfig
-from hocket.data import PromptStream, Renderer
-from hocket.data.ledger import accounts
+from hocket.config import DataConfig
+from hocket.data import Renderer
 from hocket.envs import Action, Environment, Observation, SingleTurn, Step, tool
 from hocket.envs.base import bind
 from hocket.errors import ServerError
@@ -218,8 +216,7 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
     scores = [score for group in groups for score in group.scores]
     errors = [score.error for score in scores if score.error is not None]
     assert 50 < len(errors) < 450
-    said = ("KeyError", "SystemExit", "env.timeout_s=2 had passed", "was cancelled", "returned str", "close raised")
-    for cause in said:
+    for cause in ("KeyError", "SystemExit", "env.timeout_s=2 had", "was cancelled", "returned str", "close raised"):
         assert any(cause in error for error in errors), cause
     for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
         assert (score.error is None) == math.isfinite(score.total)  # an error is never a number
@@ -227,14 +224,6 @@ async def test_five_hundred_episodes_with_failures_hangs_and_cancellations_are_a
         assert sum(rollout.sequences[0].mask) == rollout.num_sampled
         assert rollout.sequences[-1].turns or rollout.sequences[0].version_min == 0
     assert closed == {1: 500}  # every environment, once
-    stream = PromptStream([group.rollouts[0].prompt for group in groups], seed=0)
-    by_id = {group.rollouts[0].prompt.id: group for group in groups}
-    for draw, prompt in stream.take(125).items():
-        group = by_id[prompt.id]
-        stream.settle(draw, fate(shape(group, AlgorithmConfig(), 16), reward="exact_match", skipped=False))
-    (account,) = accounts([{"num_prompts": 125}, *stream.entries()], stream.state())
-    assert (account.problems, sum(account.states.values())) == ((), 125)
-    assert not {"pending", "in flight"} & account.states.keys()
     assert asyncio.all_tasks() == {asyncio.current_task()}  # nothing is left behind
 
 
@@ -244,21 +233,21 @@ class Endless(Unruly):
 
 
 async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer: Renderer) -> None:
-    seven = renderer.encode([renderer.render(({"role": "user", "content": "007"},))])[0]
+    seven = tuple(renderer.encode([renderer.render(({"role": "user", "content": "007"},))])[0])
+    closed: collections.Counter[int] = collections.Counter()
 
     class Stuck(FakeEngine):
         async def ask(self, turn: Turn) -> Completion:
-            if seven == list(turn.token_ids[: len(seven)]):
-                await asyncio.sleep(turn.deadline.left_s)
-                raise ServerError("it has not finished in time", code="timeout")
-            return await super().ask(turn)
+            if seven != turn.token_ids[: len(seven)]:
+                return await super().ask(turn)
+            while closed[1] < 11:
+                await asyncio.sleep(0.01)
+            turn.deadline._at = 0.0  # it passes while the others are done
+            raise ServerError("it has not finished in time", code="timeout")
 
-    closed: collections.Counter[int] = collections.Counter()
-
-    groups = await played(lambda: Endless(closed), renderer, Stuck(), num_prompts=12, timeout_s=0.5)
+    groups = await played(lambda: Endless(closed), renderer, Stuck(), num_prompts=12)
     errors = [score.error for group in groups for score in group.scores]
-    late = [error for error in errors if error is not None and "within 0.5 s (rollout.timeout_s): it has not" in error]
-    assert len(late) == 1
+    assert len([error for error in errors if error and "within 60 s (rollout.timeout_s): it has not" in error]) == 1
     assert closed == {1: 12}
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -321,7 +310,7 @@ async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Rend
 
 
 async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended_twice(renderer: Renderer) -> None:
-    says: list[Any] = []
+    says: list[str] = []
 
     class Scripted(Environment):
         async def step(self, action: Action) -> Step:
@@ -335,12 +324,11 @@ async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended
             return done.model_copy(update=cut) if says and turn.sampling.max_tokens == 2 else done
 
     (group,) = await played(Scripted, renderer, Engine(), num_prompts=1)
+    (sequence,) = group.rollouts[0].sequences
     hm = renderer.encode(["<|user|>hm<|end|><|assistant|>"])[0]
-    told = [20, END, *hm, 21, 22]  # the template's own <|end|> is left out
-    assert list(group.rollouts[0].sequences[0].token_ids[6:]) == told
-    assert says == ["stop", "length"]
-    assert group.rollouts[0].finish_reason == "length"
-    assert [message["content"] for message in group.rollouts[0].sequences[0].dialogue] == ["t", "hm", "t"]
+    assert list(sequence.token_ids[6:]) == [20, END, *hm, 21, 22]  # the template's own <|end|> is left out
+    assert (says, sequence.finish_reason) == (["stop", "length"], "length")
+    assert [message["content"] for message in sequence.dialogue] == ["t", "hm", "t"]
 
 
 class Long(Environment):
@@ -410,7 +398,7 @@ async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(rende
         await asyncio.sleep(3600)
 
     make = bind("tools", {"tools": ["hang_of_episodes"], "parser": "hermes", "call_timeout_s": 0.3})
-    limits = Limits(max_turns=4, max_length=10_000, timeout_s=0.5)  # 4 · 0.3 s are more
+    limits = Limits(max_turns=4, max_length=10_000, timeout_s=1.0)  # 4 · 0.3 s are more
     groups = await played(make, renderer, Caller(), num_prompts=8, limits=limits)
     for group in groups:
         assert group.scores[0].error is None

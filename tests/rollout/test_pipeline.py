@@ -2,12 +2,13 @@
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fakes
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.data import PromptStream
@@ -22,23 +23,22 @@ PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
 
 
 class FakePlayer:
-    """Plays an episode in `delay_s` of the prompt's first token; its text is the seed of its first turn."""
+    """Plays episodes whose text is the seed of their first turn; `wait` may hold one up, by its prompt's token."""
 
-    def __init__(self, delay_s: Callable[[int], float] = lambda token: 0.0) -> None:
-        self.delay_s = delay_s
+    def __init__(self, wait: Callable[[int], Awaitable[object]] = lambda token: asyncio.sleep(0)) -> None:
+        self.wait = wait
         self.begun: list[str] = []
-        self.cancelled = 0
+        self.ended = self.cancelled = 0
 
     async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
         if seat.group.rpartition("/")[0] not in self.begun:
             self.begun.append(seat.group.rpartition("/")[0])
         try:
-            if (delay_s := self.delay_s(prompt.token_ids[0])) < 0:
-                raise ServerError("it broke", code="unreachable")
-            await asyncio.sleep(delay_s)
+            await self.wait(prompt.token_ids[0])
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        self.ended += 1
         text = str(seed_of(seat.sampling.seed, seat.number, 1))
         sequence = TokenSequence(token_ids=(1, 7), mask=(False, True), logprobs=(0.0, -0.1), text=text)
         return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,))
@@ -90,7 +90,14 @@ async def test_so_many_batches_are_begun_ahead_and_never_one_that_no_step_needs(
 
 async def test_what_is_slow_is_waited_for_and_not_replaced_by_what_is_fast() -> None:
     slow = int(order()[0][1:])
-    player = FakePlayer(lambda token: 0.2 if token == slow else 0.001)
+
+    async def wait(token: int) -> None:
+        while token == slow and player.ended < 4 * 3 * 2 - 2:
+            await asyncio.sleep(0)
+        for _ in range(20):  # until the others are scored
+            await asyncio.sleep(0)
+
+    player = FakePlayer(wait)
     async with pipeline(settings("pipeline.max_staleness=3"), player) as batches:
         first = await batches.batch(1)
         assert ids(first) == order()[:3]
@@ -100,18 +107,24 @@ async def test_what_is_slow_is_waited_for_and_not_replaced_by_what_is_fast() -> 
     assert second.metrics["pipeline/queued_groups"] == 9  # of three batches
     assert second.metrics["pipeline/wait_for_policy"] > 0
     assert second.metrics["time/generate"] == 0
-    assert first.metrics["time/batch"] >= 0.2
+    assert first.metrics["time/batch"] > 0
 
 
-async def test_servers_without_work_between_two_steps_have_waited_for_the_policy_all_the_time() -> None:
-    async with pipeline(settings(), FakePlayer(lambda token: 0.02)) as batches:
-        first = await batches.batch(1)
-        second = await batches.batch(2)
-        await asyncio.sleep(0.3)  # the trainer works
+async def test_servers_without_work_between_two_steps_have_waited_for_the_policy_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def wait(token: int) -> None:
+        clock.now += 1.0  # six episodes in each batch
+
+    clock = fakes.Clock()
+    monkeypatch.setattr("hocket.rollout.pipeline.time", clock)
+    async with pipeline(settings(), FakePlayer(wait)) as batches:
+        first, second = await batches.batch(1), await batches.batch(2)
+        clock.now += 4.0  # the trainer works
         third = await batches.batch(3)
     assert "pipeline/wait_for_policy" not in first.metrics
-    assert second.metrics["pipeline/wait_for_policy"] < 0.5
-    assert third.metrics["pipeline/wait_for_policy"] > 0.5
+    assert second.metrics["pipeline/wait_for_policy"] == 0.0
+    assert third.metrics["pipeline/wait_for_policy"] == 4 / (6 + 4)
 
 
 async def test_the_rollouts_of_a_step_depend_on_seed_and_step_alone_however_early_they_begin() -> None:
@@ -142,17 +155,21 @@ async def test_groups_that_teach_nothing_are_replaced_by_the_next_prompts_of_the
 
 
 async def test_a_failure_is_raised_where_its_batch_is_asked_for_and_leaving_ends_the_others() -> None:
-    broken = int(order()[4][1:])
-    player = FakePlayer(lambda token: -1 if token == broken else 0.0)
-    async with pipeline(settings("pipeline.max_staleness=3"), player) as batches:
+    first, broken = int(order()[0][1:]), int(order()[4][1:])
+
+    async def breaks(token: int) -> None:
+        if token == broken:
+            raise ServerError("it broke", code="unreachable")
+
+    async with pipeline(settings("pipeline.max_staleness=3"), FakePlayer(breaks)) as batches:
         await batches.batch(1)
         with pytest.raises(ServerError, match="it broke"):
             await batches.batch(2)
-    slow = FakePlayer(lambda token: 60.0 if token != int(order()[0][1:]) else 0.0)
+    slow = FakePlayer(lambda token: asyncio.sleep(0 if token == first else 60.0))
     async with pipeline(settings("pipeline.max_staleness=3", "rollout.prompts_per_step=1"), slow) as batches:
         await batches.batch(1)
     assert slow.cancelled == 3 * 2
-    assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:

@@ -29,7 +29,7 @@ def player(
     if type(made) is SingleTurn:  # prompts leave room for rollout.max_tokens, and the engine queues the turns itself
         return functools.partial(single_turn, ask=ask)
     limits = Limits(max_turns=env.max_turns, max_length=max_length, timeout_s=env.timeout_s)
-    budget = TokenBudget(lambda: pool.kv_tokens)
+    budget = TokenBudget(lambda: sum(member.kv_tokens for member in pool.members))
     if isinstance(made, Agent):
         return Agents(agent=made, pool=pool, limits=limits, decode=tokenizer.decode, budget=budget).play
     renderer = Renderer(data, tokenizer, made.toolbox.tools if made.toolbox else ())

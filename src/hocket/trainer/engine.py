@@ -1,6 +1,7 @@
 """DeepSpeed behind a small interface. Nothing has to be compiled, and no step is skipped silently."""
 
 import contextlib
+import datetime
 import gc
 import importlib
 import io
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.config import TrainerConfig
@@ -33,7 +35,7 @@ def initialize(ranks: Ranks, **options: Any) -> Any:
     ranks.destroy = deepspeed.comm.destroy_process_group  # it also forgets DeepSpeed's copies
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is None:  # DeepSpeed's own would wait half an hour for a lost rank
-        groups._WORLD_GROUP = ranks.new_group()
+        groups._WORLD_GROUP = dist.new_group(timeout=datetime.timedelta(seconds=ranks.timeout_s))
     gc.freeze()  # for its memory statistics, DeepSpeed collects garbage up to 15 times
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints them whatever the log level
@@ -221,7 +223,7 @@ class DeepSpeedEngine:
                 whole = torch.zeros(whole_shape(parameter).numel(), device=self._ranks.device)
                 whole[place].copy_(views[kind])
                 if self.stage > 0:
-                    self._ranks.sum_in_place(whole.view(torch.int32))  # as bits, 0 on other ranks: -0.0 survives
+                    dist.all_reduce(whole.view(torch.int32))  # as bits, 0 on other ranks: -0.0 survives
                 if self._ranks.is_main:
                     bucket[f"{kind}/{name}"] = whole.view(whole_shape(parameter)).to("cpu", copy=True)
                     size += whole.nbytes
@@ -249,7 +251,7 @@ class DeepSpeedEngine:
                 whole = torch.empty(whole_shape(parameter).numel(), device=self._ranks.device)
                 if read is not None:
                     whole.copy_(read(f"{kind}/{name}").view(-1))
-                self._ranks.broadcast_in_place(whole)
+                dist.broadcast(whole, src=0)
                 views[kind].copy_(whole[place])
         master.step = counters["updates"]
         master.to_parameters()

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 PEAKS = {  # device → dense 16-bit operations per second with float32 sums, from the data sheets
@@ -37,19 +37,19 @@ class ModelFlops:
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
     """Return the operations of a causal language model; call it before DeepSpeed spreads the weights over the ranks."""
-    config = model.config.get_text_config()
-    head = model.get_output_embeddings()
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    chosen = getattr(config, "num_experts_per_tok", None)
     per_position = per_trained_token = 0.0
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        for weight in module.parameters(recurse=False):
-            passes = 3 if weight.requires_grad else 2  # output, gradient of the input and, if trained, of the weight
-            flops = _multiply_adds(module, weight, config.to_dict()) * 2 * passes
-            if module is head:
-                per_trained_token += flops
-            else:
-                per_position += flops
+        for weight in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+            if isinstance(module, nn.Linear):  # a quantised one packs its weight
+                size = module.in_features * module.out_features if weight is module.weight else 0
+            else:  # of experts, [experts, in, out], each token takes some
+                size = weight.numel() if weight.dim() in (2, 3) else 0
+            share = chosen / len(weight) if chosen and weight.dim() == 3 else 1.0
+            flops = size * share * 2 * (3 if weight.requires_grad else 2)  # output, gradients of input and weight
+            per_trained_token += flops if module is head else 0.0
+            per_position += 0.0 if module is head else flops
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_size, value_size = (getattr(config, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -60,15 +60,6 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         per_pair=3 * 2 * config.num_attention_heads * (query_size + value_size),  # scores, their product with values
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
     )
-
-
-def _multiply_adds(module: nn.Module, weight: Tensor, config: dict[str, object]) -> float:
-    if isinstance(module, nn.Linear):  # a quantised one packs its weight
-        return module.in_features * module.out_features if weight is module.weight else 0.0
-    if weight.dim() == 3:  # experts, of which each token takes some
-        chosen = config.get("num_experts_per_tok")
-        return weight.numel() * (chosen / len(weight) if isinstance(chosen, int) else 1.0)
-    return float(weight.numel()) if weight.dim() == 2 else 0.0
 
 
 def step_flops(model: ModelFlops, segment_lengths: Sequence[int], trained_tokens: int) -> float:

@@ -30,12 +30,8 @@ _MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communica
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax, its gradient and that of the logits, in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
-_GRADIENT_BYTES = {  # ZeRO stage → in 32 and in 16 bits, bytes per trained parameter on each rank and shared by them
-    0: ((4, 0), (4, 0)),
-    1: ((4, 0), (8, 0)),
-    2: ((0, 4), (2, 4)),
-    3: ((0, 8), (0, 10)),
-}
+# By ZeRO stage, in 32 and in 16 bits: bytes of gradients per trained parameter on each rank, and shared by the ranks.
+_GRADIENT_BYTES = (((4, 0), (4, 0)), ((4, 0), (8, 0)), ((0, 4), (2, 4)), ((0, 8), (0, 10)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +66,9 @@ def estimate(
 ) -> Estimate:
     """Return what a step needs with a transformers model, on any device; a frozen model has weights only.
 
-    Micro-batches have the configured size; with "auto", that of one chunk of tokens. Above ZeRO `stage` 0 the ranks
-    share the optimizer's state, from 2 on the gradients, at 3 the weights.
+    Micro-batches have the configured size; with "auto", that of one chunk of tokens.
 
     Args:
-        dtype: of forward and backward passes.
         offloads: whether the optimizer's state is off the device.
         quantized: whether the frozen linear layers, all but the output head, are held in 4 bits.
     """
@@ -177,9 +171,7 @@ def rehearse(learner: Learner, num_positions: int, ranks: Ranks) -> None:
     [[batch]] = pack([sample] * (num_positions // REHEARSED_LENGTH), micro_batch_tokens=num_positions, num_ranks=1)
     learner.engine.backward(learner.loss(batch.to(ranks.device)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
-        raise TrainerError(
-            "the rehearsal of a step has changed the weights; set trainer.micro_batch_tokens to a number"
-        )
+        raise TrainerError("a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number")
 
 
 def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks) -> int:

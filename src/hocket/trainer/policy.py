@@ -125,21 +125,21 @@ class Policy(nn.Module):
         ids_bt = (torch.arange(16, device=device)[None] * 7919 + 1) % self.vocab_size
         positions_bt = torch.arange(8, device=device).repeat(2)[None]
         head = self.model.get_output_embeddings()
-        halves = (slice(0, 8), slice(8, 16))
-        alone = [self._hidden(ids_bt[:, half], positions_bt[:, half], [8]) for half in halves]
+        alone = [self._hidden(ids_bt[:, part], positions_bt[:, part], [8]) for part in (slice(0, 8), slice(8, 16))]
         packed = self._hidden(ids_bt, positions_bt, [8, 8])
         self.model.set_attn_implementation("eager")  # the model's own
         inputs = {"input_ids": ids_bt[:, 8:], "position_ids": positions_bt[:, 8:]}
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         logits = self.model(**inputs, use_cache=False).logits
         self.model.set_attn_implementation(attention.NAME)
-        name = type(self.model).__name__
-        if not _close(head(hidden), logits):
-            raise TrainerError(f"{name} changes its logits after the output head; it can't be trained here")
-        if not _close(alone[1], hidden):
-            raise TrainerError(f"{name} has more in its attention than is computed here; it can't be trained")
-        if not _close(packed, torch.cat(alone, dim=1)):
-            raise TrainerError(f"{name} lets sequences that share a row see each other; it can't be trained here")
+        for problem, actual, expected in (
+            ("changes its logits after the output head", head(hidden), logits),
+            ("has more in its attention than is computed here", alone[1], hidden),
+            ("lets sequences that share a row see each other", packed, torch.cat(alone, dim=1)),
+        ):
+            # Relative to the spread of the numbers: rounding in 16 bits stays far below it, a real difference doesn't.
+            if not (actual - expected).float().abs().mean() <= 0.05 * expected.float().std():
+                raise TrainerError(f"{type(self.model).__name__} {problem}; it can't be trained here")
 
 
 def skeleton(config: ModelConfig) -> Any:
@@ -176,11 +176,6 @@ def write_model(folder: Path, model: Any, tokenizer: Any, published: Mapping[str
     for part in (model.config, model.generation_config, tokenizer):
         part.save_pretrained(folder)
     save_torch_state_dict(dict(published), folder)
-
-
-def _close(actual: Tensor, expected: Tensor) -> bool:
-    # Relative to the spread of the numbers: rounding in 16 bits stays far below this, a real difference does not.
-    return bool((actual - expected).float().abs().mean() <= 0.05 * expected.float().std())
 
 
 def _load(config: ModelConfig, *, random_init: bool, **options: Any) -> Any:

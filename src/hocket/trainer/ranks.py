@@ -12,11 +12,10 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hocket.errors import TrainerError
 
@@ -67,10 +66,6 @@ class Ranks:
             torch.cuda.set_device(self.device)
         torch.set_num_threads(self._num_threads)
 
-    def new_group(self) -> dist.ProcessGroup:
-        """Return one more group of all ranks, for gradients, with the same deadline."""
-        return cast(dist.ProcessGroup, dist.new_group(timeout=datetime.timedelta(seconds=self.timeout_s)))
-
     def send(self, command: Any) -> None:
         """Send a command from rank 0 to all other ranks, which are in `receive`."""
         if self.size > 1:
@@ -89,14 +84,6 @@ class Ranks:
         box: list[Any] | None = [None] * self.size if self.is_main else None
         dist.gather_object(value, box, dst=0, group=self._reports)
         return box or []
-
-    def sum_in_place(self, tensor: Tensor) -> None:
-        """Replace a tensor on this rank's device by its sum over ranks."""
-        dist.all_reduce(tensor)
-
-    def broadcast_in_place(self, tensor: Tensor) -> None:
-        """Replace a tensor on this rank's device by rank 0's."""
-        dist.broadcast(tensor, src=0)
 
     def sum(self, values: list[float]) -> list[float]:
         """Return the sums over ranks, position by position, in float64."""
