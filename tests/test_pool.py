@@ -120,15 +120,11 @@ async def deadline() -> AsyncIterator[None]:
         yield
 
 
-class Clock:
-    """Time that passes where a test says so, in the place of the module that hocket.pool asks."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr("hocket.pool.time", self)
-
-    def monotonic(self) -> float:
-        return self.now
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> fakes.Clock:
+    clock = fakes.Clock()
+    monkeypatch.setattr("hocket.pool.time", clock)
+    return clock
 
 
 def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
@@ -286,9 +282,9 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
 
 
 async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline_with_it(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeServer], clock: fakes.Clock
 ) -> None:
-    clock, waited, alone = Clock(monkeypatch), list[tuple[str, float]](), servers[0]
+    waited, alone = list[tuple[str, float]](), servers[0]
 
     def on_wait(what: str, seconds: float) -> None:
         waited.append((what, seconds))
@@ -306,10 +302,7 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
     assert waited[1] == (f"waiting for {alone.url} (nothing answers there yet)", 100.0)
 
 
-async def test_waiting_ends_with_every_servers_reason(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
+async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer], clock: fakes.Clock) -> None:
     servers += [FakeServer(2), FakeServer(3)]
     servers[0].die()
     servers[1].status = "loading"
@@ -425,9 +418,9 @@ async def test_leaving_the_pool_ends_all_requests(servers: list[FakeServer]) -> 
 
 
 async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_their_time(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeServer], clock: fakes.Clock
 ) -> None:
-    clock, well = Clock(monkeypatch), list[str]()
+    well: list[str] = []
 
     async def bring_up(member: Member, health: Health) -> None:
         if member.url in well:
@@ -490,9 +483,8 @@ async def test_a_session_whose_closing_is_cancelled_is_closed_with_its_body(serv
 
 
 async def test_a_session_is_opened_elsewhere_where_a_server_is_gone_and_one_that_is_lost_says_so(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeServer], clock: fakes.Clock
 ) -> None:
-    clock = Clock(monkeypatch)
 
     def on_wait(what: str, seconds: float) -> None:
         clock.now += 5.0
