@@ -4,10 +4,11 @@ import pytest
 import torch
 from tests.trainer.builders import sample_of
 
-from hocket.algorithm.losses import LossConfig, policy_loss
+from hocket.algorithm.losses import LossConfig
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError
 from hocket.trainer.batching import pack
+from hocket.trainer.models import configured_loss
 from hocket.trainer.policy import Policy
 from hocket.types import TokenSequence, TrainSample
 
@@ -44,18 +45,7 @@ def loss_and_gradient(
     total = 0.0
     for batches in pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks):
         for batch in batches:
-            logprobs_bt, entropy_bt = policy(batch)
-            output = policy_loss(
-                logprobs_bt,
-                batch.rollout_logprobs_bt,
-                batch.advantages_bt,
-                batch.mask_bt,
-                config=config,
-                num_tokens=batch.num_tokens_global,
-                num_sequences=batch.num_sequences_global,
-                entropy_bt=entropy_bt,
-                sample_bt=batch.sample_bt,
-            )
+            output = configured_loss(config)(*policy(batch), batch)
             output.loss.backward()
             total += output.loss.item()
     return total, [p.grad.clone() for p in policy.parameters() if p.grad is not None]
