@@ -215,21 +215,19 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
         (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
 
 
-def main_fails(model: str, output: Path) -> None:
+def main_fails(model: str) -> None:
     """Rank 0 raises between two steps."""
     trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
     if not trainer.is_main:
         trainer.follow()
-        (output / "released").touch()
         return
     with trainer:
         trainer.step(make_samples(0))
         raise ValueError("rank 0 has a problem of its own")
 
 
-def main_dies(model: str, output: Path) -> None:
+def main_dies(model: str) -> None:
     """Rank 0 is killed between two steps, while rank 1 waits for the next one."""
-    del output
     trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
     if not trainer.is_main:
         trainer.follow()
@@ -237,27 +235,23 @@ def main_dies(model: str, output: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank_dies(model: str, output: Path) -> None:
+def rank_dies(model: str) -> None:
     """Rank 1 is killed in the middle of a step, at its second micro-batch."""
-    del output
     break_down(model, lambda: os.kill(os.getpid(), signal.SIGKILL), "trainer.collective_timeout_s=60")
 
 
-def rank_hangs(model: str, output: Path) -> None:
+def rank_hangs(model: str) -> None:
     """Rank 1 stops answering in the middle of a step, while rank 0 waits for its share of the gradients."""
-    del output
     break_down(model, lambda: time.sleep(1000), "trainer.collective_timeout_s=20", "trainer.zero_stage=2")
 
 
-def rank_is_full(model: str, output: Path) -> None:
+def rank_is_full(model: str) -> None:
     """Rank 1 runs out of memory in the middle of a step."""
-    del output
     break_down(model, no_room, "trainer.collective_timeout_s=60")
 
 
-def rank_waits_for_ever(model: str, output: Path) -> None:
+def rank_waits_for_ever(model: str) -> None:
     """Likewise, while rank 0 is within a call that no lost connection ends, as those of NCCL may be."""
-    del output
     ranks.WATCH_S, ranks.GRACE_S = 0.2, 1.0
     break_down(model, no_room if os.environ["RANK"] == "1" else lambda: time.sleep(1000), all_ranks=True)
 
@@ -295,7 +289,7 @@ LAST = {
 def main(arguments: Sequence[str]) -> None:
     output, *words = arguments
     if words[0] in LAST:
-        LAST[words[0]](words[1], Path(output))
+        LAST[words[0]](words[1])
         return
     shard_everything()
     together = Ranks(timeout_s=60)
