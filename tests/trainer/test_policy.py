@@ -2,7 +2,7 @@ import random
 
 import pytest
 import torch
-from tests.trainer.builders import sample_of
+from tests.trainer.builders import make_rollouts, sample_of
 
 from hocket.algorithm.losses import LossConfig
 from hocket.config import ModelConfig
@@ -10,7 +10,7 @@ from hocket.errors import ConfigError
 from hocket.trainer.batching import pack
 from hocket.trainer.models import configured_loss
 from hocket.trainer.policy import Policy
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import TrainSample
 
 CPU = torch.device("cpu")
 
@@ -24,14 +24,7 @@ def make_policy(path: str, **options: object) -> Policy:
 @pytest.fixture(scope="module")
 def samples() -> list[TrainSample]:
     rng = random.Random(1)
-    made = []
-    for _ in range(17):
-        length, prompt = rng.randint(4, 24), rng.randint(1, 3)
-        mask = tuple(index >= prompt and rng.random() < 0.9 for index in range(length))
-        advantage, ids = rng.gauss(0, 1), tuple(rng.randrange(62) for _ in range(length))
-        logprobs = tuple(-4 * rng.random() if m else 0.0 for m in mask)
-        made.append(sample_of(TokenSequence(token_ids=ids, mask=mask, logprobs=logprobs), advantage))
-    return made
+    return [sample_of(rollout, rng.gauss(0, 1)) for rollout in make_rollouts(17, longest=24, seed=1)]
 
 
 def loss_and_gradient(
