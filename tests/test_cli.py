@@ -110,7 +110,7 @@ def test_config_prints_what_load_reads_back(capsys: pytest.CaptureFixture[str], 
         (["config", "nowhere.yaml"], "can't read the config nowhere.yaml"),
         (["config", "trainer.stepz=3"], "did you mean 'trainer.steps'"),
         (["config", "a.yaml", "b.yaml"], "one config file at most"),
-        (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a file"),
+        (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a"),
         (["generate", "-p", "a", "-n", "0"], "can't be asked for: Input should be greater than or equal to 1"),
     ],
 )

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hocket.processes import kill_with_parent
+from processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 DETACHES = """
@@ -30,14 +30,6 @@ from hocket.processes import die_with_parent
 die_with_parent({parent}, signal.SIGKILL)
 print('went on')
 """
-PARENT = """
-import subprocess, sys
-code = "import os, signal, time; from hocket.processes import die_with_parent; \
-die_with_parent(os.getppid(), signal.{signum}); print('tied', flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-child.stdout.readline()  # then this process ends; the child may not
-print(child.pid)
-"""
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -50,26 +42,11 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_process_ends_with_its_parent(signum: signal.Signals) -> None:
-    # run() returns when every copy of the pipe is closed: the child, which has one as its stderr, is gone
-    assert run(PARENT.format(signum=signum.name)).returncode == 0
-
-
 def test_a_process_whose_parent_is_gone_already_ends_with_the_reason() -> None:
     assert run(ORPHAN.format(parent=os.getpid())).stdout == "went on\n"
     ended = run(ORPHAN.format(parent=2**22 + 1))
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "is gone" in ended.stderr
-
-
-def started(file: Path, number: int) -> list[psutil.Process]:
-    """Return the processes whose pids are in the file, once there are so many."""
-    end = time.monotonic() + 60
-    while not file.exists() or file.read_text().count("\n") < number:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return [psutil.Process(int(pid)) for pid in file.read_text().split()]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -84,7 +61,8 @@ def test_interrupting_the_tests_leaves_nothing_running(tmp_path: Path, signum: s
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    processes = started(pids, 6)
+    wait_for(lambda: pids.exists() and pids.read_text().count("\n") == 6, "both tests and what they start run")
+    processes = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
     if signum == signal.SIGINT:
         os.killpg(run.pid, signum)  # as a terminal does
     else:

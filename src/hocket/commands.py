@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.checkpoints import Checkpoints, Part
-from hocket.config import Config, DataConfig, ServerConfig
+from hocket.config import Config, DataConfig
 from hocket.data import PromptStream, load_prompts
 from hocket.data.curriculum import bind
 from hocket.envs import base as environments
@@ -24,7 +24,7 @@ from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
-from hocket.rollout.collect import Play, collect
+from hocket.rollout.collect import Plan, Play, collect
 from hocket.rollout.episodes import player
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
@@ -94,10 +94,8 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
     if not (saved or replay):
         folder.ledger(0, [{"num_prompts": len(prompts)}])
-    servers = _pool(
-        config.server, config.token, () if replay else config.server_urls, on_wait=console.doing, say=console.say
-    )
-    publisher = _publisher(config, trainer, servers, prompts, console.say)
+    servers = _pool(config, () if replay else config.server_urls, on_wait=console.doing, say=console.say)
+    publisher = parts.publisher(trainer, servers, prompts)
     kl = KlController(config.algorithm)
     kept: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     if saved is not None:
@@ -237,14 +235,12 @@ class Parts:
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
         """Return the pipeline of the batches that `new_batch` gathers."""
         config, max_staleness = self.config, self.config.pipeline.max_staleness
-        plan = functools.partial(
-            plan_step,
-            config=config.rollout,
-            seed=config.trainer.seed,
-            oversampling=config.algorithm.oversampling,
-            max_staleness=max_staleness,
-        )
-        steps, progress = config.trainer.steps, self.console.progress
+        steps, seed, oversampling = config.trainer.steps, config.trainer.seed, config.algorithm.oversampling
+
+        def plan(step: int) -> Plan:
+            return plan_step(step, config.rollout, seed=seed, oversampling=oversampling, max_staleness=max_staleness)
+
+        progress = self.console.progress
         return Pipeline(new_batch, plan, steps=steps, max_staleness=max_staleness, progress=progress)
 
     def evaluation(self, prompts: Sequence[Prompt], play: Play, scorer: RewardScorer) -> Evaluation:
@@ -261,6 +257,33 @@ class Parts:
             timeout_s=config.rollout.timeout_s * (1 + config.pipeline.max_staleness),
             max_error_rate=config.rewards.max_error_rate,
         )
+
+    def publisher(self, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt]) -> Publisher:
+        """Choose the way of the weights, and have the pool bring up servers with it."""
+        from hocket.sync.collective import CollectiveTransport
+
+        config, say = self.config, self.console.say
+        versions = Versions(config.run_dir, trainer, config.sync)
+        disk = DiskTransport(versions, config.sync_root, config.sync, say)
+        transport: Transport = disk
+        trainer_turn: TrainerTurn = own_gpu
+        if config.launch.share_gpu:
+            keep = config.model.lora is not None
+            transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=keep)
+            trainer_turn = transport.trainer_turn
+        elif config.sync.backend == "nccl" and servers.members:
+            transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
+        canary = Canary(prompts[:CANARY_PROMPTS], trainer, config.rollout, config.sync, trainer_turn)
+        publisher = Publisher(
+            versions=versions,
+            pool=servers,
+            transport=transport,
+            check=canary.check,
+            check_every=config.sync.canary_every,
+            trainer_turn=trainer_turn,
+        )
+        servers.bring_up = functools.partial(bring_up, publisher, trainer.check_same_model, say)
+        return publisher
 
     @asynccontextmanager
     async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
@@ -287,8 +310,7 @@ class Parts:
             self.console.say(f"{serves}, version {health.version}")
             member.mark_ready(health.session)
 
-        urls, token, say = self.config.server_urls, self.config.token, self.console.say
-        async with _pool(server, token, urls, on_wait=waiting, say=say) as servers:
+        async with _pool(self.config, self.config.server_urls, on_wait=waiting, say=self.console.say) as servers:
             servers.bring_up = check
             with ExitStack() as stack:
                 if not server.urls and not await servers.members[0].server.answers():
@@ -303,40 +325,11 @@ async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
     Every rank does so before it takes the GPU; the server wakes up after all of them have built their trainer.
     """
     if config.launch.share_gpu:
-        async with _pool(config.server, config.token, config.server_urls, **tell) as servers:
+        async with _pool(config, config.server_urls, **tell) as servers:
             await servers.wait_up()
             await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
 
 
-def _pool(server: ServerConfig, token: str | None, urls: Sequence[str], **tell: Callable[..., None]) -> ServerPool:
-    silence_s, start_timeout_s = server.silence_s, server.start_timeout_s
-    return ServerPool(urls, token=token, silence_s=silence_s, start_timeout_s=start_timeout_s, **tell)
-
-
-def _publisher(
-    config: Config, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt], say: Callable[[str], None]
-) -> Publisher:
-    """Choose the way of the weights, and have the pool bring up servers with it."""
-    from hocket.sync.collective import CollectiveTransport
-
-    versions = Versions(config.run_dir, trainer, config.sync)
-    disk = DiskTransport(versions, config.sync_root, config.sync, say)
-    transport: Transport = disk
-    trainer_turn: TrainerTurn = own_gpu
-    if config.launch.share_gpu:
-        keep = config.model.lora is not None
-        transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=keep)
-        trainer_turn = transport.trainer_turn
-    elif config.sync.backend == "nccl" and servers.members:
-        transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
-    canary = Canary(prompts[:CANARY_PROMPTS], trainer, config.rollout, config.sync, trainer_turn)
-    publisher = Publisher(
-        versions=versions,
-        pool=servers,
-        transport=transport,
-        check=canary.check,
-        check_every=config.sync.canary_every,
-        trainer_turn=trainer_turn,
-    )
-    servers.bring_up = functools.partial(bring_up, publisher, trainer.check_same_model, say)
-    return publisher
+def _pool(config: Config, urls: Sequence[str], **tell: Callable[..., None]) -> ServerPool:
+    silence_s, start_timeout_s = config.server.silence_s, config.server.start_timeout_s
+    return ServerPool(urls, token=config.token, silence_s=silence_s, start_timeout_s=start_timeout_s, **tell)

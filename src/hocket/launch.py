@@ -37,11 +37,9 @@ class Child:
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
         self.log = log
-        with contextlib.ExitStack() as stack:
-            output = None
-            if log is not None:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(log.open("wb"))
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") if log is not None else contextlib.nullcontext() as output:
             self._process = subprocess.Popen(
                 [sys.executable, *command],
                 env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},

@@ -10,12 +10,8 @@ from hocket.types import FinishReason, InFlight, VersionSpan
 TokenId = Annotated[int, Field(ge=0)]
 PromptInput = str | list[TokenId] | list[dict[str, Any]]
 """Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
-
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-
-Memory = Literal["weights", "kv_cache"]
-"""The parts of the engine's memory that leave the GPU while it sleeps."""
-
+Memory = Literal["weights", "kv_cache"]  # what leaves the GPU while the engine sleeps
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
 
@@ -61,8 +57,7 @@ class Toolbox(Strict):
 class GenerateRequest(Strict):
     """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
 
-    With `seeds`, prompt i has one completion per seed in seeds[i], and a seed alone decides the random numbers of its
-    completion. Without them it has `n`, the j-th of which is sampled with sampling.seed + i·n + j.
+    Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j.
     """
 
     prompts: list[PromptInput] = Field(min_length=1)
@@ -126,10 +121,7 @@ class StreamEnd(Strict):
 
 
 class SessionRequest(Strict):
-    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever the agent asks for.
-
-    The seed of a call follows from sampling.seed, its prompt, and the number of earlier calls with that prompt.
-    """
+    """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever the agent asks for."""
 
     sampling: SamplingParams
     max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
@@ -216,12 +208,9 @@ class ReloadResponse(Strict):
 
 
 class SleepRequest(Strict):
-    """POST /sleep: the engine leaves the GPU. Idempotent; kept requests go on once the engine is awake.
+    """POST /sleep: the engine leaves the GPU. Idempotent; kept requests go on once the engine is awake."""
 
-    Level 1 keeps the weights in the CPU's memory. Level 2 drops them: the engine then needs a reload before its KV
-    cache may wake up.
-    """
-
+    # 1 keeps the weights in the CPU's memory. After 2 the KV cache wakes up only with weights that a reload brought.
     level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
     in_flight: InFlight = "keep"
 

@@ -83,12 +83,6 @@ def test_generalised_advantages_of_three_tokens_by_hand() -> None:
     assert returns.tolist() == [1.75, 1.0, 3.0]
 
 
-def test_with_lambda_one_the_returns_are_the_rewards_to_come_and_with_zero_one_step_ahead() -> None:
-    rewards, values = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([4.0, 2.0, 1.0])
-    assert gae(rewards, values, discount=1.0, gae_lambda=1.0)[1].tolist() == [4.0, 3.0, 3.0]
-    assert gae(rewards, values, discount=1.0, gae_lambda=0.0)[1].tolist() == [3.0, 1.0, 3.0]
-
-
 def test_whitening_leaves_mean_zero_and_an_unbiased_deviation_of_one() -> None:
     # mean 2, deviations −2 0 2, unbiased variance 8 / 2 = 4
     assert whiten(torch.tensor([0.0, 2.0, 4.0])).tolist() == [-1.0, 0.0, 1.0]

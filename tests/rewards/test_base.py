@@ -22,20 +22,9 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Registry[Reward]:
 
 
 def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]) -> None:
-    @reward("few")
-    def few(meta: Any, completion: str, share: float = 0.5) -> float:
-        return 0.0
-
-    @reward("all")
-    def everything(
-        completion: Any, prompt: Any, messages: Any, answer: Any, token_ids: Any, finish_reason: Any, rollout: Any
-    ) -> float:
-        return 0.0
-
-    @reward("open")
-    def accepting(completion: str, **options: Any) -> float:
-        return 0.0
-
+    reward("few")(lambda meta, completion, share=0.5: 0.0)
+    reward("all")(lambda completion, prompt, messages, answer, token_ids, finish_reason, rollout: 0.0)
+    reward("open")(lambda completion, **options: 0.0)
     rollout = make_rollout("abdc")
     few_of_it = {"meta": {"level": 2}, "completion": "abdc", "share": 0.25}
     assert bind("few", 1.0, {"share": 0.25}).arguments(rollout) == few_of_it
@@ -55,10 +44,7 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
 
 
 def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
-    @reward("near")
-    def near(completion: str, target: int, unit: str = "tokens") -> float:
-        return 0.0
-
+    reward("near")(lambda completion, target, unit="tokens": 0.0)
     reward("needy", imports=("no_such_package",))(lambda completion: 0.0)
     for name, options, message in (
         ("near", {"tarket": 3}, r"near\(.*target.*\).* no option 'tarket' \(did you mean 'target'\?\)"),
@@ -69,8 +55,6 @@ def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             bind(name, 1.0, options)
-    with pytest.raises(ConfigError, match="'near' is registered twice"):
-        reward("near")(lambda completion: 1.0)
 
 
 def test_numbers_of_any_kind_are_values_and_a_dict_adds_up_and_a_score_has_its_total() -> None:

@@ -99,5 +99,5 @@ async def test_with_several_samples_each_prompt_counts_the_same_and_pass_at_k_is
 
 
 def test_what_would_measure_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="samples the same completion every time"):
+    with pytest.raises(ConfigError, match="samples the same every time"):
         config_module.load(None, ["eval.samples=4", "eval.temperature=0"])

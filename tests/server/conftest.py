@@ -1,7 +1,9 @@
 """Tiny random Qwen2 models, published versions of them, and real servers in processes of their own."""
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import socket
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,44 +49,26 @@ def make_tokenizer() -> Any:
     return fast
 
 
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "intermediate_size": 128}
+
+
 def make_model(*, tied: bool, seed: int, **sizes: int) -> Any:
     """A Qwen2 model whose every weight depends on the seed."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    usual = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": MAX_LENGTH,
-    }
-    config = Qwen2Config(**usual | sizes, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    return randomize(Qwen2ForCausalLM(config), seed)
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    sizes = SIZES | {"max_position_embeddings": MAX_LENGTH} | sizes
+    return randomize(Qwen2ForCausalLM(Qwen2Config(**sizes, **special, tie_word_embeddings=tied)), seed)
 
 
 def make_experts(*, seed: int) -> Any:
     """A Qwen3-MoE model whose every weight depends on the seed."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return randomize(Qwen3MoeForCausalLM(config), seed)
+    sizes = SIZES | {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": MAX_LENGTH}
+    return randomize(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **special)), seed)
 
 
 def randomize(model: Any, seed: int) -> Any:
@@ -136,7 +121,7 @@ def reference_logprobs(
     return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
 
 
-def make_llm(**attributes: Any) -> Any:
+def make_llm() -> Any:
     """A fake AsyncLLM on a CPU, with what hocket reads from vLLM's configs."""
     return SimpleNamespace(
         errored=False,
@@ -147,7 +132,6 @@ def make_llm(**attributes: Any) -> Any:
             cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=16),
             lora_config=None,
         ),
-        **attributes,
     )
 
 
@@ -222,7 +206,7 @@ class Server:
 
     def publish_and_load(self, model: Any, **how: Any) -> dict[str, Any]:
         """Publishes a model as the next version, loads it and makes it the reference."""
-        version, self.next_version = self.next_version, self.next_version + 1
+        version = self.new_version()
         checksum = publish(model, self.root / f"v{version:06d}", version, **how)
         response = self.reload(version, f"v{version:06d}")
         assert response.status_code == 200, response.text
@@ -253,44 +237,124 @@ class Server:
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
 
+    def new_version(self) -> int:
+        self.next_version += 1
+        return self.next_version - 1
 
-@contextlib.contextmanager
-def asking(server: Server, **body: Any) -> Iterator[list[httpx.Response]]:
-    """Asks again and again from two threads, so that some of it is in flight whenever the body does something."""
-    answers: list[httpx.Response] = []
-    done = threading.Event()
+    def metric(self, name: str) -> float:
+        """One of vLLM's own metrics, summed over its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        found = [float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{")]
+        assert found, f"vLLM has no metric {name} any more"
+        return sum(found)
 
-    def ask() -> None:
-        while not done.is_set():
-            answers.append(server.client.post("/generate", json=body))
+    def deliver(self, source: "Source", *settings: str, version: int | None = None) -> Any:
+        """Sends a model's tensors, or an adapter's, as the trainer does from its memory."""
+        from hocket import config
+        from hocket.client import ServerClient
+        from hocket.sync.collective import CollectiveTransport
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        server.wait_for(lambda health: health["in_flight"] > 0)
-        yield answers
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join(120)
+        sync = config.load(None, ["run.dir=runs/a", "sync.backend=nccl", "sync.timeout_s=90", *settings]).sync
+        token = self.client.headers.get("Authorization", "").removeprefix("Bearer ") or None
+
+        async def deliver() -> Any:
+            async with ServerClient(str(self.client.base_url).rstrip("/"), token=token) as client:
+                with contextlib.closing(CollectiveTransport(source, sync)) as source.transport:
+                    return await source.transport.deliver(version or self.new_version(), [client])
+
+        return asyncio.run(deliver())
+
+    def in_flight(self, **body: Any) -> Future[httpx.Response]:
+        """Sends so much work that some is in flight for many times as long as any test takes to do something next."""
+        work = {"prompts": [[5, 6, 7, 8]] * 8, "n": 128, "sampling": {"max_tokens": 400}} | body
+        answer: Future[httpx.Response] = Future()
+        send = functools.partial(self.client.post, "/generate", json=work)
+        threading.Thread(target=lambda: answer.set_result(send()), daemon=True).start()
+        self.wait_for(lambda health: health["in_flight"] > 0)
+        return answer
 
 
-def assert_spans(answers: Sequence[httpx.Response], prompt: Sequence[int], models: dict[int, Any], mixed: bool) -> None:
-    """Each token was sampled by the model of its version; whether some completions are of both versions is `mixed`."""
-    done = [one for answer in answers if answer.status_code == 200 for one in answer.json()["completions"][0]]
+class Source:
+    """Tensors as a trainer streams them from its memory: one bucket per `per_bucket` tensors."""
+
+    def __init__(self, named: Any, *, adapter: Any = None, per_bucket: int = 4) -> None:
+        import torch
+
+        from hocket import weight_group
+
+        named = list(named)
+        self.adapter, self.device = adapter, torch.device("cpu")
+        self.buckets = [named[i : i + per_bucket] for i in range(0, len(named), per_bucket)]
+        self.layouts = [weight_group.layout(bucket) for bucket in self.buckets]
+        self.before: Callable[[int], None] = lambda number: None
+        self.transport: Any = None  # while it is delivered
+
+    @classmethod
+    def of(cls, model: Any, *, dtype: str = "float32", per_bucket: int = 4) -> "Source":
+        """The weights of a model, under the names of its checkpoint."""
+        import torch
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tensors = {name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()}
+        return cls(revert_weight_conversion(model, tensors).items(), per_bucket=per_bucket)
+
+    def layout(self, max_bytes: int) -> Any:
+        return self.layouts
+
+    def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
+        for number, bucket in enumerate(self.buckets, 1):
+            self.before(number)
+            sink(bucket)
+
+
+def load_amid_requests(server: Server, old: Any, load: Callable[[int], Any], *, in_flight: str = "keep") -> None:
+    """Loads weights, which `load` makes of a seed, amid requests; checks that the model of its version gave each token.
+
+    It loads again where all requests had ended when the weights came, as on a busy machine.
+    """
+    prompt = [5, 6, 7, 8]
+    for seed in range(600, 608):
+        held, answers, done = server.health()["version"], list[httpx.Response](), threading.Event()
+
+        def ask(answers: list[httpx.Response] = answers, done: threading.Event = done) -> None:
+            body = {"prompts": [prompt], "n": 16 if in_flight == "drain" else 64, "sampling": {"max_tokens": 400}}
+            while not done.is_set():
+                answers.append(server.client.post("/generate", json=body))
+
+        with ThreadPoolExecutor(2) as threads:
+            try:
+                asking = [threads.submit(ask) for _ in range(2)]
+                server.wait_for(lambda health: health["in_flight"] > 0)
+                new = load(seed)
+            finally:
+                done.set()
+        assert [one.result() for one in asking] == [None, None]
+        models = {held: old, server.health()["version"]: new}
+        codes = {answer.json()["error"]["code"] for answer in answers if answer.status_code != 200}
+        assert codes <= ({"aborted"} if in_flight == "abort" else set())
+        both = check_spans([answer for answer in answers if answer.status_code == 200], prompt, models)
+        assert in_flight == "keep" or not both
+        if both or codes or in_flight == "drain":
+            return
+        old = new
+    pytest.fail("no request was ever in flight when new weights came")
+
+
+def check_spans(answers: Sequence[httpx.Response], prompt: Sequence[int], models: dict[int, Any]) -> int:
+    """Checks that each token was sampled by the model of its version; returns how many completions have both."""
+    done = [one for answer in answers for one in answer.json()["completions"][0]]
     for completion in done:
         spans = completion["versions"]
         assert [span[0] for span in spans] in ([[number] for number in models] + [list(models)])
         assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])]
         assert spans[-1][2] == len(completion["token_ids"])
     both = [completion for completion in done if len(completion["versions"]) == 2]
-    assert bool(both) == mixed
     for completion in [*both[:4], *done[:1], *done[-1:]]:
         for number, start, end in completion["versions"]:
             expected = reference_logprobs(models[number], prompt, completion["token_ids"])[start:end]
             # Had the old weights' keys and values survived the reload, the second part would be off.
             assert completion["logprobs"][start:end] == pytest.approx(expected, abs=1e-4)
+    return len(both)
 
 
 def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), token: str = "") -> Server:
@@ -336,10 +400,10 @@ def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), tok
 
 
 class Servers:
-    """Servers by name, "tied float32", each started at its first use and shared by all tests; one wants a token.
+    """Servers by name, "tied float32", each started at its first use and shared by all tests.
 
-    "experts" has a mixture-of-experts model, "parallel" splits a tied model between two workers. With a third word,
-    "tied float32 lora", the server takes adapters.
+    "untied" ones want a token, "experts" has a mixture-of-experts model, "parallel" splits a tied model between two
+    workers; a third word "lora" is for adapters. "tied float32" may sleep.
     """
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
@@ -350,25 +414,20 @@ class Servers:
         if name not in self.running:
             head, dtype, *lora = name.split()
             folder = self._factory.mktemp(name.replace(" ", "-"))
-            token = TOKEN if name == "untied float32" else ""
             overrides = [f"model.dtype={dtype}", *(["model.lora.rank=8"] if lora else [])]
             if head == "parallel":
                 overrides.append("server.tensor_parallel_size=2")
+            if name == "tied float32":
+                overrides.append("launch.share_gpu=true")
             model = make_experts(seed=0) if head == "experts" else make_model(tied=head != "untied", seed=0)
+            token = TOKEN if head == "untied" else ""
             self.running[name] = start_server(folder, model, overrides=overrides, token=token)
         return self.running[name]
 
-    def untouched(self, name: str) -> Server:
-        """Returns a server to which nothing was published yet."""
-        if name in self.running and self.running[name].next_version > 1:
-            self.take(name).stop()
-        return self(name)
-
     def take(self, name: str) -> Server:
         """Returns a server for a test that will end it."""
-        server = self(name)
-        del self.running[name]
-        return server
+        self(name)
+        return self.running.pop(name)
 
 
 @pytest.fixture(scope="session")

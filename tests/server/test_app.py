@@ -43,7 +43,7 @@ class FakeEngine:
 
     def require_ready(self, *, admits: Collection[str] = ()) -> None:
         if self.reason is not None and self.reason.code not in admits:
-            raise ApiError.of(503, self.reason)
+            raise ApiError(503, **self.reason.model_dump())
 
     def health(self) -> Health:
         failed = self.reason if self.reason is None or self.reason.code != "asleep" else None
@@ -132,14 +132,6 @@ async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
     assert lines[-1]["error"] == {"code": "engine_dead", "message": "it broke", "hint": "restart"}
 
 
-async def test_a_failed_engine_is_unavailable_but_tells_why(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.reason = ErrorBody(code="engine_dead", message="gone", hint="restart")
-    assert (await http.post("/generate", json={"prompts": ["a"]})).status_code == 503
-    health = await http.get("/health")
-    assert health.status_code == 200
-    assert health.json()["error"] == {"code": "engine_dead", "message": "gone", "hint": "restart"}
-
-
 async def test_wrong_method_and_unknown_path_have_our_error_form(http: httpx.AsyncClient) -> None:
     for method, path, status, code in (
         ("GET", "/generate", 405, "method_not_allowed"),
@@ -161,52 +153,29 @@ BAD_BODIES: dict[str, Any] = {
     "no prompts": {},
     "empty list of prompts": {"prompts": []},
     "prompts of another type": {"prompts": "abc"},
-    "prompts null": {"prompts": None},
     "empty text": {"prompts": [""]},
     "empty token list": {"prompts": [[]]},
-    "one empty prompt of two": {"prompts": ["a", ""]},
     "prompt is a number": {"prompts": [5]},
-    "prompt is an object": {"prompts": [{"role": "user", "content": "a"}]},
-    "token id outside the vocabulary": {"prompts": [[96]]},
     "negative token id": {"prompts": [[-1]]},
-    "huge token id": {"prompts": [[10**30]]},
-    "token id is a float": {"prompts": [[1.5]]},
     "token id is true": {"prompts": [[True]]},
-    "token id is text": {"prompts": [["5"]]},
     "token ids and messages mixed": {"prompts": [[5, {"role": "user", "content": "a"}]]},
-    "nested token ids": {"prompts": [[[5]]]},
-    "too many prompts": {"prompts": [[5]] * 301},
-    "prompt longer than the context": {"prompts": [[5] * 600]},
-    "text longer than the context": {"prompts": ["a" * 5000]},
     "prompt and max_tokens over the context": {"prompts": [[5] * 500], "sampling": {"max_tokens": 13}},
     "max_tokens 0": sampling(max_tokens=0),
-    "max_tokens negative": sampling(max_tokens=-1),
-    "max_tokens over the context": sampling(max_tokens=511),
     "max_tokens huge": sampling(max_tokens=10**40),
-    "max_tokens true": sampling(max_tokens=True),
     "max_tokens text": sampling(max_tokens="4"),
-    "max_tokens float": sampling(max_tokens=4.0),
     "n 0": {**GOOD, "n": 0},
-    "n negative": {**GOOD, "n": -3},
     "n over the cap": {**GOOD, "n": 129},
-    "n huge": {**GOOD, "n": 10**20},
-    "n true": {**GOOD, "n": True},
-    "n text": {**GOOD, "n": "2"},
     "temperature negative": sampling(temperature=-0.1),
     "temperature too high": sampling(temperature=10.1),
     "temperature below the engine's lowest": sampling(temperature=1e-5),
-    "temperature text": sampling(temperature="hot"),
-    "temperature true": sampling(temperature=True),
     "temperature null": sampling(temperature=None),
     "top_p 0": sampling(top_p=0),
     "top_p above 1": sampling(top_p=1.1),
     "top_k -2": sampling(top_k=-2),
     "top_k above the vocabulary": sampling(top_k=97),
-    "top_k huge": sampling(top_k=10**25),
     "too many stop strings": sampling(stop=["x"] * 17),
     "empty stop string": sampling(stop=[""]),
     "stop is one string": sampling(stop="x"),
-    "stop of numbers": sampling(stop=[1]),
     "too many stop ids": sampling(stop_token_ids=[1] * 17),
     "stop id outside the vocabulary": sampling(stop_token_ids=[96]),
     "seed negative": sampling(seed=-1),
@@ -214,27 +183,18 @@ BAD_BODIES: dict[str, Any] = {
     "unknown sampling field": sampling(presence_penalty=1.0),
     "unknown field": {**GOOD, "logprobs": 5},
     "stream is a number": {**GOOD, "stream": 1},
-    "chat without messages": {"prompts": [[{}]]},
-    "chat with an unknown role": {"prompts": [[{"role": "wizard", "content": "a"}]]},
-    "chat without content": {"prompts": [[{"role": "user"}]]},
     "chat content of another type": {"prompts": [[{"role": "user", "content": 5}]]},
-    "chat the template refuses": {"prompts": [[{"role": "tool", "content": "a"}]]},
     "a list": [GOOD],
-    "a string": "generate",
     "null": None,
 }
 BAD_BYTES = {
     "nothing": b"",
-    "no JSON": b"prompts=a",
     "JSON cut off": b'{"prompts": [[5, 6',
     "two objects": b'{"prompts": [[5]]} {}',
-    "trailing comma": b'{"prompts": [[5]],}',
     "no UTF-8": b'{"prompts": ["\xff\xfe"]}',
     "half a surrogate pair": b'{"prompts": ["\\ud800"]}',
     "NaN temperature": b'{"prompts": [[5]], "sampling": {"temperature": NaN}}',
-    "infinite temperature": b'{"prompts": [[5]], "sampling": {"temperature": Infinity}}',
     "temperature that overflows": b'{"prompts": [[5]], "sampling": {"temperature": 1e999}}',
-    "NaN top_p": b'{"prompts": [[5]], "sampling": {"top_p": NaN}}',
     "deep nesting": b'{"prompts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "integer of 5000 digits": b'{"prompts": [[' + b"9" * 5000 + b"]]}",
     "body over the limit": b'{"prompts": ["' + b"a" * (1 << 20) + b'"]}',
@@ -251,19 +211,31 @@ async def test_a_bad_request_is_answered_with_a_reason(http: httpx.AsyncClient, 
     assert len(response.content) < 5000
 
 
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
-        ("/sleep", {"level": 3}),
-        ("/sleep", {"level": True}),
-        ("/sleep", {"in_flight": "wait"}),
-        ("/sleep", {"mode": "abort"}),
-        ("/wake_up", {"tags": []}),
-        ("/wake_up", {"tags": ["scheduling"]}),
-        ("/wake_up", {"tags": "weights"}),
-        ("/reload_weights", "weights"),
-    ],
-)
+RELOAD = {"version": 1, "source": {"kind": "disk", "name": "v1"}}
+GROUP = {"session": "g", "host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
+WRONG: list[tuple[str, Any]] = [
+    ("/sleep", {"level": 3}),
+    ("/sleep", {"level": True}),
+    ("/sleep", {"in_flight": "wait"}),
+    ("/sleep", {"mode": "abort"}),
+    ("/wake_up", {"tags": []}),
+    ("/wake_up", {"tags": ["scheduling"]}),
+    ("/reload_weights", "weights"),
+    ("/reload_weights", {**RELOAD, "version": 0}),
+    ("/reload_weights", {**RELOAD, "version": True}),
+    ("/reload_weights", {**RELOAD, "source": {"kind": "disk"}}),
+    ("/reload_weights", {**RELOAD, "source": {"kind": "disk", "name": "v" * 513}}),
+    ("/reload_weights", {**RELOAD, "source": {"kind": "pickle", "name": "v1"}}),
+    ("/reload_weights", {**RELOAD, "source": {"kind": "nccl", "session": "g", "turn": 1, "buckets": []}}),
+    ("/reload_weights", {**RELOAD, "source": {"kind": "nccl", "session": "g", "turn": 0, "buckets": [[]]}}),
+    ("/reload_weights", {**RELOAD, "in_flight": "forget"}),
+    ("/init_weight_group", {**GROUP, "port": 0}),
+    ("/init_weight_group", {**GROUP, "backend": "mpi"}),
+    ("/init_weight_group", {**GROUP, "timeout_s": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("route", "body"), WRONG)
 async def test_wrong_fields_of_control_calls_are_refused(http: httpx.AsyncClient, route: str, body: Any) -> None:
     response = await http.post(route, json=body)
     assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
@@ -273,34 +245,10 @@ async def test_wrong_fields_of_control_calls_are_refused(http: httpx.AsyncClient
     assert (await http.post(route, content=json.dumps(body).encode(), headers=form)).text == response.text
 
 
-async def test_a_reload_request_is_validated(http: httpx.AsyncClient) -> None:
-    good = {"version": 1, "source": {"kind": "disk", "name": "v1"}}
-    assert (await http.post("/reload_weights", json=good)).json()["checksum"] == "c"
-    for wrong in (
-        {**good, "version": 0},
-        {**good, "version": True},
-        {**good, "version": "1"},
-        {**good, "mode": "keep"},
-        {**good, "source": {"kind": "disk"}},
-        {**good, "source": {"kind": "pickle", "name": "v1"}},
-        {**good, "source": {"kind": "nccl", "session": "g", "turn": 1, "buckets": []}},
-        {**good, "in_flight": "forget"},
-        {"version": 1},
-        [],
-    ):
-        response = await http.post("/reload_weights", json=wrong)
-        assert response.status_code == 422, wrong
-        assert set(response.json()["error"]) == {"code", "message", "hint"}
-
-
-async def test_a_request_to_join_a_weight_group_reaches_the_engine_or_is_refused(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    good = {"session": "g", "host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
-    assert (await http.post("/init_weight_group", json=good)).json() == {"session": "g", "workers": 1}
-    assert engine.joined == GroupRequest.model_validate(good)
-    for wrong in ({**good, "port": 0}, {**good, "backend": "mpi"}, {**good, "timeout_s": 0.0}, {"session": "g"}):
-        assert (await http.post("/init_weight_group", json=wrong)).status_code == 422, wrong
+async def test_good_control_calls_reach_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    assert (await http.post("/reload_weights", json=RELOAD)).json()["checksum"] == "c"
+    assert (await http.post("/init_weight_group", json=GROUP)).json() == {"session": "g", "workers": 1}
+    assert engine.joined == GroupRequest.model_validate(GROUP)
 
 
 async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -364,7 +312,6 @@ async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
         ("/wake_up", "WakeRequest"),
         ("/sessions", "SessionRequest"),
     ):
-        assert schema["paths"][path]["post"]["tags"] == ["hocket"]
         body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{model}"}
         assert model in schema["components"]["schemas"]
@@ -397,16 +344,8 @@ async def test_a_client_that_leaves_ends_the_work(kit: Any, engine: FakeEngine, 
     async def send(message: Any) -> None:
         pass
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/generate",
-        "raw_path": b"/generate",
-        "query_string": b"",
-        "headers": [(b"host", b"localhost")],
-        "http_version": "1.1",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-    }
+    scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "http_version": "1.1"}
+    scope |= {"headers": [(b"host", b"localhost")], "asgi": {"version": "3.0", "spec_version": "2.3"}}
     await asyncio.wait_for(kit.wrap(FastAPI(), engine)(scope, receive, send), 10)
     await asyncio.wait_for(ended.wait(), 10)
 

@@ -1,6 +1,5 @@
 """Sessions of a real server whose KV cache holds four of the longest sequences: most calls wait, or are preempted."""
 
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,13 +39,6 @@ def close(server: Any, session_id: str) -> AgentRecord:
     return AgentRecord.model_validate_json(server.client.delete(f"/sessions/{session_id}").content)
 
 
-def counted(server: Any, name: str) -> float:
-    """Returns one of vLLM's own metrics."""
-    found = re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", server.client.get("/metrics").text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
-
-
 def streamed(client: openai.OpenAI, prompt: list[int], told: list[str], begun: threading.Event) -> bool:
     """Adds the pieces of an answer to `told` as they come; returns False where new weights have broken it off."""
     try:
@@ -84,13 +76,13 @@ def test_calls_that_were_preempted_all_end_and_are_recorded_as_they_were_sampled
                 told.append(client.completions.create(prompt=prompt, **ENDLESS).choices[0].text)
         return close(server, session_id).calls, ["".join(told)]
 
-    before = counted(server, "num_preemptions_total")
+    before = server.metric("num_preemptions_total")
     for _ in range(5):  # calls that come one after the other, as threads may have it, find room
         with ThreadPoolExecutor(12) as threads:  # of the 16 blocks of 128 tokens each takes one, and then two more
             played = list(threads.map(plays, range(12)))
-        if counted(server, "num_preemptions_total") > before:
+        if server.metric("num_preemptions_total") > before:
             break
-    assert counted(server, "num_preemptions_total") > before
+    assert server.metric("num_preemptions_total") > before
     for calls, texts in played:
         check(kit, {server.next_version - 1: server.model}, calls, texts)
         assert len(calls[0].completion.token_ids) == TOKENS
@@ -102,7 +94,7 @@ def reloaded_amid_calls(server: Any, kit: Any) -> tuple[list[int], list[list[int
     A call that has ended before may be the old version's. All others: a stream of which some was told has no record,
     everything else is the new version's alone.
     """
-    version, server.next_version = server.next_version, server.next_version + 1
+    version = server.new_version()
     models = {version - 1: server.model, version: kit.make_model(tied=True, seed=version, **SIZES)}
     kit.publish(models[version], server.root / f"v{version:06d}", version)
     body = {"version": version, "in_flight": "abort", "source": {"kind": "disk", "name": f"v{version:06d}"}}
@@ -146,7 +138,7 @@ def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_
     server: Any, leaves: bool
 ) -> None:
     for _ in range(5):  # on a busy machine all may have been sampled before anybody has looked
-        before = counted(server, "generation_tokens_total")
+        before = server.metric("generation_tokens_total")
         session_id, client = opened(server)
         with client:
             stream = client.completions.create(prompt=[9], stream=True, **ENDLESS)
@@ -160,10 +152,10 @@ def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_
                 with pytest.raises(openai.APIError, match="the session was closed, which ends its calls"):
                     list(chunks)
         server.generate(prompts=[[5]], sampling={"max_tokens": 2})  # the engine counts when it works
-        server.wait_for(lambda _: counted(server, "num_requests_running") == 0)
+        server.wait_for(lambda _: server.metric("num_requests_running") == 0)
         if leaves:
             (call,) = close(server, session_id).calls
             assert call.completion is None
-        if (sampled := counted(server, "generation_tokens_total") - before - 2) < TOKENS:
+        if (sampled := server.metric("generation_tokens_total") - before - 2) < TOKENS:
             break
     assert sampled < TOKENS

@@ -66,7 +66,7 @@ def llm(kit: Any) -> FakeLLM:
 @pytest.fixture
 def sharing(kit: Any, llm: FakeLLM) -> Engine:
     """An engine that may sleep."""
-    return kit.make_engine(llm, f"model.path={MODEL}", "launch.share_gpu=true", "sync.timeout_s=5")  # type: ignore[no-any-return]
+    return kit.make_engine(llm, f"model.path={MODEL}", "launch.share_gpu=true", "sync.timeout_s=60")  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -75,20 +75,24 @@ def engine(kit: Any, llm: FakeLLM, tmp_path: Path) -> Engine:
     from transformers import AutoModelForCausalLM
 
     kit.publish(AutoModelForCausalLM.from_pretrained(MODEL), tmp_path / "runs" / "v1", 1, drop=["lm_head.weight"])
-    return kit.make_engine(llm, f"model.path={MODEL}", f"run.dir={tmp_path}/runs/a", "sync.timeout_s=5")  # type: ignore[no-any-return]
+    return kit.make_engine(llm, f"model.path={MODEL}", f"run.dir={tmp_path}/runs/a", "sync.timeout_s=60")  # type: ignore[no-any-return]
 
 
 def request(in_flight: Any = "keep") -> ReloadRequest:
     return ReloadRequest(version=1, source=DiskSource(name="v1"), in_flight=in_flight)
 
 
-async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(engine: Engine, llm: FakeLLM) -> None:
+async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(
+    engine: Engine, sharing: Engine, llm: FakeLLM
+) -> None:
     llm.failing = {"wait": "too late"}
-    with pytest.raises(ApiError, match="did not end within") as refused:
-        await engine.reload(request("drain"))
-    assert (refused.value.status, refused.value.body.code) == (503, "busy")
-    assert llm.calls == [("pause", "wait"), ("resume",)]  # no worker was asked for anything
-    assert (engine.health().status, engine.health().version) == ("ready", 0)
+    for call in (engine.reload(request("drain")), sharing.sleep(SleepRequest(in_flight="drain"))):
+        llm.calls.clear()
+        with pytest.raises(ApiError, match="did not end within") as refused:
+            await call
+        assert (refused.value.status, refused.value.body.code) == (503, "busy")
+        assert llm.calls == [("pause", "wait"), ("resume",)]  # no worker was asked for anything
+    assert (engine.health().status, engine.health().version, sharing.health().status) == ("ready", 0, "ready")
 
 
 async def test_an_engine_that_does_not_go_on_after_a_drain_ends_its_requests_and_says_what_brings_it_back(
@@ -123,21 +127,6 @@ async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_lo
     answer = await engine.reload(request())
     assert (answer.version, answer.num_tensors) == (1, 26)
     assert llm.calls[-2:] == [("version", "1"), ("resume",)]
-    assert engine.health().status == "ready"
-
-
-async def test_a_file_with_other_bytes_than_were_published_is_noticed_while_it_is_loaded(
-    kit: Any, engine: Engine, llm: FakeLLM, tmp_path: Path
-) -> None:
-    path = tmp_path / "runs" / "v1" / "model.safetensors"
-    good = path.read_bytes()
-    kit.flip_a_byte(path.parent)
-    with pytest.raises(ApiError, match="are not those that were published") as refused:
-        await engine.reload(request())
-    assert (refused.value.status, refused.value.body.code) == (500, "reload_failed")
-    assert ("resume",) not in llm.calls
-    path.write_bytes(good)
-    await engine.reload(request())
     assert engine.health().status == "ready"
 
 
@@ -186,18 +175,9 @@ async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_
     ]
 
 
-async def test_before_a_sleep_requests_that_do_not_end_in_time_go_on(sharing: Engine, llm: FakeLLM) -> None:
-    llm.failing = {"wait": "too late"}
-    with pytest.raises(ApiError, match="did not end within") as refused:
-        await sharing.sleep(SleepRequest(in_flight="drain"))
-    assert (refused.value.status, refused.value.body.code) == (503, "busy")
-    assert llm.calls == [("pause", "wait"), ("resume",)]
-    assert sharing.health().status == "ready"
-
-
 @pytest.mark.parametrize(
     ("failure", "cause"),
-    [("too late", r"not done after sync\.timeout_s=5"), ("CUDA out of memory\nTrace", "of memory$")],
+    [("too late", r"not done after sync\.timeout_s=60"), ("CUDA out of memory\nTrace", "of memory$")],
 )
 async def test_an_engine_that_cannot_come_back_to_the_gpu_has_failed_and_says_so(
     sharing: Engine, llm: FakeLLM, failure: str, cause: str
@@ -217,7 +197,6 @@ async def test_an_engine_that_dies_asleep_is_dead(sharing: Engine, llm: FakeLLM)
     await sharing.sleep(SleepRequest(level=1))
     assert sharing.health().status == "asleep"
     llm.errored = True
-    health = sharing.health()
-    assert health.status == "failed"
-    assert health.error is not None
-    assert health.error.code == "engine_dead"
+    assert sharing.health().status == "failed"
+    with pytest.raises(ApiError, match="the engine's process ended"):
+        sharing.require_ready(admits={"asleep"})

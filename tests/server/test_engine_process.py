@@ -14,10 +14,6 @@ STUBS = {
 class cpu:
     _init_amx = staticmethod(lambda: True)
 """,
-    "__init__.py": "",
-    "engine/__init__.py": "",
-    "v1/__init__.py": "",
-    "v1/engine/__init__.py": "",
     "engine/arg_utils.py": """
 class AsyncEngineArgs:
     @classmethod
@@ -73,10 +69,10 @@ SCRIPT = """
 import json
 import os
 
-from hocket.server import engine_process, vllm_api
+from hocket.server import vllm_api
 
 if __name__ == "__main__":
-    os.environ[engine_process.SERVER_PID] = str(os.getpid())
+    os.environ[vllm_api.SERVER_PID] = str(os.getpid())
     print(json.dumps([vllm_api.start_engine(None), vllm_api.start_engine(None)]))
 """
 
@@ -87,6 +83,9 @@ def test_the_engine_runs_vllm_s_function_once_however_its_process_starts(kit: An
         path = tmp_path / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+        (path.parent / "__init__.py").touch()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "v1" / "__init__.py").touch()
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

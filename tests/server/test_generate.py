@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hocket import tokenizer as tokenizers
 from hocket.protocol import SamplingParams, ToolCall
 from hocket.server.errors import ApiError
 from hocket.server.generate import Sampler
@@ -23,6 +24,14 @@ def read(reader: Sampler, **body: Any) -> Any:
     return reader.parse(json.dumps(body).encode())
 
 
+def test_fingerprint_follows_the_vocabulary_and_not_padding(kit: Any) -> None:
+    first, second = kit.make_tokenizer(), kit.make_tokenizer()
+    second(["a", "abc"], padding=True, truncation=True, max_length=2)
+    assert tokenizers.fingerprint(first) == tokenizers.fingerprint(second)
+    second.add_tokens(["new"])
+    assert tokenizers.fingerprint(first) != tokenizers.fingerprint(second)
+
+
 def test_text_ids_and_messages_become_token_ids(reader: Sampler) -> None:
     prompts = ["ab", [7, 95], [{"role": "user", "content": "a"}]]
     _, jobs = read(reader, prompts=prompts, sampling={"max_tokens": 8})
@@ -33,18 +42,11 @@ def test_text_ids_and_messages_become_token_ids(reader: Sampler) -> None:
 
 def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: Sampler) -> None:
     _, jobs = read(reader, prompts=["a", "b"], n=3, sampling={"seed": 10})
-    assert [(job.prompt, job.index, job.seed) for job in jobs] == [
-        (0, 0, 10),
-        (0, 1, 11),
-        (0, 2, 12),
-        (1, 0, 13),
-        (1, 1, 14),
-        (1, 2, 15),
-    ]
+    places = [(prompt, index) for prompt in (0, 1) for index in (0, 1, 2)]
+    assert [(job.prompt, job.index, job.seed) for job in jobs] == [(*at, 10 + i) for i, at in enumerate(places)]
     _, jobs = read(reader, prompts=["a"], n=2, sampling={"seed": 2**63 - 1})
     assert [job.seed for job in jobs] == [2**63 - 1, 0]
-    _, jobs = read(reader, prompts=["a"])
-    assert jobs[0].seed is None
+    assert read(reader, prompts=["a"])[1][0].seed is None
 
 
 def test_each_prompt_may_bring_one_seed_per_completion(reader: Sampler) -> None:
@@ -57,16 +59,15 @@ def test_each_prompt_may_bring_one_seed_per_completion(reader: Sampler) -> None:
             read(reader, **wrong)
 
 
-def test_a_prompt_that_just_fits_is_taken_and_one_token_more_is_not(reader: Sampler) -> None:
-    read(reader, prompts=[[5] * 16], sampling={"max_tokens": 16})
+def test_what_just_fits_is_taken_and_one_token_more_is_not(reader: Sampler) -> None:
+    read(reader, prompts=[[5] * 15 + [95]], sampling={"max_tokens": 16})
     with pytest.raises(ApiError, match=r"17 prompt tokens \+ max_tokens 16 do not fit"):
         read(reader, prompts=[[5] * 17], sampling={"max_tokens": 16})
-
-
-def test_the_last_id_of_the_vocabulary_is_taken_and_the_next_is_not(reader: Sampler) -> None:
-    read(reader, prompts=[[95]])
     with pytest.raises(ApiError, match="token id 96 is outside the vocabulary of 96"):
         read(reader, prompts=[[96]])
+    # The longest token, "<pad>", has 5 characters: 32 tokens have at most 160. Nothing longer is tokenized.
+    with pytest.raises(ApiError, match="161 characters can't fit"):
+        read(reader, prompts=["a" * 161])
 
 
 def test_caps_are_taken_and_one_more_is_not(reader: Sampler) -> None:
@@ -82,12 +83,6 @@ def test_caps_are_taken_and_one_more_is_not(reader: Sampler) -> None:
             read(reader, **wrong)
         assert caught.value.status == 422
         assert "split the request" in caught.value.body.hint
-
-
-def test_text_that_can_not_fit_is_refused_before_it_is_tokenized(reader: Sampler) -> None:
-    # The longest token, "<pad>", has 5 characters: 32 tokens have at most 160.
-    with pytest.raises(ApiError, match="161 characters can't fit"):
-        read(reader, prompts=["a" * 161])
 
 
 @pytest.mark.parametrize(
@@ -117,18 +112,12 @@ def test_a_model_without_chat_template_refuses_messages(kit: Any) -> None:
         read(reader, prompts=[[{"role": "user", "content": "a"}]])
 
 
-def test_sessions_are_checked_like_requests(reader: Sampler) -> None:
-    reader.check_sampling(SamplingParams(temperature=0.0, top_k=96))
-    for wrong in (SamplingParams(temperature=0.001), SamplingParams(top_k=97), SamplingParams(stop=("x",) * 17)):
-        with pytest.raises(ApiError):
-            reader.check_sampling(wrong)
-
-
-def test_temperatures_the_engine_would_change_silently_are_refused(reader: Sampler) -> None:
-    read(reader, prompts=["a"], sampling={"temperature": 0})
-    read(reader, prompts=["a"], sampling={"temperature": 0.01})
-    with pytest.raises(ApiError, match=r"below 0\.01"):
-        read(reader, prompts=["a"], sampling={"temperature": 0.005})
+def test_sampling_that_the_engine_would_change_silently_is_refused(reader: Sampler) -> None:
+    for good in ({"temperature": 0.0, "top_k": 96}, {"temperature": 0.01}):
+        reader.check_sampling(SamplingParams(**good))
+    for wrong in ({"temperature": 0.005}, {"top_k": 97}, {"stop": ("x",) * 17}):
+        with pytest.raises(ApiError, match=r"below 0\.01|more than"):
+            reader.check_sampling(SamplingParams(**wrong))
 
 
 def test_a_body_that_is_no_json_is_malformed_and_a_wrong_field_is_invalid(reader: Sampler) -> None:
@@ -155,7 +144,7 @@ def output(token_ids: list[int], logprobs: list[float]) -> Any:
         token_ids=token_ids,
         logprobs=types.SimpleNamespace(logprobs=logprobs),
         finish_reason="length",
-        weight_versions=None,
+        weight_versions=[types.SimpleNamespace(version="0", start=0, end=len(token_ids))],
     )
 
 

@@ -1,9 +1,8 @@
 """Sessions: the store and the door alone, then an unmodified `openai` client against a real engine."""
 
 import contextlib
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +14,7 @@ from fastapi.responses import JSONResponse
 from hocket.protocol import AgentRecord, SamplingParams, SessionRequest
 from hocket.server import sessions as module
 from hocket.server.errors import ApiError
+from hocket.server.middleware import AnswerErrors
 from hocket.server.sessions import CURRENT, OpenSessions, RouteSessions
 
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
@@ -52,16 +52,6 @@ def test_a_call_that_the_server_ended_does_not_count_and_leaves_its_seed_to_the_
     assert ids.isdisjoint(OpenSessions().open(REQUEST).begin([1], 4).request_id for _ in range(3))
 
 
-def test_no_call_begins_in_a_session_that_was_closed_meanwhile() -> None:
-    store = OpenSessions()
-    session = store.open(REQUEST)
-    late = session.begin([1], 4)
-    assert store.close(session.id) is session
-    with pytest.raises(ApiError, match="the session was closed"), session.serving(late):
-        raise AssertionError("nobody would end it")
-    assert session.running == []
-
-
 @pytest.mark.parametrize("length", [19, 20])
 def test_a_session_says_whether_a_limit_has_cut_it_off(length: int) -> None:
     session = OpenSessions().open(REQUEST)
@@ -69,9 +59,7 @@ def test_a_session_says_whether_a_limit_has_cut_it_off(length: int) -> None:
     with contextlib.suppress(ApiError):
         session.begin([1] * length, 1)
     assert session.record().cut_off is (length == 20)  # of 20 tokens in all
-    session = OpenSessions().open(REQUEST)
-    for number in range(4):
-        assert not session.cut_off
+    for number in range(3):
         with contextlib.suppress(ApiError):
             session.begin([number], 1)
     assert session.record().cut_off
@@ -85,7 +73,7 @@ def test_only_a_call_that_ended_well_has_a_completion() -> None:
         for call in (good, broken):
             call.add([7], [-0.5], "x")
             call.add([8, 9], [-0.25, -1.0], "yz")
-        good.finish_reason, good.versions = "stop", [(4, 0, 3)]
+        good.finish_reason, good.versions = "stop", ((4, 0, 3),)
     assert session.running == []
     completion = good.recorded().completion
     assert completion is not None
@@ -95,19 +83,23 @@ def test_only_a_call_that_ended_well_has_a_completion() -> None:
 
 
 def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(module, "MAX_SESSIONS", 2)
     store = OpenSessions()
-    brief = REQUEST.model_copy(update={"idle_timeout_s": 0.02})
-    first, busy = store.open(brief), store.open(brief)
+    first, busy = store.open(REQUEST), store.open(REQUEST)
     with pytest.raises(ApiError, match="there are 2 sessions"):
         store.open(REQUEST)
     with busy.serving(busy.begin([1], 1)):
-        time.sleep(0.03)
+        now = REQUEST.idle_timeout_s + 1
         store.open(REQUEST)  # takes the place of the first
         assert store.get(busy.id) is busy  # its call runs
     with pytest.raises(ApiError, match="there is no session"):
         store.get(first.id)
+    late = busy.begin([2], 1)
     assert store.close(busy.id) is busy
+    with pytest.raises(ApiError, match="the session was closed"), busy.serving(late):
+        raise AssertionError("nobody would end it")
     with pytest.raises(ApiError, match="there is no session"):
         store.close(busy.id)
 
@@ -125,7 +117,7 @@ async def door() -> Any:
             return JSONResponse({"error": {"message": "as vLLM says it", "param": param}}, status_code=400)
         return {"route": route, "body": body, "session": None if session is None else session.id}
 
-    transport = httpx.ASGITransport(RouteSessions(app, store, "the model"))
+    transport = httpx.ASGITransport(AnswerErrors(RouteSessions(app, store, "the model")))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client, store
 
@@ -146,12 +138,7 @@ async def test_requests_reach_vllm_s_routes_with_their_session_and_its_model(doo
         "body": {"n": 2},
         "session": None,
     }
-    assert CURRENT.get() is None
-
-
-async def test_a_request_that_was_sent_before_the_last_one_was_answered_is_not_in_its_session(door: Any) -> None:
-    client, store = door
-    token = CURRENT.set(store.open(REQUEST))  # as in a task that the last one's has started
+    token = CURRENT.set(session)  # as in the task of a request that was sent before the last one was answered
     try:
         assert (await client.get("/v1/models")).json()["session"] is None
     finally:
@@ -169,11 +156,11 @@ async def test_a_prompt_that_vllm_refuses_as_too_long_cuts_its_session_off(door:
 @pytest.mark.parametrize(
     ("route", "body", "status", "says"),
     [
-        ("chat/completions", {"n": 2}, 400, "n must be 1"),
-        ("completions", {"best_of": 3}, 400, "best_of must be 1"),
-        ("completions", {"use_beam_search": True}, 400, "beam search does not sample"),
-        ("completions", {"echo": True, "max_tokens": 0}, 400, "echo, and max_tokens of 0"),
-        ("chat/completions", {"max_completion_tokens": 0}, 400, "echo, and max_tokens of 0"),
+        ("chat/completions", {"n": 2}, 400, "n: only one sampled"),
+        ("completions", {"best_of": 3}, 400, "best_of: only"),
+        ("completions", {"use_beam_search": True}, 400, "use_beam_search: only"),
+        ("completions", {"echo": True, "max_tokens": 0}, 400, "echo, max_tokens: only"),
+        ("chat/completions", {"max_completion_tokens": 0}, 400, "max_completion_tokens: only"),
         ("responses", {}, 404, "has no POST /v1/responses"),
         ("../generate", {}, 404, "not found"),
     ],
@@ -192,12 +179,8 @@ async def test_what_can_not_be_recorded_is_refused(
 @pytest.fixture
 def opened(server: Any) -> Iterator[tuple[str, openai.OpenAI]]:
     """A session of a real server, and a client of it."""
-    request = {
-        "sampling": {"max_tokens": 24, "seed": 7, "temperature": 0.8},
-        "max_length": 200,
-        "max_calls": 6,
-        "idle_timeout_s": 60,
-    }
+    sampling = {"max_tokens": 24, "seed": 7, "temperature": 0.8}
+    request = {"sampling": sampling, "max_length": 200, "max_calls": 6, "idle_timeout_s": 60}
     session_id = server.client.post("/sessions", json=request).json()["id"]
     url = f"{server.client.base_url}/sessions/{session_id}/v1"
     with openai.OpenAI(base_url=url, api_key="anything", max_retries=0) as client:
@@ -205,12 +188,7 @@ def opened(server: Any) -> Iterator[tuple[str, openai.OpenAI]]:
 
 
 def record_of(server: Any, session_id: str, method: str = "GET") -> AgentRecord:
-    response = server.client.request(method, f"/sessions/{session_id}")
-    return AgentRecord.model_validate_json(response.content)
-
-
-def calls_of(server: Any, session_id: str, method: str = "GET") -> tuple[Any, ...]:
-    return record_of(server, session_id, method).calls
+    return AgentRecord.model_validate_json(server.client.request(method, f"/sessions/{session_id}").content)
 
 
 @pytest.mark.engine
@@ -227,7 +205,7 @@ def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logpr
     plain = client.completions.create(model="x", prompt=[5, 6, 7], logprobs=2, max_tokens=200, stop="~")
     assert client.models.list().data[0].id == whole.model
 
-    calls = calls_of(server, session_id)
+    calls = record_of(server, session_id).calls
     assert [call.completion.text for call in calls] == [
         whole.choices[0].message.content,
         streamed,
@@ -267,9 +245,9 @@ def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tupl
         {"extra_body": {"use_beam_search": True}},
     ]
     for wish in refused:
-        with pytest.raises(openai.BadRequestError, match=r"can't be trained|must be 1|could be trained"):
+        with pytest.raises(openai.BadRequestError, match=r"can't be trained|can be trained"):
             client.chat.completions.create(model="x", messages=chat, **wish)
-    assert calls_of(server, session_id) == ()
+    assert record_of(server, session_id).calls == ()
     for _ in range(6):
         client.chat.completions.create(model="x", messages=chat, max_tokens=2)
     assert not record_of(server, session_id).cut_off
@@ -278,46 +256,6 @@ def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tupl
     assert record_of(server, session_id).cut_off
     with pytest.raises(openai.BadRequestError, match=r"has made its 6 calls \(env.max_turns\)"):
         client.chat.completions.create(model="x", messages=chat, stream=True)
-    assert len(calls_of(server, session_id, "DELETE")) == 6
+    assert len(record_of(server, session_id, "DELETE").calls) == 6
     with pytest.raises(openai.NotFoundError, match="there is no session"):
         client.chat.completions.create(model="x", messages=chat)
-
-
-@pytest.mark.engine
-def test_a_session_that_is_deleted_ends_what_runs_in_it(server: Any) -> None:
-    request = {"sampling": {"max_tokens": 480}, "max_length": 500, "max_calls": 9, "idle_timeout_s": 60}
-    body: dict[str, Any] = {"model": "x", "prompt": [5, 6], "max_tokens": 480, "extra_body": {"ignore_eos": True}}
-    body["extra_headers"] = {"X-Request-Id": "everybody's"}
-    for _ in range(5):  # on a busy machine one may have ended before it could be aborted
-        session_id = server.client.post("/sessions", json=request).json()["id"]
-        url = f"{server.client.base_url}/sessions/{session_id}/v1"
-        with openai.OpenAI(base_url=url, api_key="x") as client, ThreadPoolExecutor(1) as thread:
-            asking = thread.submit(client.completions.create, **body)
-            while not calls_of(server, session_id):
-                time.sleep(0.01)
-            calls_of(server, session_id, "DELETE")
-            ended = asking.exception(30)
-        if ended is not None:
-            break
-    assert isinstance(ended, openai.NotFoundError)  # which clients do not send again
-    assert "the session was closed, which ends its calls" in str(ended)
-    assert server.generate(prompts=[[5]], sampling={"max_tokens": 2})["completions"]
-
-
-@pytest.mark.engine
-def test_sessions_need_the_server_s_token_like_every_other_route(servers: Any, kit: Any) -> None:
-    server = servers("untied float32")
-    request = {"sampling": {}, "max_length": 99, "max_calls": 9, "idle_timeout_s": 60}
-    opened, other = (server.client.post("/sessions", json=request).json() for _ in range(2))
-    url = f"{server.client.base_url}/sessions/{opened['id']}"
-    for method, path in (("GET", url), ("DELETE", url), ("GET", f"{url}/v1/models")):
-        assert httpx.request(method, path).status_code == 401
-    for key in (kit.TOKEN, opened["key"]):
-        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-            assert client.completions.create(model="x", prompt=[5], max_tokens=2).choices
-    # An agent's key is for its own calls only.
-    its = {"Authorization": f"Bearer {opened['key']}"}
-    elsewhere = f"{server.client.base_url}/sessions/{other['id']}/v1/models"
-    generate = f"{server.client.base_url}/generate"
-    for method, path in (("GET", url), ("DELETE", url), ("GET", elsewhere), ("POST", generate), ("POST", f"{url}/..")):
-        assert httpx.request(method, path, headers=its).status_code == 401

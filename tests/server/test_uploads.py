@@ -28,24 +28,18 @@ async def send(uploads: Uploads, name: str, file: str, *parts: bytes, max_bytes:
     return await uploads.receive(name, file, chunks(*parts), max_bytes)
 
 
-async def test_a_version_appears_when_its_marker_has_come(tmp_path: Path) -> None:
+async def test_a_version_appears_when_its_marker_has_come_and_is_there_once(tmp_path: Path) -> None:
     uploads = Uploads(tmp_path / "root")
-    for file in ("model-00001-of-00002.safetensors", "manifest.json"):
-        assert (await send(uploads, NAME, file, b"ab", b"", b"c")).name == f"{FOLDER}/{NAME}"
-        with pytest.raises(ApiError, match="there is no"):
-            versions.find(tmp_path / "root", f"{FOLDER}/{NAME}")
-    answer = await send(uploads, NAME, "COMPLETE", b"")
-    folder = versions.find(tmp_path / "root", answer.name)
-    assert (folder / "manifest.json").read_bytes() == b"abc"
-    assert os.listdir(folder.parent) == [NAME]
-
-
-async def test_a_version_sent_twice_is_there_once(tmp_path: Path) -> None:
-    uploads = Uploads(tmp_path)
     for content in (b"a", b"b"):
-        await send(uploads, NAME, "model.safetensors", content)
-        await send(uploads, NAME, "COMPLETE")
-    assert (tmp_path / FOLDER / NAME / "model.safetensors").read_bytes() == b"b"
+        for file in ("model-00001-of-00002.safetensors", "manifest.json"):
+            assert (await send(uploads, NAME, file, content, b"", b"c")).name == f"{FOLDER}/{NAME}"
+        if content == b"a":
+            with pytest.raises(ApiError, match="there is no"):
+                versions.find(tmp_path / "root", f"{FOLDER}/{NAME}")
+        answer = await send(uploads, NAME, "COMPLETE", b"")
+    folder = versions.find(tmp_path / "root", answer.name)
+    assert (folder / "manifest.json").read_bytes() == b"bc"
+    assert os.listdir(folder.parent) == [NAME]
 
 
 @pytest.mark.parametrize(
@@ -141,10 +135,10 @@ async def test_versions_that_have_served_are_removed_and_nothing_else(tmp_path: 
 class FakeEngine:
     """An engine that has failed, which must be sent weights that work all the same."""
 
+    model = "m"
+
     def __init__(self, root: Path) -> None:
         self.uploads = Uploads(root)
-
-    model = "m"
 
     def require_ready(self) -> None:
         raise ApiError(503, "reload_failed", "half loaded", "reload")
@@ -180,11 +174,6 @@ async def test_no_path_leads_out_of_the_folder(http: httpx.AsyncClient, tmp_path
     http.headers["Authorization"] = f"Bearer {TOKEN}"
     assert (await http.put(path, content=b"x")).status_code in (404, 422, 503)
     assert list(tmp_path.rglob("*.safetensors")) == []
-
-
-def test_a_version_may_have_as_many_bytes_as_its_model_in_float32_and_a_manifest() -> None:
-    shapes = versions.ModelShapes(shapes={"a": (1000, 1000), "b": (7,)}, tied={})
-    assert versions.max_bytes(shapes) == 4 * 1_000_007 + (64 << 20)
 
 
 async def test_files_that_come_at_the_same_time_share_the_room_of_their_version(tmp_path: Path) -> None:

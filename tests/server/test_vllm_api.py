@@ -24,63 +24,29 @@ from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
 from hocket.types import InFlight
 
-TOKEN = "correct-horse"
 NAMES = {
-    "vllm.config": [
-        "CacheConfig.block_size",
-        "CacheConfig.num_gpu_blocks",
-        "DeviceConfig",
-        "LoRAConfig.max_lora_rank",
-        "ModelConfig.dtype",
-        "ModelConfig.get_vocab_size",
-        "ModelConfig.max_model_len",
-        "ParallelConfig.world_size",
-        "VllmConfig.cache_config",
-        "VllmConfig.device_config",
-        "VllmConfig.lora_config",
-        "VllmConfig.parallel_config",
-        "set_current_vllm_config",
-    ],
-    "vllm.config.lora": ["MaxLoRARanks"],
-    "vllm.engine.arg_utils": ["AsyncEngineArgs.from_cli_args", "AsyncEngineArgs.create_engine_config"],
-    "vllm.entrypoints.openai.chat_completion.protocol": ["ChatCompletionRequest"],
-    "vllm.entrypoints.launchers.api_server.app_state": ["init_app_state"],
-    "vllm.entrypoints.launchers.app": ["build_app"],
-    "vllm.entrypoints.launchers.cli_args": ["make_arg_parser"],
-    "vllm.exceptions": ["VLLMClientError"],
-    "vllm.inputs.engine": ["tokens_input"],
-    "vllm.lora.request": ["LoRARequest"],
-    "vllm.lora.worker_manager": [
-        "LRUCacheWorkerLoRAManager.add_dummy_lora",
-        "LRUCacheWorkerLoRAManager.get_dummy_lora_warmup_rank",
-    ],
-    "vllm.model_executor.layers.fused_moe.fused_moe_method_base": ["FusedMoEMethodBase"],
-    "vllm.model_executor.layers.vocab_parallel_embedding": ["ParallelLMHead"],
-    "vllm.model_executor.model_loader.reload.layerwise": ["finalize_layerwise_reload", "get_layerwise_info"],
-    "vllm.platforms": ["current_platform.is_cpu"],
-    "vllm.sampling_params": ["RequestOutputKind.FINAL_ONLY", "SamplingParams"],
-    "vllm.outputs": ["CompletionOutput", "RequestOutput"],
-    "vllm.tool_parsers": ["ToolParserManager.get_tool_parser", "ToolParserManager.list_registered"],
-    "vllm.tool_parsers.abstract_tool_parser": ["ToolParser.adjust_request", "ToolParser.extract_tool_calls"],
-    "vllm.utils.argparse_utils": ["FlexibleArgumentParser"],
-    "vllm.v1.engine.async_llm": [
-        "AsyncLLM.abort",
-        "AsyncLLM.from_vllm_config",
-        "AsyncLLM.collective_rpc",
-        "AsyncLLM.errored",
-        "AsyncLLM.generate",
-        "AsyncLLM.get_supported_tasks",
-        "AsyncLLM.pause_generation",
-        "AsyncLLM.resume_generation",
-        "AsyncLLM.shutdown",
-        "AsyncLLM.sleep",
-        "AsyncLLM.update_weight_version",
-        "AsyncLLM.wake_up",
-    ],
-    "vllm.v1.engine.core": ["EngineCoreProc.run_engine_core"],
-    "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
-    "vllm.v1.worker.gpu_worker": ["Worker.add_lora", "Worker.reload_weights", "Worker.remove_lora"],
+    "vllm.config": "CacheConfig.block_size CacheConfig.num_gpu_blocks DeviceConfig LoRAConfig.max_lora_rank "
+    "ModelConfig.dtype ModelConfig.get_vocab_size ModelConfig.max_model_len ParallelConfig.world_size",
+    "vllm.engine.arg_utils": "AsyncEngineArgs.from_cli_args AsyncEngineArgs.create_engine_config",
+    "vllm.lora.worker_manager": "LRUCacheWorkerLoRAManager.add_dummy_lora "
+    "LRUCacheWorkerLoRAManager.get_dummy_lora_warmup_rank",
+    "vllm.outputs": "CompletionOutput RequestOutput",
+    "vllm.tool_parsers.abstract_tool_parser": "ToolParser.adjust_request ToolParser.extract_tool_calls",
+    "vllm.v1.engine.async_llm": "AsyncLLM.abort AsyncLLM.errored AsyncLLM.shutdown",
+    "vllm.v1.engine.core": "EngineCoreProc.run_engine_core",
+    "vllm.v1.worker.gpu_worker": "Worker.add_lora Worker.reload_weights Worker.remove_lora",
 }
+"""What is used of vLLM besides the names that vllm_api.py imports, and ARGUMENTS."""
+ARGUMENTS = {
+    "collective_rpc": {"method", "args"},
+    "generate": {"prompt", "sampling_params", "request_id", "lora_request"},
+    "pause_generation": {"mode", "clear_cache"},
+    "resume_generation": set[str](),
+    "sleep": {"level", "mode"},
+    "update_weight_version": {"new_version"},
+    "wake_up": {"tags"},
+}
+"""Methods of AsyncLLM with the arguments that hocket gives."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,29 +65,29 @@ def model(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def args(model: str) -> Any:
-    return vllm_api.engine_arguments(load(None, [f"model.path={model}", "server.kv_cache_mib=64"]))
-
-
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
-def test_vllm_still_has(module: str, name: str) -> None:
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        assert hasattr(found, part), f"vLLM's {module} has no {name} any more: change server/vllm_api.py"
-        found = getattr(found, part)
-
-
-def test_every_import_from_vllm_is_named_here() -> None:
-    tree = ast.parse(inspect.getsource(vllm_api))
-    imported = {
+def test_vllm_still_has_every_name_that_is_used() -> None:
+    names = [(module, name) for module, names in NAMES.items() for name in names.split()]
+    imported = [
         (node.module, alias.name)
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse(inspect.getsource(vllm_api)))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
         for alias in node.names
-    }
+    ]
     assert len(imported) > 15
-    assert imported <= {(module, name.split(".")[0]) for module, names in NAMES.items() for name in names}
+    for module, name in names + imported:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            assert hasattr(found, part), f"vLLM's {module} has no {name} any more: change server/vllm_api.py"
+            found = getattr(found, part)
+
+
+def test_calls_take_the_arguments_we_give() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.abstract import SLEEP_TAGS
+
+    for method, arguments in ARGUMENTS.items():
+        assert arguments <= inspect.signature(getattr(AsyncLLM, method)).parameters.keys(), method
+    assert {"weights", "kv_cache"} == SLEEP_TAGS
 
 
 def test_vllm_is_imported_in_one_file_only() -> None:
@@ -140,16 +106,6 @@ def test_what_is_at_fault_in_a_prompt_that_is_too_long_has_the_names_we_know() -
 
     source = inspect.getsource(params)
     assert {name for name in TOO_LONG if f'parameter="{name}"' in source} == TOO_LONG
-
-
-def test_calls_take_the_arguments_we_give() -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    assert {"mode", "clear_cache"} <= inspect.signature(AsyncLLM.pause_generation).parameters.keys()
-    assert {"method", "args"} <= inspect.signature(AsyncLLM.collective_rpc).parameters.keys()
-    assert {"prompt", "sampling_params", "request_id"} <= inspect.signature(AsyncLLM.generate).parameters.keys()
-    assert "lora_request" in inspect.signature(AsyncLLM.generate).parameters
-    assert "new_version" in inspect.signature(AsyncLLM.update_weight_version).parameters
 
 
 def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does() -> None:
@@ -243,43 +199,33 @@ async def test_a_call_is_sampled_again_where_weights_end_it_before_anything_was_
     assert seen == told
 
 
-def test_the_parser_of_tool_calls_must_be_one_of_vllm_s(model: str) -> None:
-    settings = [f"model.path={model}", "server.kv_cache_mib=64"]
-    args = vllm_api.engine_arguments(load(None, [*settings, "server.tool_parser=hermes"]))
-    assert (args.enable_auto_tool_choice, args.tool_call_parser) == (True, "hermes")
-    with pytest.raises(ValueError, match=r"server.tool_parser=hermesse: vLLM has no such parser; it has .*hermes"):
-        vllm_api.engine_arguments(load(None, [*settings, "server.tool_parser=hermesse"]))
-
-
 def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     ours = {name for name in dir(WorkerExtension) if not name.startswith("__")}
-    assert ours == {
-        "_hocket_load",
-        "hocket_drop_adapter",
-        "hocket_group",
-        "hocket_join_group",
-        "hocket_load_disk",
-        "hocket_load_group",
-    }
-    assert not any(hasattr(Worker, name) for name in ours)
+    assert all("hocket" in name and not hasattr(Worker, name) for name in ours)
 
 
-def test_the_arguments_say_what_the_config_says(args: Any, model: str) -> None:
-    assert args.model == model
-    assert args.served_model_name == [model]
-    assert args.trust_remote_code is False
-    assert args.generation_config == "vllm"
-    assert args.logprobs_mode == "processed_logprobs"
+def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def arguments(*settings: str) -> Any:
+        return vllm_api.engine_arguments(load(None, [f"model.path={model}", "server.kv_cache_mib=64", *settings]))
+
+    args = arguments("launch.share_gpu=true")
+    assert (args.model, args.served_model_name, args.trust_remote_code) == (model, [model], False)
+    assert (args.generation_config, args.logprobs_mode) == ("vllm", "processed_logprobs")
     assert args.kv_cache_memory_bytes == 64 * 1024 * 1024
-    with_lora = vllm_api.engine_arguments(
-        load(None, [f"model.path={model}", "model.lora.rank=8", "model.dtype=bfloat16"])
-    )
+    assert (args.enable_lora, args.hf_overrides or {}, args.enable_sleep_mode) == (False, {}, False)
+    with_lora = arguments("model.lora.rank=8", "model.dtype=bfloat16")
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
-    # The trainer's section is enough; vLLM takes 8, 16, 32, ... and not 12.
-    with_lora = vllm_api.engine_arguments(load(None, [f"model.path={model}", "model.lora.rank=12"]))
-    assert (with_lora.enable_lora, with_lora.max_lora_rank) == (True, 16)
+    assert arguments("model.lora.rank=12").max_lora_rank == 16  # vLLM takes 8, 16, 32, ...
+    assert arguments("model.float32_head=true").hf_overrides == {"head_dtype": "float32"}
+    tools = arguments("server.tool_parser=hermes")
+    assert (tools.enable_auto_tool_choice, tools.tool_call_parser) == (True, "hermes")
+    with pytest.raises(ValueError, match=r"server.tool_parser=hermesse: vLLM has no such parser; it has .*hermes"):
+        arguments("server.tool_parser=hermesse")
+    monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)  # the CPU's worker can't sleep
+    assert arguments("launch.share_gpu=true").enable_sleep_mode
+    assert not arguments().enable_sleep_mode
 
 
 async def test_what_becomes_of_requests_in_flight_is_said_in_vllm_s_words() -> None:
@@ -295,33 +241,6 @@ async def test_what_becomes_of_requests_in_flight_is_said_in_vllm_s_words() -> N
     assert paused == [{"mode": mode, "clear_cache": True} for mode in ("keep", "wait", "abort")]
     known = get_args(inspect.signature(AsyncLLM.pause_generation).parameters["mode"].annotation)
     assert {how["mode"] for how in paused} <= set(known)
-
-
-def test_sleep_and_wake_up_take_what_we_give() -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.executor.abstract import SLEEP_TAGS
-
-    assert {"level", "mode"} <= inspect.signature(AsyncLLM.sleep).parameters.keys()
-    assert "tags" in inspect.signature(AsyncLLM.wake_up).parameters
-    assert {"weights", "kv_cache"} == SLEEP_TAGS
-
-
-def test_a_float32_head_is_asked_of_the_engine_too(model: str) -> None:
-    assert not vllm_api.engine_arguments(load(None, [f"model.path={model}"])).hf_overrides
-    with_it = vllm_api.engine_arguments(load(None, [f"model.path={model}", "model.float32_head=true"]))
-    assert with_it.hf_overrides == {"head_dtype": "float32"}
-
-
-def test_only_a_server_that_shares_its_gpu_has_an_allocator_that_can_sleep(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sleeps(*settings: str) -> bool:
-        return bool(vllm_api.engine_arguments(load(None, [f"model.path={model}", *settings])).enable_sleep_mode)
-
-    assert not sleeps("launch.share_gpu=true")  # the CPU's worker has none
-    monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)
-    assert sleeps("launch.share_gpu=true")
-    assert not sleeps()
 
 
 def test_an_adapter_lies_in_files_only_while_vllm_reads_them() -> None:
@@ -363,35 +282,24 @@ class Absent:
         pass
 
 
-async def test_every_route_of_the_whole_app_needs_the_token(kit: Any, args: Any) -> None:
+async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(kit: Any, model: str) -> None:
+    args = vllm_api.engine_arguments(load(None, [f"model.path={model}"]))
     app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = kit.wrap(app, Absent(), token=TOKEN)
+    door = kit.wrap(app, Absent(), token=kit.TOKEN)
+    assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
-    assert {("/v1/chat/completions", "POST"), ("/generate", "POST"), ("/reload_weights", "POST")} <= paths
-    assert ("/init_weight_group", "POST") in paths
-    assert ("/metrics", "GET") in paths
-    assert len(paths) > 20
+    ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/init_weight_group", "/sessions")}
+    assert ours | {("/v1/chat/completions", "POST"), ("/metrics", "GET")} <= paths
     assert ("/pause", "POST") not in paths
+    assert len(paths) > 20
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
         for path, method in sorted(paths - {("/health", "GET")}):
             for headers in ({}, {"Authorization": "Bearer wrong-token"}):
                 response = await http.request(method, path, headers=headers)
                 assert response.status_code == 401, (method, path)
-
-
-async def test_with_the_token_vllm_s_routes_answer(kit: Any, args: Any) -> None:
-    app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = kit.wrap(app, Absent(), token=TOKEN)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
         for path in ("/version", "/openapi.json", "/docs", "/metrics"):
-            response = await http.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
+            response = await http.get(path, headers={"Authorization": f"Bearer {kit.TOKEN}"})
             assert response.status_code == 200, path
-
-
-def test_health_is_ours_alone(kit: Any, args: Any) -> None:
-    app = vllm_api.app_without_engine(args, ("generate",), None)
-    kit.wrap(app, Absent())
-    assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
 
 
 CALCULATE = {

@@ -174,28 +174,21 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         by_token, corrected = self.baseline in ("none", "critic"), self.correction != "none"
         in_reward, off = self.kl_in == "reward", self.kl == "off"
         for_kl = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
-        message = f"baseline={self.baseline} gives per-token advantages, without groups: set scale to batch or none"
-        yield by_token and self.scale == "group", message
+        yield by_token and self.scale == "group", f"baseline={self.baseline} has no groups: set scale to batch or none"
         yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
         yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
-        message = f"with correction={self.correction} every ratio is 1, also of sequences: set correction=none"
-        yield self.ratio == "sequence" and corrected, message
+        yield self.ratio == "sequence" and corrected, "with a correction every ratio is 1: set correction=none"
         message = "dual_clip has no effect: set clip=ppo and correction=none, or leave it out"
         yield self.dual_clip is not None and (self.clip != "ppo" or corrected), message
-        message = f"correction_low={self.correction_low:g} must be below correction_high={self.correction_high:g}"
-        yield self.correction_low >= self.correction_high, message
+        yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
         yield (
             off and for_kl,
-            "kl=off leaves kl_in, kl_coef, kl_target and reference without effect: set kl, e.g. to k1 in the reward or "
-            "k2 in the loss, or leave them out",
+            "kl=off: kl_in, kl_coef, kl_target and reference have no effect; set kl or leave them out",
         )
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
-        message = "k1 in the loss has an expected gradient of zero: set kl_in=reward, or kl=k2"
-        yield self.kl == "k1" and not in_reward, message
-        message = "scale=group cancels the penalty of equal rewards: with kl_in=reward set scale=batch or none"
-        yield in_reward and self.scale == "group", message
-        message = "kl_target adapts the KL of the rewards: set kl_in=reward"
-        yield self.kl_target is not None and not in_reward, message
+        yield self.kl == "k1" and not in_reward, "k1 in the loss has no expected gradient: set kl_in=reward, or kl=k2"
+        yield in_reward and self.scale == "group", "with kl_in=reward set scale=batch or none: group cancels it"
+        yield self.kl_target is not None and not in_reward, "kl_target adapts the KL of the rewards: set kl_in=reward"
 
 
 class CriticConfig(Section):

@@ -72,8 +72,7 @@ class ModelConfig(Section):
     )
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        message = "lora adapts weights that the server loads too; with random_init there are none"
-        yield self.lora is not None and self.random_init, message
+        yield self.lora is not None and self.random_init, "lora adapts loaded weights; with random_init there are none"
 
     def beside(self, path: str | None) -> "ModelConfig":
         """Return the config of another whole model: at `path`, or the one that the run starts from."""
@@ -268,8 +267,7 @@ class EvalConfig(Section):
     reward: str | None = Field(None, description="Reward function whose mean is the accuracy. Default: the first.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
-        message = "temperature=0 samples the same completion every time: set samples to 1, or a temperature"
-        yield self.samples > 1 and self.temperature == 0, message
+        yield self.samples > 1 and self.temperature == 0, "temperature=0 samples the same every time: set samples to 1"
 
 
 class CheckpointConfig(Section):

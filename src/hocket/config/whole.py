@@ -42,27 +42,21 @@ class Config(Section):
         tokens, length = rollout.max_tokens, model.max_length
         message = f"rollout.max_tokens={tokens} leaves no room for a prompt in model.max_length={length}"
         yield length is not None and tokens >= length, message
-        yield (
-            rollout.group_size == 1 and self.algorithm.baseline in ("mean", "leave_one_out"),
-            f"rollout.group_size=1 leaves algorithm.baseline={self.algorithm.baseline} nothing to compare with: "
-            "set it to 2 or more, or the baseline to none or critic",
-        )
+        baseline = self.algorithm.baseline
+        message = f"rollout.group_size=1 leaves algorithm.baseline={baseline} nothing to compare with: set 2 or more"
+        yield rollout.group_size == 1 and baseline in ("mean", "leave_one_out"), message
         run_dir, root = self.run_dir.resolve(), self.sync_root.resolve()
         inside = run_dir.is_relative_to(root) and run_dir != root
         yield not inside, f"run.dir={run_dir} must lie under sync.root={root}, where the server looks"
         hidden = inside and any(part.startswith(".") for part in run_dir.relative_to(root).parts)
         yield hidden, f"run.dir={self.run.dir}: no folder name below sync.root may begin with a dot"
-        message = "sync.delta=true needs sync.backend=disk: nccl always sends all weights"
-        yield sync.delta and sync.backend != "disk", message
-        message = "sync.delta=true has no effect with model.lora: an adapter is small already"
-        yield sync.delta and model.lora is not None, message
+        yield sync.delta and sync.backend != "disk", "sync.delta=true needs sync.backend=disk: nccl sends all weights"
+        yield sync.delta and model.lora is not None, "sync.delta has no effect with model.lora: adapters are small"
         message = "trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2"
         yield trainer.zero_stage == 3 and model.lora is not None and model.lora.quantize is not None, message
-        yield (
-            3 * sync.timeout_s >= trainer.collective_timeout_s,
-            f"trainer.collective_timeout_s must exceed 3 · sync.timeout_s = {3 * sync.timeout_s:g}: the other ranks "
-            "wait that long for a hand-over, its repetition by disk and a canary",
-        )
+        longest = 3 * sync.timeout_s  # a hand-over, its repetition by disk, and a canary
+        message = f"trainer.collective_timeout_s must exceed 3 · sync.timeout_s = {longest:g}: ranks wait that long"
+        yield longest >= trainer.collective_timeout_s, message
         warmup, steps = self.critic.warmup_steps, trainer.steps
         message = f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy"
         yield self.algorithm.baseline == "critic" and warmup >= steps, message

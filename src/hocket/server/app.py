@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -38,8 +38,16 @@ from hocket.protocol import (
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, from_validation
 from hocket.server.generate import Job
-from hocket.server.middleware import MAX_BODY_BYTES, LimitBody, RefuseWebPages, RefuseWhenFailed, RequireToken
+from hocket.server.middleware import (
+    MAX_BODY_BYTES,
+    AnswerErrors,
+    LimitBody,
+    RefuseWebPages,
+    RefuseWhenFailed,
+    RequireToken,
+)
 from hocket.server.sessions import OpenSessions, RouteSessions
+from hocket.system import cancel
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
@@ -55,16 +63,15 @@ def assemble(
     """Add hocket's routes to an app, in front of its own, and wrap the middleware around all of them."""
     known = len(app.router.routes)
     sessions = OpenSessions()
-    app.include_router(_router(engine))
-    app.include_router(_session_router(engine, sessions))
-    ours = app.router.routes[known:]
-    app.router.routes[:] = ours + app.router.routes[:known]
+    app.include_router(_router(engine, sessions))
+    app.router.routes[:] = app.router.routes[known:] + app.router.routes[:known]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
     inner = RefuseWhenFailed(RouteSessions(app, sessions, engine.model), engine.require_ready)
     limited = LimitBody(inner, max_body_bytes)
-    return RefuseWebPages(limited, host) if token is None else RequireToken(limited, token, sessions.admits)
+    guarded = RefuseWebPages(limited, host) if token is None else RequireToken(limited, token, sessions.admits)
+    return AnswerErrors(guarded)
 
 
 class _Route(APIRoute):
@@ -91,7 +98,7 @@ class _UnparsedRoute(APIRoute):
         return functools.partial(self.endpoint, body=None)
 
 
-def _router(engine: Engine) -> APIRouter:
+def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
     router = APIRouter(tags=["hocket"], responses=REFUSALS, route_class=_Route)
 
     @router.get("/health")
@@ -106,13 +113,8 @@ def _router(engine: Engine) -> APIRouter:
             return StreamingResponse(_stream(engine, jobs), media_type="application/x-ndjson")
         return await _unless_client_leaves(request, _all(engine, message, jobs))
 
-    router.add_api_route(
-        "/generate",
-        generate,
-        methods=["POST"],
-        response_model=GenerateResponse,
-        route_class_override=_UnparsedRoute,
-    )
+    how: dict[str, Any] = {"methods": ["POST"], "response_model": GenerateResponse}
+    router.add_api_route("/generate", generate, route_class_override=_UnparsedRoute, **how)
 
     @router.post("/reload_weights")
     async def reload_weights(request: ReloadRequest) -> ReloadResponse:
@@ -142,12 +144,6 @@ def _router(engine: Engine) -> APIRouter:
         except ClientDisconnect as error:
             raise HTTPException(CLIENT_CLOSED_REQUEST) from error
 
-    return router
-
-
-def _session_router(engine: Engine, sessions: OpenSessions) -> APIRouter:
-    router = APIRouter(tags=["hocket"], responses=REFUSALS, route_class=_Route)
-
     @router.post("/sessions")
     async def open_session(request: SessionRequest) -> SessionResponse:
         """Open a session: /sessions/ID/v1 is an OpenAI-compatible base URL whose calls are recorded."""
@@ -173,10 +169,8 @@ def _session_router(engine: Engine, sessions: OpenSessions) -> APIRouter:
 
 
 async def _all(engine: Engine, message: GenerateRequest, jobs: Sequence[Job]) -> Response:
-    done: dict[tuple[int, int], Completion] = {}
     async with contextlib.aclosing(engine.sampler.completions(jobs)) as finished:
-        async for job, completion in finished:
-            done[job.prompt, job.index] = completion
+        done = {(job.prompt, job.index): completion async for job, completion in finished}
     completions: list[list[Completion]] = [[] for _ in message.prompts]
     for prompt, index in sorted(done):
         completions[prompt].append(done[prompt, index])
@@ -196,17 +190,15 @@ async def _stream(engine: Engine, jobs: Sequence[Job]) -> AsyncIterator[str]:
     yield StreamEnd(version=engine.version, model=engine.model, error=error).model_dump_json() + "\n"
 
 
-async def _unless_client_leaves(request: Request, answer: Awaitable[Response]) -> Response:
+async def _unless_client_leaves(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """Return the answer, or cancel the work on it as soon as the client has disconnected."""
-    working = asyncio.ensure_future(answer)
+    working = asyncio.create_task(answer)
     leaving = asyncio.create_task(_left(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await cancel((working, leaving))
 
 
 async def _left(request: Request) -> None:

@@ -58,7 +58,6 @@ class Engine:
         llm: a running AsyncLLM that has loaded `model`.
         root: folder under which versions are found.
         timeout_s: deadline of each step of a reload.
-        share_gpu: whether it was started so that it can sleep.
     """
 
     def __init__(self, llm: Any, *, model: str, root: Path, timeout_s: float, share_gpu: bool = False) -> None:
@@ -98,7 +97,7 @@ class Engine:
         """Raise ApiError with the reason where the engine can't generate, unless its code is one of `admits`."""
         reason = self._reason()
         if reason is not None and reason.code not in admits:
-            raise ApiError.of(503, reason)
+            raise ApiError(503, **reason.model_dump())
 
     def _reason(self) -> ErrorBody | None:
         if self.llm.errored and not self._stopping and (self._failure is None or self._failure.code != "engine_dead"):
@@ -156,8 +155,8 @@ class Engine:
                 # Nothing is sampled while the workers wait for each other: no longer than our own deadline.
                 request = request.model_copy(update={"timeout_s": min(request.timeout_s, self._timeout_s)})
                 try:
-                    async with asyncio.timeout(request.timeout_s):
-                        await self._call("hocket_join_group", request.model_dump_json(), self._workers + 1)
+                    joining = self._call("hocket_join_group", request.model_dump_json(), self._workers + 1)
+                    await asyncio.wait_for(joining, request.timeout_s)
                 except Exception as error:
                     message = f"the workers can't join the trainer at {request.host}:{request.port}: {cause_of(error)}"
                     hint = "can this machine reach that address? sync.backend=disk needs no such connection"
@@ -168,11 +167,8 @@ class Engine:
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
         """Load a weight version; `request.in_flight` decides about running requests.
 
-        A refused version changes nothing. Where loading itself fails, which also finds wrong bytes, the engine stays
-        paused, all requests end with the reason, and the next reload that succeeds brings everything back.
-
-        Raises:
-            ApiError: 4xx, refused before the model was touched; 500 or 503, the engine failed.
+        A version refused with 4xx changes nothing. Where loading itself fails, which also finds wrong bytes, the engine
+        stays paused, all requests end with the reason, and the next reload that succeeds brings everything back.
         """
         async with self._reload_lock:
             self.require_ready(admits=CURABLE)
@@ -181,15 +177,12 @@ class Engine:
                 raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
             start = time.perf_counter()
             shapes = await self._model_shapes()
-            uploaded = self._uploads.present()
-            source = request.source
+            uploaded, source = self._uploads.present(), request.source
             if isinstance(source, DiskSource):
                 key = source.name
-                folder = await self._reading_files(versions.find, self._root, source.name)
-                described = await self._reading_files(versions.read_manifest, folder)
+                folder, described, adapter = await self._reading_files(versions.read, self._root, key)
                 if (held := self._holds(key, request.version)) and held.checksum == described.checksum:
                     return held
-                adapter = await self._reading_files(versions.read_adapter, folder, described)
                 expected = self._expected(adapter, shapes)
                 folder = await self._reading_files(self._copy.whole, folder, described, request.version, expected)
                 call, checksum = "hocket_load_disk", described.checksum
@@ -219,10 +212,7 @@ class Engine:
             return response
 
     async def sleep(self, request: SleepRequest) -> SleepResponse:
-        """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests.
-
-        Raises ApiError: 409, not possible in this state; 503, running requests did not end in time and go on; 500.
-        """
+        """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests."""
         async with self._reload_lock:
             self.require_ready(admits=CURABLE)
             if not self._share_gpu:
@@ -239,7 +229,7 @@ class Engine:
             return SleepResponse(asleep=list(self._asleep), session=self._session)
 
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
-        """Bring parts back to the GPU; generation goes on with the last of them. Raises ApiError as `sleep` does."""
+        """Bring parts back to the GPU; generation goes on with the last of them."""
         async with self._reload_lock:
             self.require_ready(admits=CURABLE)
             waking = [part for part in PARTS if part in request.tags and part in self._asleep]
@@ -254,27 +244,21 @@ class Engine:
 
     async def _pause(self, in_flight: InFlight) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await vllm_api.pause(self.llm, in_flight)
-        except TimeoutError as error:
+            await asyncio.wait_for(vllm_api.pause(self.llm, in_flight), self._timeout_s)
+        except TimeoutError as late:
             message = f"{self.sampler.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
-            if self._failure is None:  # a half-loaded model must not run
-                await self._resume(message)
+            try:
+                if self._failure is None:  # a half-loaded model must not run
+                    await asyncio.wait_for(self.llm.resume_generation(), ABORT_TIMEOUT_S)
+            except Exception as error:
+                self.require_ready(admits=CURABLE)
+                message += f", and the engine does not go on: {cause_of(error)}"
+                raise await self._fail_all(503, "not_resumed", message, RELOAD) from error
             hint = "they go on; set a higher sync.timeout_s, or sync.in_flight=keep"
-            raise ApiError(503, "busy", message, hint) from error
+            raise ApiError(503, "busy", message, hint) from late
         except vllm_api.engine_errors():
             self.require_ready(admits=CURABLE)
             raise
-
-    async def _resume(self, message: str) -> None:
-        """Resume after a pause that failed; where that fails too, end all requests with the reason, `message`."""
-        try:
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await self.llm.resume_generation()
-        except Exception as error:
-            self.require_ready(admits=CURABLE)
-            message = f"{message}, and the engine does not go on: {cause_of(error)}"
-            raise await self._fail_all(503, "not_resumed", message, RELOAD) from error
 
     async def _move(self, moving: Awaitable[None]) -> None:
         """Wait for the engine to fall asleep or wake up. After a failure its memory is in an unknown state."""
@@ -289,13 +273,12 @@ class Engine:
     async def _in_time(self, work: Awaitable[T]) -> T:
         """Return the result of the work. Raises TimeoutError that names the setting."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await work
+            return await asyncio.wait_for(work, self._timeout_s)
         except TimeoutError as error:
             raise TimeoutError(f"not done after sync.timeout_s={self._timeout_s:g}") from error
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
-        """Receive one file of a version. Raises ApiError: 4xx, no version has such a file; 507, the disk is full."""
+        """Receive one file of a version."""
         return await self._uploads.receive(name, file, chunks, versions.max_bytes(await self._model_shapes()))
 
     async def _model_shapes(self) -> versions.ModelShapes:
@@ -306,31 +289,29 @@ class Engine:
     async def _reading_files(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await asyncio.to_thread(function, *arguments)
+            return await asyncio.wait_for(asyncio.to_thread(function, *arguments), self._timeout_s)
         except TimeoutError as error:
             message = f"files were not read within sync.timeout_s={self._timeout_s:g}; is the disk they are on alive?"
             raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     def _holds(self, key: str, version: int) -> ReloadResponse | None:
         """Return the earlier answer where the model already holds this version from this source."""
-        if self._held is None or self._failure is not None or (self._held[0], self._held[1].version) != (key, version):
-            return None
-        return self._held[1]
+        held_key, answer = self._held or ("", None)
+        return answer if answer and self._failure is None and (held_key, answer.version) == (key, version) else None
 
     def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
         """Return the shapes that the tensors must have. Raises ApiError for an adapter that can't be used here."""
         if adapter is None:
             return model
-        if self._base_replaced:
-            message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
-            raise ApiError(409, "base_replaced", message, "restart the server")
         lora = self.llm.vllm_config.lora_config
         highest = 0 if lora is None else int(lora.max_lora_rank)
         if adapter.r > highest:
             hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
             message = f"the engine takes adapters up to rank {highest}"
             raise ApiError(409, "rank_too_high", message, hint)
+        if self._base_replaced:
+            message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
+            raise ApiError(409, "base_replaced", message, "restart the server")
         return versions.adapter_shapes(adapter, model)
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
@@ -364,15 +345,14 @@ class Engine:
             await asyncio.to_thread(self._copy.discard)  # it may be what was wrong
             if self.llm.errored:
                 message = f"the engine's process ended while it loaded version {request.version}"
-                raise ApiError.of(500, self._fail("engine_dead", message, RESTART)) from error
+                raise ApiError(500, **self._fail("engine_dead", message, RESTART).model_dump()) from error
             message = f"loading version {request.version} failed: {cause_of(error)}"
             raise await self._fail_all(500, "reload_failed", message, RELOAD) from error
 
     async def _abort_all(self) -> None:
         """Abort every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
         try:
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await self.llm.pause_generation(mode="abort", clear_cache=True)
+            await asyncio.wait_for(self.llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
         # vLLM reports whatever fails in the engine as a plain Exception. This is on the way out of another failure.
         except Exception as error:  # noqa: BLE001
             logger.warning("requests in flight could not be aborted: %s", cause_of(error))
@@ -381,7 +361,7 @@ class Engine:
         """End all requests with a failure now, as no good version may come before their deadlines; return its error."""
         reason = self._fail(code, message, hint)
         await self._abort_all()
-        return ApiError.of(status, reason)
+        return ApiError(status, **reason.model_dump())
 
     def _fail(self, code: str, message: str, hint: str) -> ErrorBody:
         self._status = "failed"

@@ -1,7 +1,7 @@
 """Define refusals: a status, a code for machines, a message and a hint, in one form on every route."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from starlette.responses import JSONResponse
 
@@ -10,24 +10,12 @@ from hocket.protocol import ErrorBody, ErrorResponse
 
 
 class ApiError(HocketError):
-    """A request that is answered with an error.
-
-    Args:
-        status: HTTP status, 400 or more.
-        code: one word for machines.
-        message: what is wrong.
-        hint: what to do about it.
-    """
+    """A request that is answered with an HTTP status and an ErrorBody."""
 
     def __init__(self, status: int, code: str, message: str, hint: str) -> None:
         super().__init__(message)
         self.status = status
         self.body = ErrorBody(code=code, message=_printable(message), hint=_printable(hint))
-
-    @classmethod
-    def of(cls, status: int, body: ErrorBody) -> Self:
-        """Return the error with this body."""
-        return cls(status, body.code, body.message, body.hint)
 
     def response(self) -> JSONResponse:
         """Return the HTTP answer."""

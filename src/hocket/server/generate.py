@@ -36,13 +36,7 @@ class Job:
 
 
 class Sampler:
-    """Sample the completions of requests, within the limits of a model and a server.
-
-    Args:
-        llm: a running AsyncLLM.
-        tokenizer: Hugging Face tokenizer of its model.
-        require_ready: raises ApiError where the engine can't generate.
-    """
+    """Sample the completions of requests, unless `require_ready` raises the reason why the engine can't."""
 
     max_prompts = 1024  # per request
     max_n = 128  # completions per prompt
@@ -93,10 +87,7 @@ class Sampler:
         return request, jobs
 
     def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
-        """Yield each job with its completion, in the order in which they finish.
-
-        Leaving the iteration early aborts the rest. Raises ApiError where generation breaks off.
-        """
+        """Yield each job with its completion, in the order in which they finish; leaving early aborts the rest."""
         return as_completed([self.complete(job) for job in jobs])
 
     async def complete(self, job: Job) -> tuple[Job, Completion]:
@@ -105,7 +96,7 @@ class Sampler:
         try:
             name = f"hocket-{job.prompt}-{job.index}"
             output = await vllm_api.complete(self._llm, job.token_ids, job.sampling, job.seed, name)
-        except vllm_api.client_errors() as error:
+        except vllm_api.client_error() as error:
             raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
         except vllm_api.engine_errors() as error:
             self._require_ready()
@@ -157,7 +148,7 @@ class Sampler:
             message = f"sampling.temperature: {sampling.temperature} is below {MIN_TEMPERATURE}, the engine's lowest"
             raise invalid(message, "use 0 for greedy decoding")
         if sampling.top_k > self._vocab_size:
-            message = f"sampling.top_k: {_short(sampling.top_k)} is more than the vocabulary's {self._vocab_size}"
+            message = f"sampling.top_k: {sampling.top_k} is more than the vocabulary's {self._vocab_size}"
             raise invalid(message, "use -1 to keep every token")
         self._check_ids(sampling.stop_token_ids, "sampling.stop_token_ids")
 
@@ -166,7 +157,7 @@ class Sampler:
             raise invalid(f"{where}: the prompt has no tokens", "send at least one token", code="empty_prompt")
         if len(token_ids) + max_tokens > self._max_length:
             raise invalid(
-                f"{where}: {len(token_ids)} prompt tokens + max_tokens {_short(max_tokens)} do not fit into the "
+                f"{where}: {len(token_ids)} prompt tokens + max_tokens {max_tokens} do not fit into the "
                 f"context of {self._max_length} tokens",
                 "shorten the prompt, lower sampling.max_tokens, or raise the server's model.max_length",
                 code="context_too_long",
@@ -176,7 +167,7 @@ class Sampler:
     def _check_ids(self, token_ids: Sequence[int], where: str) -> None:
         if token_ids and max(token_ids) >= self._vocab_size:
             raise invalid(
-                f"{where}: token id {_short(max(token_ids))} is outside the vocabulary of {self._vocab_size}",
+                f"{where}: token id {max(token_ids)} is outside the vocabulary of {self._vocab_size}",
                 "do trainer and server use the same tokenizer? /health tells the server's tokenizer_sha256",
                 code="token_out_of_vocabulary",
             )
@@ -234,9 +225,4 @@ def _check_message(message: dict[str, Any], where: str) -> None:
 
 def _check_most(what: str, value: int, limit: int) -> None:
     if value > limit:
-        raise invalid(f"{what}: {_short(value)} is more than {limit}", "split the request into several")
-
-
-def _short(value: int) -> str:
-    """Print a number, but not one of a thousand digits."""
-    return str(value) if abs(value) < 10**12 else "a huge number"
+        raise invalid(f"{what}: {value} is more than {limit}", "split the request into several")

@@ -3,56 +3,57 @@
 import asyncio
 import contextlib
 import errno
-import functools
 import ipaddress
 import os
 import signal
 import socket
-import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from hocket.config import Config
+from hocket.doctor import holder
 from hocket.errors import ConfigError
-from hocket.server import engine_process, vllm_api
+from hocket.server import vllm_api
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from starlette.types import ASGIApp
-
     from hocket.server.engine import Engine
 
 GRACE_S = 3.0
 """Seconds for requests in flight, and then for the engine's processes, to end by themselves."""
 KEEP_ALIVE_S = 600
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: Config) -> None:
     """Load the model and serve it until Ctrl-C or SIGTERM; return with every child process ended.
 
     In a script, call it below `if __name__ == "__main__":`, as the engine's processes import the script again.
-
-    Raises:
-        ConfigError: the address is not allowed or taken, or vLLM can't run this model with these settings.
     """
     import uvloop
 
-    server = config.server
+    start, server = time.perf_counter(), config.server
     _check(server.host, config.token, random_init=config.model.random_init)
     with contextlib.closing(_bind(server.host, server.port)) as sock, _ending_children():
         prepare_environment(server.tensor_parallel_size)
         try:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 signal.signal(number, _interrupt)
-            _say(f"loading model {config.model.path}")
-            llm, args, seconds = _start_engine(functools.partial(vllm_api.engine_arguments, config))
+            print(f"hocket: loading model {config.model.path}", flush=True)
             try:
-                from hocket.server.app import assemble
+                args = vllm_api.engine_arguments(config)
+                llm = vllm_api.start_engine(args)
+            except (ValueError, RuntimeError, OSError) as error:
+                raise ConfigError(
+                    f"vLLM can't run this model with these settings: {error}\nWhat the engine itself printed above "
+                    f"names the cause. If memory is short: lower model.max_length or server.max_concurrent; for the "
+                    f"KV cache set server.kv_cache_mib or server.gpu_memory_utilization"
+                ) from error
+            try:
                 from hocket.server.engine import Engine
 
                 engine = Engine(
@@ -62,14 +63,13 @@ def serve(config: Config) -> None:
                     timeout_s=config.sync.timeout_s,
                     share_gpu=config.launch.share_gpu,
                 )
-                wrap = functools.partial(assemble, engine=engine, host=server.host, token=config.token)
-                uvloop.run(_serve(engine, args, wrap, sock, config.own_url, seconds))
+                uvloop.run(_serve(engine, args, sock, config.token, config.own_url, start))
             finally:
                 _ignore_signals()  # an impatient second Ctrl-C must not leave anything behind
                 llm.shutdown(timeout=GRACE_S)
         except _Interrupted:
             pass
-        _say("stopped")
+        print("hocket: stopped", flush=True)
 
 
 def prepare_environment(tensor_parallel_size: int) -> None:
@@ -93,7 +93,7 @@ def prepare_environment(tensor_parallel_size: int) -> None:
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
-    os.environ[engine_process.SERVER_PID] = str(os.getpid())
+    os.environ[vllm_api.SERVER_PID] = str(os.getpid())
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
@@ -118,7 +118,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Take the port at once; connections before the server listens are refused, not kept waiting."""
+    """Take the port at once; until the server listens, the kernel refuses connections."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -130,58 +130,27 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         try:
             sock.bind(address)
+            break
         except OSError as error:
             sock.close()
-            if reuse and error.errno == errno.EADDRINUSE:
-                raise ConfigError(f"port {port} is in use by {_holder(port)}; set server.port=") from error
             if reuse:
-                message = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
-                raise ConfigError(message) from error
-        else:
-            break
+                used = f"port {port} is in use by {holder(port) or 'another process'}; set server.port="
+                other = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
+                raise ConfigError(used if error.errno == errno.EADDRINUSE else other) from error
     return sock
 
 
-def _holder(port: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == "LISTEN" and connection.pid:
-                return f"process {connection.pid} ({' '.join(psutil.Process(connection.pid).cmdline())[:80]})"
-    return "another process"
-
-
-def _start_engine(make_arguments: Callable[[], Namespace]) -> tuple[Any, Namespace, dict[str, float]]:
-    start = time.perf_counter()
-    vllm_api.import_all()
-    imported = time.perf_counter()
-    try:
-        args = make_arguments()
-        llm = vllm_api.start_engine(args)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"vLLM can't run this model with these settings: {error}\n"
-            f"What the engine itself printed above names the cause. If memory is short: lower model.max_length or "
-            f"server.max_concurrent; for the KV cache set server.kv_cache_mib or server.gpu_memory_utilization"
-        ) from error
-    return llm, args, {"import": imported - start, "engine": time.perf_counter() - imported}
-
-
 async def _serve(
-    engine: "Engine",
-    args: Namespace,
-    wrap: "Callable[[FastAPI], ASGIApp]",
-    sock: socket.socket,
-    url: str,
-    seconds: dict[str, float],
+    engine: "Engine", args: Namespace, sock: socket.socket, token: str | None, url: str, start: float
 ) -> None:
-    """Serve until a signal comes; `wrap` adds hocket's routes to vLLM's app, `seconds` has the parts of the start."""
+    """Serve until a signal comes."""
     import uvicorn
 
-    start = time.perf_counter()
+    from hocket.server.app import assemble
+
     app = await vllm_api.openai_app(engine.llm, args)
-    served = wrap(app)
+    served = assemble(app, engine, host=args.host, token=token)
     await engine.start()
-    seconds["routes and first tokens"] = time.perf_counter() - start
     server = uvicorn.Server(
         uvicorn.Config(
             served,
@@ -194,7 +163,7 @@ async def _serve(
     server.capture_signals = contextlib.nullcontext  # type: ignore  # our handlers end the engine, too
     app.state.server = server
     stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     # Connections inherit this from the listening socket: the port is free again as soon as the server has ended.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -202,12 +171,11 @@ async def _serve(
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if server.started:
-        parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-        _say(f"ready on {url} in {sum(seconds.values()):.1f} s ({parts})")
+        print(f"hocket: ready on {url} in {time.perf_counter() - start:.1f} s", flush=True)
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
-    _say("stopping")
+    print("hocket: stopping", flush=True)
     await engine.stop()
     server.should_exit = True
     await serving
@@ -222,12 +190,8 @@ def _ending_children() -> Iterator[None]:
     finally:
         _ignore_signals()
         left = [child for child in _children() if child not in before]
-        for child in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.terminate()
-        for child in psutil.wait_procs(left, timeout=GRACE_S)[1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        _send(signal.SIGTERM, left)
+        _send(signal.SIGKILL, psutil.wait_procs(left, timeout=GRACE_S)[1])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -242,8 +206,14 @@ def _children() -> list[psutil.Process]:
     return found
 
 
+def _send(number: signal.Signals, children: list[psutil.Process]) -> None:
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
+
+
 def _ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -252,11 +222,5 @@ class _Interrupted(BaseException):
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    for child in _children():  # they have no work to finish yet
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    _send(signal.SIGKILL, _children())  # they have no work to finish yet
     raise _Interrupted
-
-
-def _say(line: str) -> None:
-    print(f"hocket: {line}", file=sys.stdout, flush=True)

@@ -24,12 +24,24 @@ BODY_TIMEOUT_S = 60.0
 _SESSION = re.compile(r"/sessions/[^/]+")  # reading and closing a session needs no engine
 
 
-class RequireToken:
-    """Deny by default: without the bearer token only GET /health passes, whatever the route, method or protocol.
+class AnswerErrors:
+    """Send the ApiError that the other middleware raises as the answer; close a websocket."""
 
-    Args:
-        admits: returns whether a key that is not the token opens a path.
-    """
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except ApiError as error:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await error.response()(scope, receive, send)
+
+
+class RequireToken:
+    """Let only GET /health pass without the bearer token, or a key that `admits` takes for its path."""
 
     def __init__(self, app: ASGIApp, token: str, admits: Callable[[str, bytes], bool]) -> None:
         self.app = app
@@ -37,14 +49,10 @@ class RequireToken:
         self._digest = hashlib.sha256(token.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._allowed(scope):
-            await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
+        if scope["type"] != "lifespan" and not self._allowed(scope):
             hint = "send the header 'Authorization: Bearer TOKEN' with the server's server.token"
-            error = ApiError(401, "unauthorized", "this route needs the server's token", hint)
-            await error.response()(scope, receive, send)
+            raise ApiError(401, "unauthorized", "this route needs the server's token", hint)
+        await self.app(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
         if (scope.get("method"), scope["path"]) == OPEN_ROUTE:
@@ -59,11 +67,7 @@ class RequireToken:
 
 
 class RefuseWebPages:
-    """Without a token, answer 403 to browsers on another site's page, even if it uses this machine's own name.
-
-    Args:
-        host: the address that the server listens on.
-    """
+    """Refuse browsers on another site's page, also one under this machine's name, where the server has no token."""
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self.app = app
@@ -73,12 +77,10 @@ class RefuseWebPages:
         headers = {name: value.decode("latin-1") for name, value in scope.get("headers", ())}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
         own = urlsplit(f"//{host}").hostname in self._hosts and origin in (None, f"http://{host}")
-        if scope["type"] == "lifespan" or own:
-            await self.app(scope, receive, send)
-        else:
+        if scope["type"] != "lifespan" and not own:
             message = f"a page of {origin or host!r} may not use this server"
-            error = ApiError(403, "foreign_page", message, "set server.token to let it")
-            await error.response()(scope, receive, send)
+            raise ApiError(403, "foreign_page", message, "set server.token to let it")
+        await self.app(scope, receive, send)
 
 
 class LimitBody:
@@ -90,34 +92,28 @@ class LimitBody:
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(UPLOAD):
-            await self.app(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                body = await self._read(receive)
-        except TimeoutError:
-            message = f"the body did not arrive within {self._timeout_s:g} s"
-            error = ApiError(408, "body_timeout", message, "send it again, or in parts over a faster connection")
-            await error.response()(scope, receive, send)
-        except ApiError as error:
-            await error.response()(scope, receive, send)
-        else:
-            if body is not None:
-                await self.app(scope, replay({"type": "http.request", "body": body, "more_body": False}, receive), send)
+        if scope["type"] == "http" and not scope["path"].startswith(UPLOAD):
+            try:
+                body = await asyncio.wait_for(self._read(receive), self._timeout_s)
+            except TimeoutError:
+                message = f"the body did not arrive within {self._timeout_s:g} s"
+                hint = "send it again, or in parts over a faster connection"
+                raise ApiError(408, "body_timeout", message, hint) from None
+            if body is None:
+                return
+            receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
+        await self.app(scope, receive, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Return the whole body, None where the client has disconnected."""
-        parts: list[bytes] = []
-        size = 0
+        body = bytearray()
         while (message := await receive())["type"] != "http.disconnect":
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_bytes:
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
                 hint = "send fewer prompts in one request"
                 raise ApiError(413, "body_too_large", f"the body is larger than {self._max_bytes >> 20} MiB", hint)
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return bytes(body)
         return None
 
 
@@ -132,24 +128,15 @@ def replay(message: Message, receive: Receive) -> Receive:
 
 
 class RefuseWhenFailed:
-    """Answer 503 with the reason on every route that needs an engine, while it can't generate.
-
-    Args:
-        require_ready: raises ApiError with the reason.
-    """
+    """Answer 503 on every route that needs an engine, while `require_ready` raises the reason."""
 
     def __init__(self, app: ASGIApp, require_ready: Callable[[], None]) -> None:
         self.app = app
         self._require_ready = require_ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"] if scope["type"] == "http" else None
-        try:
-            if path is not None and not (
-                path in ALWAYS_ANSWERED or path.startswith(UPLOAD) or _SESSION.fullmatch(path)
-            ):
-                self._require_ready()
-        except ApiError as error:
-            await error.response()(scope, receive, send)
-            return
+        path = scope.get("path", "")
+        always = path in ALWAYS_ANSWERED or path.startswith(UPLOAD) or _SESSION.fullmatch(path)
+        if scope["type"] == "http" and not always:
+            self._require_ready()
         await self.app(scope, receive, send)

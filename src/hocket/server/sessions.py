@@ -45,7 +45,7 @@ class SampledCall:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason = "abort"
-    versions: Sequence[VersionSpan] | None = None  # None until it has ended well
+    versions: tuple[VersionSpan, ...] | None = None  # None until it has ended well
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], text: str) -> None:
         """Append newly sampled tokens."""
@@ -55,15 +55,17 @@ class SampledCall:
 
     def recorded(self) -> AgentCall:
         """Return the call for the trainer."""
-        completion = None
-        if self.versions is not None:
-            completion = Completion(
+        completion = (
+            None
+            if self.versions is None
+            else Completion(
                 token_ids=tuple(self.token_ids),
                 logprobs=tuple(self.logprobs),
                 text=self.text,
                 finish_reason=self.finish_reason,
-                versions=tuple(self.versions),
+                versions=self.versions,
             )
+        )
         prompt = tuple(self.prompt_token_ids)
         return AgentCall(prompt_token_ids=prompt, seed=self.sampling.seed, completion=completion)
 
@@ -80,33 +82,23 @@ class OpenSession:
         self._request = request
         self._running: set[SampledCall] = set()
         self._begun = itertools.count()
-        self._used = time.monotonic()
+        self.used = time.monotonic()
 
     @property
     def running(self) -> list[str]:
-        """Ids of the engine's requests that have not ended."""
+        """Return the ids of the engine's requests that have not ended."""
         return [call.request_id for call in self._running]
 
     @property
     def idle(self) -> bool:
-        """Whether its agent has made no call for idle_timeout_s."""
-        return not self._running and time.monotonic() - self._used > self._request.idle_timeout_s
-
-    def touch(self) -> None:
-        """Reset the idle timer."""
-        self._used = time.monotonic()
+        """Return whether its agent has made no call for idle_timeout_s."""
+        return not self._running and time.monotonic() - self.used > self._request.idle_timeout_s
 
     def begin(self, prompt_token_ids: list[int], max_tokens: int | None) -> SampledCall:
-        """Return a new call with the session's sampling parameters, cut to the room for tokens.
+        """Return a new call with the session's sampling parameters; `max_tokens` is the agent's own limit.
 
         Its seed follows from the prompt and from the calls with the same prompt before it: simultaneous calls repeat
-        exactly, and so does one that the server ended.
-
-        Args:
-            max_tokens: of the agent's request.
-
-        Raises:
-            ApiError: 400, too many calls, or too long a prompt.
+        exactly, and so does one that the server ended. Raises ApiError: too many calls, or too long a prompt.
         """
         sampling = self._request.sampling
         if len(self.calls) >= self._request.max_calls:
@@ -154,7 +146,7 @@ class OpenSession:
             raise
         finally:
             self._running.discard(call)
-            self.touch()
+            self.used = time.monotonic()
 
 
 class OpenSessions:
@@ -180,7 +172,7 @@ class OpenSessions:
             self._sessions.pop(session_id, None)
             message = f"there is no session {session_id[:64]!r}: it was deleted, idle for too long, or never there"
             raise ApiError(404, "no_session", message, "POST /sessions opens one")
-        session.touch()
+        session.used = time.monotonic()
         return session
 
     def admits(self, path: str, key: bytes) -> bool:
@@ -198,11 +190,7 @@ class OpenSessions:
 
 
 class RouteSessions:
-    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session.
-
-    Args:
-        model: vLLM's name of its model, which replaces the agent's.
-    """
+    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session and with the name `model`."""
 
     def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str) -> None:
         self.app = app
@@ -216,17 +204,13 @@ class RouteSessions:
             with _current(None):
                 await self.app(scope, receive, send)
             return
-        try:
-            session = self._sessions.get(match["id"])
-            if (scope["method"], match["route"]) not in ROUTES:
-                known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
-                message = f"a session has no {scope['method']} {match['route']}"
-                raise ApiError(404, "not_found", message, f"it has {known}")
-            if scope["method"] == "POST":
-                receive = self._checked(await receive(), receive)
-        except ApiError as error:
-            await error.response()(scope, receive, send)
-            return
+        session = self._sessions.get(match["id"])
+        if (scope["method"], match["route"]) not in ROUTES:
+            known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
+            message = f"a session has no {scope['method']} {match['route']}"
+            raise ApiError(404, "not_found", message, f"it has {known}")
+        if scope["method"] == "POST":
+            receive = self._checked(await receive(), receive)
         scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
         with _current(session):
             await self.app(scope, receive, _watched(send, session))
@@ -237,14 +221,12 @@ class RouteSessions:
         with contextlib.suppress(ValueError):  # vLLM reports what is wrong with it
             body = json.loads(message.get("body", b""))
         if isinstance(body, dict):
-            for field in ("n", "best_of"):
-                if body.get(field) not in (None, 1):
-                    raise ApiError(400, "not_recorded", f"{field} must be 1 in a session", "send several requests")
-            if body.get("use_beam_search"):
-                raise ApiError(400, "not_recorded", "beam search does not sample: nothing could be trained", "sample")
-            if body.get("echo") or 0 in (body.get("max_tokens"), body.get("max_completion_tokens")):
-                why = "a call in a session samples: echo, and max_tokens of 0, are not for it"
-                raise ApiError(400, "not_recorded", why, "leave them out")
+            wrong = [name for name in ("n", "best_of") if body.get(name) not in (None, 1)]
+            wrong += [name for name in ("use_beam_search", "echo") if body.get(name)]
+            wrong += [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) == 0]
+            if wrong:
+                reason = f"{', '.join(wrong)}: only one sampled completion per call can be trained"
+                raise ApiError(400, "not_recorded", reason, "leave it out")
             body["model"] = self._model
             message = {**message, "body": json.dumps(body).encode()}
         return replay(message, receive)

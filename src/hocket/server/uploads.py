@@ -22,9 +22,7 @@ _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors")
 class Uploads:
     """Sent versions under the server's root: hidden until the COMPLETE marker comes, removed after their use.
 
-    Args:
-        root: the server's.
-        silence_s: seconds without data after which an upload is given up.
+    An upload is given up after `silence_s` seconds without data.
     """
 
     def __init__(self, root: Path, silence_s: float = SILENCE_S) -> None:
@@ -33,14 +31,7 @@ class Uploads:
         self._writing: dict[str, asyncio.Lock] = {}  # by version
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
-        """Write one file of the version called `name`; the marker makes it a version.
-
-        Args:
-            max_bytes: of all files of a version.
-
-        Raises:
-            ApiError: 422 for a wrong name, 408, 413, or 507 where the disk is full.
-        """
+        """Write one file of the version called `name`, all files together up to `max_bytes`; COMPLETE is the last."""
         if not _NAME.fullmatch(name) or not (
             _FILE.fullmatch(file) or file in (manifest.ADAPTER_FILE, manifest.MANIFEST_FILE, manifest.COMPLETE_FILE)
         ):

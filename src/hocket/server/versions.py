@@ -1,7 +1,6 @@
 """Find published weight versions under one root, check their headers, and apply deltas."""
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -37,9 +36,6 @@ def model_shapes(path: str) -> ModelShapes:
 
     They are not those of the model in memory where an architecture has experts: transformers fuses these, and takes
     them apart on saving. A model without safetensors is taken to have the same names on disk and in memory.
-
-    Args:
-        path: a model folder, or the name of a hub model whose files are on this machine.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -82,37 +78,19 @@ def adapter_shapes(adapter: AdapterConfig, model: ModelShapes) -> ModelShapes:
 
 def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes in the headers of a model's safetensors files; {} where it has none."""
+    from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
-    index = _model_file(path, "model.safetensors.index.json")
-    names = ["model.safetensors"]
-    if index is not None:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    shapes = {}
-    for file_path in filter(None, (_model_file(path, name) for name in names)):
+    folder = path if Path(path).is_dir() else snapshot_download(path, local_files_only=True)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file_path in Path(folder).glob("model*.safetensors"):
         with safe_open(file_path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                shapes[name] = tuple(file.get_slice(name).get_shape())
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
 
 
-def _model_file(path: str, name: str) -> Path | None:
-    """Return a file of a model folder or of a hub model, None where it is not on this machine."""
-    if Path(path).is_dir():
-        file = Path(path, name)
-        return file if file.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(path, name)
-    return Path(found) if isinstance(found, str) else None
-
-
 def find(root: Path, name: str) -> Path:
-    """Return the folder called `name` under `root`.
-
-    Raises:
-        ApiError: the name is not a plain relative path, leads out of the root, or is no complete version.
-    """
+    """Return the complete version called `name`, a plain relative path, under `root`; raise ApiError for any other."""
     hint = "send the folder's name relative to the server's root, which /health tells"
     parts = name.split("/")
     # A leading dot marks versions that are being written or removed.
@@ -131,7 +109,7 @@ def find(root: Path, name: str) -> Path:
 
 
 def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> None:
-    """Raise ApiError with status 409 unless the manifest is of this version and of tensors that the model can take."""
+    """Raise ApiError unless the manifest is of this version and of tensors that the model can take."""
     if described.version != version:
         raise _refused(f"the manifest is of version {described.version}, not {version}")
     if manifest.total_checksum(described.tensors) != described.checksum:
@@ -144,43 +122,33 @@ def check_manifest(described: Manifest, version: int, expected: ModelShapes) -> 
 
 
 def check_headers(folder: Path, described: Manifest) -> None:
-    """Raise ApiError with status 409 unless the headers of the files have the manifest's tensors, each once.
+    """Raise ApiError unless the headers of the files have the manifest's tensors, each once.
 
     Their bytes are read once, by the workers: a wrong one shows in the checksum of what went into the model.
     """
     from safetensors import SafetensorError, safe_open
 
-    missing = dict(described.tensors)
+    wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in described.tensors.items()}
+    found: dict[str, tuple[str, list[int]]] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if name not in described.tensors:
-                        raise _refused(f"the files hold tensor {name!r}, which the manifest does not have")
-                    if (wanted := missing.pop(name, None)) is None:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    if name in found:
                         raise _refused(f"the files hold tensor {name!r} twice")
-                    header = file.get_slice(name)
-                    dtype, shape = DTYPES.get(header.get_dtype(), header.get_dtype()), list(header.get_shape())
-                    if (dtype, shape) != (wanted.dtype, wanted.shape):
-                        reason = f"is {dtype} {shape} in the file, {wanted.dtype} {wanted.shape} in the manifest"
-                        raise _refused(f"tensor {name!r} {reason}")
+                    header = opened.get_slice(name)
+                    found[name] = DTYPES.get(header.get_dtype(), header.get_dtype()), list(header.get_shape())
     except (OSError, SafetensorError) as error:
         raise _refused(f"can't read the safetensors files: {error}") from error
-    if missing:
-        raise _refused(f"tensor {min(missing)!r} is missing in the files ({len(missing)} in all)")
+    for name in wanted | found:
+        if wanted.get(name) != found.get(name):
+            file, announced = found.get(name, "missing"), wanted.get(name, "missing")
+            raise _refused(f"tensor {name!r} is {file} in the files, {announced} in the manifest")
 
 
 def temporary_prefix() -> str:
     """Return the prefix of this process's temporary folders."""
     return f"hocket-weights-{os.getpid()}-"
-
-
-def _sweep() -> None:
-    """Remove the temporary folders of processes that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob("hocket-weights-*-*"):
-        pid = folder.name.split("-")[2]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class PatchedCopy:
@@ -190,7 +158,10 @@ class PatchedCopy:
     """
 
     def __init__(self) -> None:
-        _sweep()
+        for left in Path(tempfile.gettempdir()).glob("hocket-weights-*-*"):  # by servers that were killed
+            pid = left.name.split("-")[2]
+            if pid.isdecimal() and not Path("/proc", pid).exists():
+                shutil.rmtree(left, ignore_errors=True)
         self._full: tuple[Path, str] | None = None  # the newest full version and its checksum
         self._folder: Path | None = None
         self._checksum = ""
@@ -199,11 +170,7 @@ class PatchedCopy:
     def whole(self, folder: Path, described: Manifest, version: int, expected: ModelShapes) -> Path:
         """Return a folder with all tensors of a version, whose manifest and headers are right.
 
-        Args:
-            folder: the version: complete, or a delta, which is applied to the copy.
-
-        Raises:
-            ApiError: 409 with the reason. After a delta the trainer may publish the version in full.
+        A delta is applied to the copy; where that fails (ApiError 409), the trainer may publish the version in full.
         """
         with self._lock:
             check_manifest(described, version, expected)
@@ -214,11 +181,11 @@ class PatchedCopy:
                 return folder
             try:
                 return self._patched(folder, described, described.base)
+            # Whatever it is, a full disk or a delta of nonsense: the version in full needs no copy.
             except Exception as error:
                 self.discard()
                 if isinstance(error, ApiError):
                     raise
-                # Whatever it was, a full disk or a delta of nonsense: the version in full needs no copy.
                 raise _refused(f"the delta can't be applied: {type(error).__name__}: {error}") from error
 
     def _patched(self, folder: Path, described: Manifest, base: str) -> Path:
@@ -245,24 +212,20 @@ class PatchedCopy:
         self._folder, self._checksum = None, ""
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read manifest.json. Raises ApiError where it is missing or malformed."""
+def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
+    """Find a version; return its folder, manifest and, unless it is of whole weights, the adapter's config."""
+    folder, file = find(root, name), manifest.MANIFEST_FILE
     try:
-        return manifest.read(folder)
+        described = manifest.read(folder)
+        if not (folder / manifest.ADAPTER_FILE).is_file():
+            return folder, described, None
+        file = manifest.ADAPTER_FILE
+        adapter = AdapterConfig.model_validate_json((folder / file).read_bytes())
     except (OSError, ValueError) as error:
-        raise _refused(f"can't read {manifest.MANIFEST_FILE}: {error}") from error
-
-
-def read_adapter(folder: Path, described: Manifest) -> AdapterConfig | None:
-    """Read the config of an adapter, None for whole weights. Raises ApiError where it can't be read."""
-    if not (folder / manifest.ADAPTER_FILE).is_file():
-        return None
+        raise _refused(f"can't read {file}: {error}") from error
     if described.base is not None:
         raise _refused("an adapter is published whole, never as what has changed in it")
-    try:
-        return AdapterConfig.model_validate_json((folder / manifest.ADAPTER_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _refused(f"can't read {manifest.ADAPTER_FILE}, or it is not of plain LoRA: {error}") from error
+    return folder, described, adapter
 
 
 def check_layout(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:

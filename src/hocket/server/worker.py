@@ -5,23 +5,20 @@ module in a process that the server has started ties it to the server.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
+import torch
+
+from hocket import manifest, weight_group
+from hocket.protocol import AdapterConfig, CollectiveSource, GroupRequest, TensorSpec
 from hocket.server import vllm_api
-from hocket.server.engine_process import allow_amx, die_with_server
+from hocket.weight_group import WeightGroup
 
-if TYPE_CHECKING:
-    import torch
-
-    from hocket.protocol import AdapterConfig, CollectiveSource, TensorSpec
-    from hocket.weight_group import WeightGroup
-
-Part: TypeAlias = "tuple[Sequence[tuple[str, torch.Tensor]], dict[str, TensorSpec]]"
+Part = tuple[Sequence[tuple[str, torch.Tensor]], dict[str, TensorSpec]]
 """Tensors of a version with their specs."""
 
 
@@ -45,39 +42,21 @@ class WorkerExtension:
     """Methods that hocket adds to vLLM's worker. Messages are JSON: vLLM carries plain types only."""
 
     rank: int
-    device: "torch.device | None"
-    hocket_group: "tuple[str, WeightGroup] | None" = None
+    device: torch.device | None
+    hocket_group: tuple[str, WeightGroup] | None = None
 
     @_answer
     def hocket_load_disk(self, folder: str, adapter: str) -> dict[str, Any]:
-        """Load every tensor of the folder into the model, in place; those of an adapter beside it.
+        """Load every tensor of the folder into the paused model, in place; with an AdapterConfig, beside it.
 
-        The caller has paused the engine and checked the headers. When this raises, the model is unusable until a later
-        call succeeds.
-
-        Args:
-            adapter: its AdapterConfig, "" for whole weights.
-
-        Returns:
-            `checksum` of the tensors as they went into the model, and `num_tensors`.
+        Returns the checksum of the tensors that went in. After an error the model is unusable until a load succeeds.
         """
-        from hocket.protocol import AdapterConfig
-
         with _ahead(_read(Path(folder))) as parts:
             return self._hocket_load(parts, AdapterConfig.model_validate_json(adapter) if adapter else None)
 
     @_answer
     def hocket_join_group(self, message: str, size: int) -> None:
-        """Join the trainer's weight group and leave the previous one.
-
-        Raises:
-            RuntimeError: it can't be reached in time, or is on the same GPU.
-        """
-        import torch
-
-        from hocket import weight_group
-        from hocket.protocol import GroupRequest
-
+        """Join the trainer's weight group and leave the previous one."""
         if self.hocket_group is not None:
             self.hocket_group[1].close()
             self.hocket_group = None
@@ -102,8 +81,6 @@ class WorkerExtension:
     @_answer
     def hocket_load_group(self, message: str) -> dict[str, Any]:
         """Load the tensors that the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
-        from hocket.protocol import CollectiveSource
-
         source = CollectiveSource.model_validate_json(message)
         session, group = self.hocket_group or ("", None)
         if group is None or session != source.session:
@@ -121,9 +98,7 @@ class WorkerExtension:
         """Have every request use the model's weights without an adapter."""
         vllm_api.drop_adapter(self)
 
-    def _hocket_load(self, parts: "Iterator[Part]", adapter: "AdapterConfig | None") -> dict[str, Any]:
-        from hocket import manifest
-
+    def _hocket_load(self, parts: Iterator[Part], adapter: AdapterConfig | None) -> dict[str, Any]:
         specs: dict[str, TensorSpec] = {}
         if adapter is None:
             vllm_api.reload_worker(self, _tensors(parts, specs))
@@ -136,8 +111,7 @@ class WorkerExtension:
 def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) -> Iterator[Iterator[Part]]:
     """Make each part in a second thread while the previous one is used, so that at most two are in memory.
 
-    Args:
-        give_up: called where the body raises; must interrupt a part that is being made.
+    Where the body raises, `give_up` interrupts the part that is being made.
     """
     with ThreadPoolExecutor(1, "weights ahead") as thread:
         first = thread.submit(next, parts, None)
@@ -157,18 +131,12 @@ def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) ->
 
 def _read(folder: Path) -> Iterator[Part]:
     """Yield each tensor of a published version with its spec."""
-    from hocket import manifest
-
     for name, tensor in manifest.tensors(folder):
         yield [(name, tensor)], {name: manifest.spec(tensor)}
 
 
-def _receive(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Part]:
+def _receive(group: WeightGroup, source: CollectiveSource) -> Iterator[Part]:
     """Yield the tensors of each bucket, verified, with their specs. Raises RuntimeError that names the bucket."""
-    import torch
-
-    from hocket import weight_group
-
     sizes = [weight_group.num_bytes(bucket) for bucket in source.buckets]
     flat = torch.empty(sizes[0], dtype=torch.uint8, device=group.device)  # there must be room before anything is sent
     group.announce(source.turn)
@@ -182,13 +150,12 @@ def _receive(group: "WeightGroup", source: "CollectiveSource") -> Iterator[Part]
         yield weight_group.unpack(flat, bucket)
 
 
-def _tensors(parts: Iterator[Part], specs: "dict[str, TensorSpec]") -> "Iterator[tuple[str, torch.Tensor]]":
+def _tensors(parts: Iterator[Part], specs: dict[str, TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of all parts in turn, and add their specs to `specs`."""
     for named, made in parts:
         specs |= made
         yield from named
 
 
-die_with_server()
-if "torch" in sys.modules:  # as in all of the engine's processes
-    allow_amx()
+vllm_api.die_with_server()
+vllm_api.allow_amx()
