@@ -34,3 +34,14 @@ def completion(*token_ids: int, logprobs: tuple[float, ...], version: int = 1, t
     """Returns a completion that ended by itself."""
     spans = ((version, 0, len(token_ids)),)
     return Completion(token_ids=token_ids, logprobs=logprobs, finish_reason="stop", versions=spans, text=text)
+
+
+class Clock:
+    """Time that passes where a test says so, in the place of the module `time`."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic

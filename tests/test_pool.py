@@ -120,15 +120,11 @@ async def deadline() -> AsyncIterator[None]:
         yield
 
 
-class Clock:
-    """Time that passes where a test says so, in the place of the module that hocket.pool asks."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr("hocket.pool.time", self)
-
-    def monotonic(self) -> float:
-        return self.now
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> fakes.Clock:
+    clock = fakes.Clock()
+    monkeypatch.setattr("hocket.pool.time", clock)
+    return clock
 
 
 def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
@@ -262,7 +258,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
         """Plays four prompts and returns how many of all were played by the first server."""
         prompts = [[i] for i in range(4)]
         assert outcome(await play(pool, prompts)) == texts(prompts, 1)
-        pool.members[0]._next_look = 0.0
+        pool.members[0].next_look = 0.0
         return len(servers[0].played)
 
     async with make_pool(servers) as pool:
@@ -286,9 +282,9 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
 
 
 async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline_with_it(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeServer], clock: fakes.Clock
 ) -> None:
-    clock, waited, alone = Clock(monkeypatch), list[tuple[str, float]](), servers[0]
+    waited, alone = list[tuple[str, float]](), servers[0]
 
     def on_wait(what: str, seconds: float) -> None:
         waited.append((what, seconds))
@@ -306,10 +302,7 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
     assert waited[1] == (f"waiting for {alone.url} (nothing answers there yet)", 100.0)
 
 
-async def test_waiting_ends_with_every_servers_reason(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
+async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer], clock: fakes.Clock) -> None:
     servers += [FakeServer(2), FakeServer(3)]
     servers[0].die()
     servers[1].status = "loading"
@@ -407,7 +400,7 @@ async def test_weights_that_land_nowhere_end_the_run_and_only_here_leave_the_ser
         await pool.wait_up()
         failure[servers[0].url] = SyncError("it and the trainer disagree")
         pool.members[0].mark_out("it was started again")
-        pool.members[0]._next_look = 0.0
+        pool.members[0].next_look = 0.0
         await play(pool, [[1], [2]])
         assert pool.up == [pool.members[1]]
         assert pool.members[0].out == "it and the trainer disagree"
@@ -415,26 +408,19 @@ async def test_weights_that_land_nowhere_end_the_run_and_only_here_leave_the_ser
     assert servers[0].requests == []
 
 
-async def test_a_request_whose_turns_are_all_cancelled_ends_and_its_server_is_free(servers: list[FakeServer]) -> None:
+async def test_leaving_the_pool_ends_all_requests(servers: list[FakeServer]) -> None:
     servers[0].go.clear()
     async with make_pool(servers[:1]) as pool:
-        batcher, deadline = Batcher(pool), Deadline(10)
-        first, second, third = (asyncio.create_task(batcher.ask(turn([i], i, deadline))) for i in (1, 2, 3))
-        await until(lambda: servers[0].requests)
-        await cancel([first])
-        assert pool.members[0].in_flight == 33  # the others go on
-        await cancel([second, third])
-        await until(lambda: not pool.members[0].in_flight)
         playing = asyncio.create_task(play(pool, [[1], [2]]))
-        await until(lambda: len(servers[0].requests) == 2)
-    assert pool.members[0].in_flight == 0  # leaving the pool ends it, too
+        await until(lambda: servers[0].requests)
+    assert pool.members[0].in_flight == 0
     await cancel([playing])
 
 
 async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_their_time(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeServer], clock: fakes.Clock
 ) -> None:
-    clock, well = Clock(monkeypatch), list[str]()
+    well: list[str] = []
 
     async def bring_up(member: Member, health: Health) -> None:
         if member.url in well:
@@ -447,7 +433,7 @@ async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_
         async with make_pool(servers) as pool:
             pool.bring_up = bring_up
             await pool.look_at_all()
-            assert pool.members[1]._next_look - clock.now == pytest.approx(rests_s)
+            assert pool.members[1].next_look - clock.now == pytest.approx(rests_s)
         well.append(servers[0].url)  # from now on one of them works
 
 
@@ -497,9 +483,8 @@ async def test_a_session_whose_closing_is_cancelled_is_closed_with_its_body(serv
 
 
 async def test_a_session_is_opened_elsewhere_where_a_server_is_gone_and_one_that_is_lost_says_so(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeServer], clock: fakes.Clock
 ) -> None:
-    clock = Clock(monkeypatch)
 
     def on_wait(what: str, seconds: float) -> None:
         clock.now += 5.0

@@ -38,7 +38,6 @@ class Turn:
     answer: "asyncio.Future[Completion]" = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    request: "asyncio.Task[None] | None" = None  # that it was last sent with
     losses: int = 0  # servers that were lost while they played it
 
     @property
@@ -54,7 +53,7 @@ class Batcher:
         self._pool = pool
         self._tools = tools  # calls of these are looked for in the completions
         self._waiting: list[Turn] = []
-        self._requests: dict[asyncio.Task[None], Sequence[Turn]] = {}
+        self._requests: set[asyncio.Task[None] | None] = set()
         self._dispatch: asyncio.Task[None] | None = None
         self._homes: dict[str, tuple[Member, int]] = {}  # group: its server, tokens of its first turns
 
@@ -66,16 +65,10 @@ class Batcher:
         """
         self._waiting.append(turn)
         self._wake()
-        try:
-            return await turn.answer
-        except asyncio.CancelledError:
-            if turn.request and all(other.answer.done() for other in self._requests.get(turn.request, ())):
-                turn.request.cancel()  # no episode waits for any of its turns; its server is free then
-            raise
+        return await turn.answer
 
     def _wake(self, ended: "asyncio.Task[None] | None" = None) -> None:
-        if ended is not None:
-            del self._requests[ended]
+        self._requests.discard(ended)
         if self._dispatch is None and self._waiting and len(self._requests) < MAX_REQUESTS:
             self._dispatch = self._pool.start(self._dispatch_soon())
 
@@ -85,15 +78,13 @@ class Batcher:
         try:
             up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
             waiting, self._waiting = self._waiting, []
-            wanted = [turn for turn in waiting if not turn.answer.done()]  # an episode may have been cancelled
+            wanted = [turn for turn in waiting if not turn.answer.done()]  # it may have been lost too often
             for member, turns in self._divided(wanted, up):
                 if len(self._requests) >= MAX_REQUESTS:
                     self._waiting += turns  # until a request has ended
                     continue
                 request = self._pool.start(self._request(member, turns))
-                self._requests[request] = turns
-                for turn in turns:
-                    turn.request = request
+                self._requests.add(request)
                 request.add_done_callback(self._wake)
         except Exception as error:  # noqa: BLE001 - whatever it is, every episode that waits raises it
             _fail(self._waiting, error)

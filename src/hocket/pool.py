@@ -73,7 +73,7 @@ class Member:
     in_flight: int = 0  # prompt and completion tokens of its unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work; None: it does, or has not been looked at
     kv_tokens: int = 0  # tokens that its KV cache holds
-    _next_look: float = 0.0
+    next_look: float = 0.0  # by time.monotonic, while it is out
 
     @property
     def url(self) -> str:
@@ -87,15 +87,6 @@ class Member:
     def mark_out(self, reason: str) -> None:
         """Give the server no more work until it has been looked at and brought up again."""
         self.session, self.out = None, reason
-
-    def rest(self, seconds: float) -> None:
-        """Leave the server alone for a while."""
-        self._next_look = time.monotonic() + seconds
-
-    @property
-    def due(self) -> bool:
-        """Whether the server is out and it is time to look at it again."""
-        return self.session is None and time.monotonic() >= self._next_look
 
 
 BringUp = Callable[[Member, Health], Awaitable[None]]
@@ -168,14 +159,15 @@ class ServerPool:
 
     async def look_at_all(self) -> None:
         """Look at every server that is out and due, and bring it up if it is well. Raise as `wait_up`."""
-        looks = [self._look(member) for member in self.members if member.due]
+        now = time.monotonic()
+        looks = [self._look(member) for member in self.members if member.session is None and now >= member.next_look]
         for failure in await asyncio.gather(*looks, return_exceptions=True):
             if failure is not None:
                 raise failure
 
     async def _look(self, member: Member) -> None:
         start, known = time.monotonic(), member.out
-        member.rest(math.inf)  # others that ask for servers meanwhile need not look, too
+        member.next_look = math.inf  # others that ask for servers meanwhile need not look, too
         try:
             health = await member.server.health(timeout_s=LOOK_S)
             member.kv_tokens = health.kv_tokens
@@ -200,15 +192,17 @@ class ServerPool:
                 raise
             self.say(f"server {member.url} is left out: {error}")
         finally:
-            spent = time.monotonic() - start
-            member.rest(0.0 if member.session else max(POLL_S, spent / LOOKING_SHARE if self.up else spent))
+            now = time.monotonic()
+            rest = 0.0 if member.session else max(POLL_S, (now - start) / (LOOKING_SHARE if self.up else 1))
+            member.next_look = now + rest
 
     def mark_lost(self, member: Member, reason: str) -> None:
         """Remove a server from dispatch and report it, if it was working."""
         if member.session is not None:
             self.say(f"lost server {member.url}: {reason}")
         member.mark_out(reason)
-        member.rest(LOST_REST_S if self.up else 0.0)  # what it had not finished goes to the others without another look
+        # What it had not finished goes to the others without another look.
+        member.next_look = time.monotonic() + (LOST_REST_S if self.up else 0.0)
 
     async def watched(self, member: Member, work: Coroutine[Any, Any, None]) -> None:
         """Run the work of one server; raise ServerError and cancel it once the server's /health has gone silent."""

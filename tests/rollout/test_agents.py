@@ -312,13 +312,7 @@ async def test_an_episode_on_which_server_after_server_is_lost_has_failed_and_sa
 
 
 async def test_the_time_without_any_server_is_not_that_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Clock:
-        now = 0.0
-
-        def monotonic(self) -> float:
-            return self.now
-
-    clock, servers = Clock(), FakeServers()
+    clock, servers = fakes.Clock(), FakeServers()
     monkeypatch.setattr("hocket.pool.time", clock)
     servers.lost, servers.down = 2, lambda: setattr(clock, "now", clock.now + 100.0)
 

@@ -27,25 +27,11 @@ def test_calls_that_go_on_are_one_sequence_and_what_came_between_is_not_trained(
     )
 
 
-def test_a_rewritten_history_begins_a_sequence_and_an_earlier_one_may_go_on() -> None:
-    calls = [call([5], 10, 11), call([5, 10], 12), call([5, 10, 11, 6], 13)]  # the second has lost the 11
-    first, second = join(calls, str)
-    assert (first.token_ids, first.mask) == ([5, 10, 12], [False, False, True])
-    assert (second.token_ids, second.mask) == ([5, 10, 11, 6, 13], [False, True, True, False, True])  # called last
-
-
 def test_the_same_question_asked_twice_is_two_sequences_and_the_longest_one_goes_on() -> None:
     one, two = join([call([5], 10), call([5], 11), call([5, 11, 6], 12)], str)
     assert (one.token_ids, two.token_ids) == ([5, 10], [5, 11, 6, 12])
     calls = [call([5], 10), call([5, 10, 11], 12), call([5], 10), call([5, 10, 11, 12, 7], 13)]
     assert [one.token_ids for one in join(calls, str)] == [[5, 10], [5, 10, 11, 12, 7, 13]]
-
-
-def test_a_call_that_was_broken_off_has_no_part_in_it() -> None:
-    broken = AgentCall(prompt_token_ids=(5,), completion=None)
-    assert join([broken], str) == []
-    (one,) = join([broken, call([5], 10), broken], str)
-    assert one.token_ids == [5, 10]
 
 
 def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import fakes
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.data import PromptStream
@@ -112,16 +113,10 @@ async def test_what_is_slow_is_waited_for_and_not_replaced_by_what_is_fast() -> 
 async def test_servers_without_work_between_two_steps_have_waited_for_the_policy_all_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Clock:
-        now = 1000.0
-
-        def perf_counter(self) -> float:
-            return self.now
-
     async def wait(token: int) -> None:
         clock.now += 1.0  # six episodes in each batch
 
-    clock = Clock()
+    clock = fakes.Clock()
     monkeypatch.setattr("hocket.rollout.pipeline.time", clock)
     async with pipeline(settings(), FakePlayer(wait)) as batches:
         first, second = await batches.batch(1), await batches.batch(2)

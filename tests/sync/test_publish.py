@@ -103,7 +103,7 @@ class World:
     async def look_again(self) -> None:
         """Has the pool look at every server that is out with its next chance, as if time had passed."""
         for member in self.pool.members:
-            member._next_look = 0.0
+            member.next_look = 0.0
         await self.pool.wait_up()
 
 
@@ -273,12 +273,12 @@ async def test_nobody_is_brought_up_while_the_trainer_works_unless_nobody_else_p
     first, second = world.pool.members
     async with world.sync.training(publishes=True):
         world.pool.mark_lost(second, "it was restarted")
-        second.rest(0)
+        second.next_look = 0.0
         assert await world.pool.wait_up() == [first]
         assert second.out == "the trainer is at work"
         world.pool.mark_lost(first, "it was restarted, too")
         for member in (first, second):
-            member.rest(0)
+            member.next_look = 0.0
         waiting = asyncio.create_task(world.pool.wait_up())
         await asyncio.sleep(0.05)
         assert not waiting.done()
