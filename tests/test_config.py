@@ -103,9 +103,7 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
         ("model.path=~/models/m", "/home/somebody/models/m"),
     ],
 )
-def test_an_overrides_value_is_read_as_yaml_or_as_text(
-    override: str, value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     section, key = override.partition("=")[0].split(".")
     assert getattr(getattr(config.load(overrides=[override]), section), key) == value
@@ -147,7 +145,7 @@ def test_an_overrides_value_is_read_as_yaml_or_as_text(
         ("server.urls=localhost:8000", "must begin with http:// or https://"),
         ("server.urls=[http://a:1,http://a:1/]", "the same server is named twice"),
         ("sync.backend=mpi", "'disk' or 'nccl'"),
-        ("sync.timeout_s=600", "must exceed 3 · sync.timeout_s = 1800: other ranks wait"),
+        ("sync.timeout_s=600", "must exceed 3 · sync.timeout_s = 1800: ranks wait"),
         ("pipeline.replay=runs/default", "this run's own folder"),
         ("trainer.steps", "overrides look like section.key=value"),
         ("=3", "overrides look like section.key=value"),

@@ -90,9 +90,7 @@ def test_the_template_s_beginning_of_sequence_is_the_only_one(bos_tokenizer: Any
     assert list(prompt.token_ids) == expected["input_ids"]
 
 
-def test_plain_text_is_tokenized_as_it_is_with_one_beginning_of_sequence(
-    bos_tokenizer: Any, write_jsonl: Write
-) -> None:
+def test_plain_text_has_one_beginning_of_sequence(bos_tokenizer: Any, write_jsonl: Write) -> None:
     source = write_jsonl({"prompt": "a b"}, {"prompt": "<s> a b"})
     prompts = load(source, bos_tokenizer, answer_column=None, chat_template=False)
     assert [p.token_ids for p in prompts] == [(0, 3, 4), (0, 3, 4)]
@@ -187,9 +185,7 @@ def test_a_difficulty_is_a_number_of_its_own_column(tokenizer: Any, write_jsonl:
     assert load_demonstrations(DataConfig(source=demonstrations, difficulty_column="level"), tokenizer, 20)
 
 
-def test_a_demonstration_ends_as_the_template_or_else_the_tokenizer_ends_a_turn(
-    bos_tokenizer: Any, write_jsonl: Write
-) -> None:
+def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, write_jsonl: Write) -> None:
     source = write_jsonl({"prompt": "a b", "response": "c d"})
     rows = load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
     assert rows == [([0, 8, 3, 4, 2, 9], [5, 6, 2])]  # ... <eot>, though the tokenizer's EOS is </s>

@@ -18,30 +18,17 @@ def make_rollout() -> Callable[..., Rollout]:
         num_sampled: int = 3,
         reward: float | None = None,
     ) -> Rollout:
+        chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"})
         prompt = Prompt(
-            id="rows.jsonl:1",
-            token_ids=(1, 2),
-            messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"}),
-            text="Sort: dbca",
-            answer=answer,
-            meta={"level": 2},
+            id="rows.jsonl:1", token_ids=(1, 2), messages=chat, text="Sort: dbca", answer=answer, meta={"level": 2}
         )
-        return Rollout(
-            id=id,
-            prompt=prompt,
-            reward=reward,
-            sequences=(
-                TokenSequence(
-                    token_ids=(1, 2, *range(10, 10 + num_sampled)),
-                    mask=(False, False) + (True,) * num_sampled,
-                    logprobs=(0.0, 0.0) + (-0.5,) * num_sampled,
-                    finish_reason="stop",
-                    version_min=1,
-                    version_max=1,
-                    text=text,
-                ),
-            ),
+        sequence = TokenSequence(
+            token_ids=(1, 2, *range(10, 10 + num_sampled)),
+            mask=(False, False) + (True,) * num_sampled,
+            logprobs=(0.0, 0.0) + (-0.5,) * num_sampled,
+            text=text,
         )
+        return Rollout(id=id, prompt=prompt, reward=reward, sequences=(sequence,))
 
     return make
 

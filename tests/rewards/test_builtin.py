@@ -48,9 +48,7 @@ def test_think_format_wants_one_thought_and_then_an_answer() -> None:
         assert builtin.think_format(completion) == 0.0, completion
 
 
-async def test_env_is_the_environment_s_reward_and_an_error_where_there_is_none(
-    scorer_of: Scorers, make_rollout: Make
-) -> None:
+async def test_env_is_the_environments_reward_or_an_error(scorer_of: Scorers, make_rollout: Make) -> None:
     scorer = scorer_of({"env": 2.0})
     assert (await scorer.score(make_rollout("x", reward=0.25))).total == 0.5
     assert "set env.name" in ((await scorer.score(make_rollout("x"))).error or "")
@@ -90,9 +88,7 @@ def test_math_compares_values_after_the_thought(value: float, answer: str, compl
     assert builtin.math(completion, answer) == value
 
 
-async def test_math_that_takes_for_ever_is_an_error_and_the_next_one_is_scored(
-    scorer_of: Scorers, make_rollout: Make
-) -> None:
+async def test_math_that_takes_for_ever_is_an_error(scorer_of: Scorers, make_rollout: Make) -> None:
     scorer = scorer_of({"math": 1.0}, timeout_s=1)
     slow = await scorer.score(make_rollout("9^9^9^9^9", answer="9^9^9^9"))
     assert slow.error == "math: no result within 1 s; its worker process was ended"

@@ -76,9 +76,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-async def test_the_total_is_the_weighted_sum_and_the_parts_are_not_weighted(
-    scorer_of: Scorers, make_rollout: Make
-) -> None:
+async def test_the_total_is_weighted_and_the_parts_are_not(scorer_of: Scorers, make_rollout: Make) -> None:
     functions = {"exact_match": 2.0, "length": {"weight": 0.5, "target": 4}, "picky": 0.1, "slow_judge": 1.0}
     score = await scorer_of(functions).score(make_rollout("abcd", num_sampled=3))
     # 2·1 + 0.5·(−1/4) + 0.1·(0.5 + 0.25) + 0.75
@@ -164,9 +162,7 @@ async def test_after_a_cancelled_score_the_next_one_gets_its_own_answer(scorer_o
         assert (await scorer.score(make_rollout("a"))).total == 1.0
 
 
-def test_a_hundred_at_once_each_get_their_own_score_from_another_process_in_any_event_loop(
-    scorer_of: Scorers, make_rollout: Make
-) -> None:
+def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop(scorer_of: Scorers, make_rollout: Make) -> None:
     functions = {"exact_match": 1.0, "vowels": {"weight": 1.0, "share": 0.5}, "slow_judge": 1.0, "pid": 1.0}
     scorer = scorer_of(functions, timeout_s=60)
     rollouts = [make_rollout("a" * i, answer="a" * 30) for i in range(100)]
@@ -196,9 +192,7 @@ async def test_an_inline_reward_of_one_s_own_needs_no_worker(scorer_of: Scorers,
     assert "ZeroDivisionError" in await scorer_error(scorer_of({"own_inline": 1.0}), make_rollout("0"))
 
 
-async def test_a_plugin_that_only_loads_here_says_so_once_and_for_all(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
-) -> None:
+async def test_a_plugin_that_only_loads_here_says_so(scorer_of: Scorers, make_rollout: Make, tmp_path: Path) -> None:
     file = tmp_path / "vanishing.py"
     file.write_text('from hocket.rewards import reward\n@reward("vanishing")\ndef f(completion): return 1.0\n')
     load_plugins([str(file)])

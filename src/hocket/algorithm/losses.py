@@ -6,8 +6,8 @@ update per batch, every ratio is 1 and the clip has no effect.
 To add a loss: name it in `clip` of config/algorithm.py, and return its objective per token in `_objective`.
 """
 
-import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from hocket.algorithm.ratios import importance_weight, masked_log_ratio, sequenc
 from hocket.config import LossConfig as LossConfig
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LossOutput:
+class LossOutput(NamedTuple):
     """One micro-batch's share of the loss and of each metric; sums over micro-batches and ranks are exact."""
 
     loss: Tensor
