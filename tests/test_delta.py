@@ -23,15 +23,6 @@ def size(change: delta.Change) -> int:
     return sum(part.nbytes for part in change.parts.values())
 
 
-@pytest.mark.parametrize("at", [[0], [255, 256], [65_535, 65_536], [1000, 3000, 199_999]])
-def test_gaps_may_be_of_any_length(at: list[int]) -> None:
-    old = torch.zeros(200_000)
-    change = delta.encode(old, changed(old, at))
-    assert (change.count, sorted(change.parts)) == (len(at), ["gaps", "values"])
-    assert change.parts["values"].tolist() == [1.0] * len(at)
-    assert torch.equal(delta.apply(old, change.parts), changed(old, at))
-
-
 def test_a_tensor_goes_whole_where_that_is_smaller() -> None:
     # 2 bytes of value and about 1 of gap against 2 bytes for each of 300 elements: even at 200 changes.
     old = torch.zeros(300, dtype=torch.bfloat16)
@@ -43,16 +34,6 @@ def test_a_tensor_goes_whole_where_that_is_smaller() -> None:
     assert sorted(delta.encode(few, changed(few, [2])).parts) == ["values"]
 
 
-def test_bits_are_compared_not_numbers() -> None:
-    nan, other_nan = 0x7FC0, 0x7FC1
-    rest = list(range(100))
-    old = torch.tensor([0, nan, nan, *rest], dtype=torch.int16).view(torch.bfloat16)
-    new = torch.tensor([-0x8000, nan, other_nan, *rest], dtype=torch.int16).view(torch.bfloat16)
-    change = delta.encode(old, new)
-    assert change.count == 2  # 0.0 became -0.0, and one NaN another
-    assert torch.equal(raw(delta.apply(old, change.parts)), raw(new))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8])
 @pytest.mark.parametrize("density", [0.0, 1e-5, 1e-3, 0.03, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("shape", [(), (1,), (70_001,), (300, 1000)])
@@ -62,12 +43,15 @@ def test_any_change_of_any_tensor_comes_back_bit_by_bit(
     generator = torch.Generator().manual_seed(7)
     nbytes = torch.empty(shape, dtype=dtype).nbytes
     old_bytes, noise = (torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for _ in range(2))
+    old_bytes[: dtype.itemsize], noise[: dtype.itemsize] = 0, 0
+    noise[dtype.itemsize - 1] = 0x80  # 0.0 becomes -0.0, where it is hit
     old = old_bytes.view(dtype).view(shape)
     hit = torch.rand(old.numel(), generator=generator) < density
     new_bytes = old_bytes.view(-1, dtype.itemsize).clone()
     new_bytes[hit] ^= noise.view(-1, dtype.itemsize)[hit]
     new = new_bytes.view(-1).view(dtype).view(shape)
     change = delta.encode(old, new)
+    # Of bits, not numbers: NaN differs from itself, and -0.0 equals 0.0.
     assert change.count == int((new_bytes != old_bytes.view(-1, dtype.itemsize)).any(dim=1).sum())
     assert size(change) <= new.nbytes
     back = delta.apply(old, change.parts)

@@ -63,16 +63,17 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str
     return named, specs
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class WeightGroup:
     """Connect rank 0, the trainer, with the workers of one server; the constructor returns once all have joined."""
 
     store: Store  # where the members find each other; rank 0 makes it (`make_store`), the others connect (`find_store`)
     name: str  # of this attempt, the same on all ranks and never used before
-    rank: int
-    size: int
     device: torch.device  # a GPU has NCCL broadcast, a CPU gloo
     address: str  # of this machine, as the others can reach it
+    _: dataclasses.KW_ONLY
+    rank: int
+    size: int
     timeout_s: float  # deadline of joining, and of every later wait
 
     def __post_init__(self) -> None:

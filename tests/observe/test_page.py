@@ -174,7 +174,7 @@ def test_every_charted_metric_is_in_the_table(tmp_path: Path) -> None:
     [
         ("\nnot json\n[1]\n", []),
         ('{"step": null}\n{"reward/mean": 1}\n', [{"step": None}, {"reward/mean": 1}]),
-        ('{"step": 1, "x": NaN, "y": -Infinity, "z": 1e400}\n{"st', [{"step": 1, "x": None, "y": None, "z": None}]),
+        ('{"step": 1, "x": NaN, "y": -Infinity}\n{"st', [{"step": 1, "x": None, "y": None}]),
     ],
 )
 def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path, text: str, records: list[Any]) -> None:

@@ -156,19 +156,17 @@ async def test_a_failed_write_leaves_nothing_behind_and_the_next_version_is_whol
     assert server.names == disk.names() == ["weights/v000001", "weights/v000002"]
 
 
-async def test_a_version_of_another_trainer_is_never_written_over(tmp_path: Path) -> None:
-    await Disk(tmp_path).deliver(1)
-    with pytest.raises(SyncError, match=r"v000001 exists already; two trainers must not share run\.dir"):
-        await Disk(tmp_path).deliver(1)
-
-
-async def test_versions_of_steps_that_are_taken_again_are_removed_first(tmp_path: Path) -> None:
+async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken_again_are_removed(
+    tmp_path: Path,
+) -> None:
     disk = Disk(tmp_path, "sync.keep=9")
     for version in (3, 4, 5):
         await disk.deliver(version)
     for name in ("v000004", "v000005"):
         (disk.run / "deltas" / name).mkdir(parents=True)
     resumed = Disk(tmp_path)
+    with pytest.raises(SyncError, match=r"v000005 exists already; two trainers must not share run\.dir"):
+        await resumed.deliver(5)
     resumed.versions.restore({"version": 4})
     assert disk.names() == ["deltas/v000004", "weights/v000003", "weights/v000004"]
     await resumed.deliver(5)

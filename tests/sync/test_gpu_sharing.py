@@ -5,25 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import fakes
-from hocket import commands, manifest
+from hocket import commands, manifest, protocol
 from hocket import config as config_module
 from hocket.errors import ServerError, SyncError
 from hocket.pool import ServerPool
-from hocket.protocol import (
-    GenerateRequest,
-    Health,
-    ReloadRequest,
-    ReloadResponse,
-    SleepRequest,
-    SleepResponse,
-    StreamLine,
-    TensorSpec,
-    WakeRequest,
-)
 from hocket.sync.gpu_sharing import put_to_sleep
 from hocket.types import Prompt, TrainSample
+
+TENSORS = {"w": torch.ones(2)}
 
 
 class World:
@@ -31,11 +24,10 @@ class World:
 
     url = "http://server"
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
         self.diary: list[str] = []
-        self.version = 4
+        self.version, self.root = 4, root
         self.failing: dict[str, ServerError] = {}
-        self.root = Path()
 
     def did(self, what: str) -> None:
         if error := self.failing.pop(what, None):
@@ -43,30 +35,30 @@ class World:
         self.diary.append(what)
 
     # the server
-    async def health(self, *, timeout_s: float = 1.0) -> Health:
+    async def health(self, *, timeout_s: float = 1.0) -> protocol.Health:
         return fakes.health(status="asleep", version=self.version)
 
-    async def sleep(self, request: SleepRequest, *, timeout_s: float) -> SleepResponse:
+    async def sleep(self, request: protocol.SleepRequest, *, timeout_s: float) -> None:
         self.did(f"sleep {request.level}")
-        return SleepResponse(asleep=["weights", "kv_cache"], session="s")
 
-    async def wake_up(self, request: WakeRequest, *, timeout_s: float) -> SleepResponse:
+    async def wake_up(self, request: protocol.WakeRequest, *, timeout_s: float) -> None:
         self.did(f"wake {' '.join(request.tags)}")
-        return SleepResponse(asleep=[], session="s")
 
-    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+    async def reload_weights(self, request: protocol.ReloadRequest, *, timeout_s: float) -> protocol.ReloadResponse:
         self.did("load")
         self.version = request.version
         return fakes.reloaded(request.version, manifest.read(self.root / request.source.name).checksum)  # type: ignore[union-attr]
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
+    async def generate(
+        self, request: protocol.GenerateRequest, *, timeout_s: float
+    ) -> AsyncIterator[protocol.StreamLine]:
         self.did("generate")
+        completion = fakes.completion(5, 2, logprobs=(-0.1, -0.2), version=self.version)
         for i in range(len(request.prompts)):
-            completion = fakes.completion(5, 2, logprobs=(-0.1, -0.2), version=self.version)
-            yield StreamLine(prompt=i, index=0, completion=completion)
+            yield protocol.StreamLine(prompt=i, index=0, completion=completion)
 
     # the trainer
-    def check_same_model(self, health: Health) -> None: ...
+    def check_same_model(self, health: protocol.Health) -> None: ...
 
     def onload(self) -> None:
         self.did("onload")
@@ -74,13 +66,10 @@ class World:
     def offload(self) -> None:
         self.did("offload")
 
-    def export(self, folder: Path) -> dict[str, TensorSpec]:
-        import torch
-        from safetensors.torch import save_file
-
+    def export(self, folder: Path) -> dict[str, protocol.TensorSpec]:
         self.did("write")
-        save_file({"w": torch.ones(2)}, folder / "model.safetensors")
-        return manifest.specs([("w", torch.ones(2))])
+        save_file(TENSORS, folder / "model.safetensors")
+        return manifest.specs(TENSORS.items())
 
     def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
         self.did("score")
@@ -91,15 +80,13 @@ class Parts:
     """The pool and the publishing of a run, around one world."""
 
     def __init__(self, tmp_path: Path, *settings: str, share: bool = True) -> None:
-        self.world = World()
-        self.world.root = tmp_path / "runs"
         sharing = f"launch.share_gpu={str(share).lower()}"
         self.config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", sharing, *settings])
-        self.pool = ServerPool(["http://server"])
-        world: Any = self.world
-        self.pool.members[0].server = world
+        self.pool = ServerPool([World.url])
+        self.world: Any = World(tmp_path / "runs")
+        self.pool.members[0].server = self.world
         prompts = [Prompt(id="c", token_ids=(1,))]
-        self.publisher = commands._publisher(self.config, world, self.pool, prompts, lambda line: None)
+        self.publisher = commands._publisher(self.config, self.world, self.pool, prompts, lambda line: None)
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:

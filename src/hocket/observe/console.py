@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.console import Console as RichConsole
@@ -31,7 +32,7 @@ REPEAT_S = 15.0
 NUM_SAMPLES = 3
 
 
-class Console:
+class Console(AbstractContextManager["Console"]):
     """Show a run's progress. Modes: "live" has a status line, "plain" only prints lines, "auto" asks the terminal."""
 
     def __init__(self, mode: str, steps: int, *, stderr: bool = False) -> None:
@@ -43,9 +44,6 @@ class Console:
         self._first = 0  # number of that step; 0 before any is finished
         self._activity = ("", 0.0)  # the last one printed, and when
         self._alarmed: set[str] = set()
-
-    def __enter__(self) -> "Console":
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._status.stop()

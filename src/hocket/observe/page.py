@@ -7,7 +7,6 @@ that script alone, by its hash, and no resource from outside.
 import base64
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -34,23 +33,25 @@ def render(run: Record) -> str:
 
 def sample_groups(rows: Sequence[Record]) -> list[dict[str, Any]]:
     """Return prompt, best and worst rollout of the groups whose rewards differ most."""
-    groups = [list(group) for _, group in groupby(rows, key=lambda row: row["group_id"])]
-    return [_sample(group) for group in sorted(groups, key=_spread, reverse=True)[:NUM_GROUPS]]
+    groups = [_ranked(list(group)) for _, group in groupby(rows, key=lambda row: row["group_id"])]
+    return [_sample(ranked) for ranked in sorted(groups, key=_spread, reverse=True)[:NUM_GROUPS]]
 
 
-def _reward(row: Record) -> float:
-    return -math.inf if row["reward"] is None else float(row["reward"])
+def _ranked(group: list[Record]) -> list[Record]:
+    """Return the rollouts that have a score, best first: a failed score is not a bad one."""
+    return sorted((row for row in group if row["reward"] is not None), key=lambda row: -row["reward"]) or group
 
 
-def _spread(group: Sequence[Record]) -> float:
-    rewards = [reward for row in group if (reward := _reward(row)) > -math.inf]
-    return max(rewards) - min(rewards) if rewards else -1.0  # a group without a score comes last
+def _spread(ranked: Sequence[Record]) -> float:
+    best, worst = ranked[0]["reward"], ranked[-1]["reward"]
+    return -1.0 if best is None else best - worst  # a group without a score comes last
 
 
-def _sample(group: Sequence[Record]) -> dict[str, Any]:
-    scored = [row for row in group if _reward(row) > -math.inf] or group  # a failed score is not a bad one
-    best, worst = max(scored, key=_reward), min(scored, key=_reward)
-    titles = {"best": best, "worst": worst} if worst is not best else {"all alike" if scored[1:] else "only one": best}
+def _sample(ranked: Sequence[Record]) -> dict[str, Any]:
+    best, worst = ranked[0], ranked[-1]
+    titles = {"best": best, "worst": worst}
+    if best["reward"] == worst["reward"]:
+        titles = {"all alike" if ranked[1:] else "only one": best}
     return {
         "prompt": _cut(best["prompt"], MAX_CHARACTERS),
         "answer": None if best["answer"] is None else _cut(best["answer"], 200),

@@ -25,7 +25,7 @@ COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "
 """Fields of a sequence that its row has, too."""
 
 
-class RunFolder:
+class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     """Own the files of one run. As a context manager it writes the report of a run that fails, too.
 
     Raises ConfigError if the folder holds a run already and checkpoint.resume is off.
@@ -45,9 +45,6 @@ class RunFolder:
         self.history = read_lines(self.path / METRICS)  # one record per finished step
         self._tensorboard = config.observe.tensorboard and importlib.util.find_spec("tensorboard") is not None
         self._board: Any = None
-
-    def __enter__(self) -> "RunFolder":
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._board is not None:
@@ -136,7 +133,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in _read(path).split("\n"):  # a text may hold other line separators
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(line, parse_constant=_finite, parse_float=_finite))
+            rows.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
     return [row for row in rows if isinstance(row, dict)]
 
 
@@ -156,10 +153,6 @@ def write_report(folder: Path) -> None:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _finite(number: str) -> float | None:
-    return value if math.isfinite(value := float(number)) else None
 
 
 def lines_of(groups: Iterable[Group]) -> str:

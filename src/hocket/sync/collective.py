@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -128,28 +128,19 @@ class CollectiveTransport:
         url = urlsplit(server.url)
         address = weight_group.address_towards(url.hostname or "", url.port or 80)
         store = weight_group.make_store(address, timeout_s)
+        gpu = weight_group.gpu_id(device)
+        backend: Literal["nccl", "gloo"] = "nccl" if gpu else "gloo"
         request = GroupRequest(
-            session=name,
-            host=address,
-            port=store.port,
-            backend="nccl" if device.type == "cuda" else "gloo",
-            device=weight_group.gpu_id(device),
-            timeout_s=timeout_s,
+            session=name, host=address, port=store.port, backend=backend, device=gpu, timeout_s=timeout_s
         )
         joining = asyncio.create_task(server.init_weight_group(request, timeout_s=READY_SHARE * timeout_s))
         joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, even if not awaited
         try:
             if not await _announced(store, name, 0, health.workers, joining):
                 joining.result()  # raises the server's reason
+            size, bucket_s = 1 + health.workers, BUCKET_SHARE * timeout_s
             group = await run_in_thread(
-                weight_group.WeightGroup,
-                store=store,
-                name=name,
-                rank=0,
-                size=1 + health.workers,
-                device=device,
-                address=address,
-                timeout_s=BUCKET_SHARE * timeout_s,
+                weight_group.WeightGroup, store, name, device, address, rank=0, size=size, timeout_s=bucket_s
             )
             await joining
         except BaseException:

@@ -3,15 +3,15 @@
     write version v+1 → load it on every server → compare checksums → compare log-probs
 
 A `Transport` moves the bytes: files, NCCL, or a wrapper around one of them. A server that dies meanwhile leaves the
-pool and the others go on; bring_up.py gives it the current version when it answers again. A version that a server
-refuses, or that arrives with another checksum, stops the run.
+pool, until bring_up.py gives it the version of then. A version that a server refuses, or that arrives with another
+checksum, stops the run.
 """
 
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hocket.client import ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
@@ -25,8 +25,7 @@ Metrics = dict[str, float]
 TrainerTurn = Callable[[bool], AbstractAsyncContextManager[Metrics]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """The outcome of sending one version."""
 
     answers: Answers
@@ -67,15 +66,13 @@ class Publisher:
         """Make the trainer's weights the next version on every server that is up; call it within `training`."""
         self.versions.advance()
         metrics = await self.deliver(self.pool.up)
-        gaps = []
         if self.check_every and self.versions.current % self.check_every == 0:
             for member in self.pool.up:
                 try:
-                    gaps.append(await self.check(member, self.versions.current))
+                    gap = await self.check(member, self.versions.current)
+                    metrics["sync/canary_gap"] = max(gap, metrics.get("sync/canary_gap", gap))
                 except ServerError as error:
                     self.pool.mark_lost(member, str(error))
-        if gaps:
-            metrics["sync/canary_gap"] = max(gaps)
         return metrics | {"sync/servers": float(len(self.pool.up))}
 
     async def deliver(self, members: Sequence[Member]) -> Metrics:

@@ -32,7 +32,8 @@ class DiskTransport:
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`."""
         start = time.perf_counter()
-        first = await run_in_thread(lambda: self.versions.delta(version) or self.versions.full(version))
+        versions, delta = self.versions, self.sync.delta
+        first = await run_in_thread(lambda: (delta and versions.delta(version)) or versions.full(version))
         prepared = time.perf_counter()
         answers, _ = await asyncio.gather(self._load(first, servers), run_in_thread(self.versions.prune))
         num_bytes = float(first.num_bytes)  # per server
