@@ -132,13 +132,13 @@ def test_what_comes_next_is_a_model_that_can_be_served(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        chosen = launch.free_port("127.0.0.1", port)
-        assert chosen != port
-    assert launch.free_port("127.0.0.1", port) == port
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))  # bound, not listening: nobody else can take it meanwhile
+        port = held.getsockname()[1]
+        assert launch.free_port("127.0.0.1", port) == port
+        held.listen()
+        assert launch.free_port("127.0.0.1", port) != port
 
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -185,24 +185,6 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     assert written == ["eval_000000", "eval_000002", "step_000001", "step_000002"]
 
 
-async def test_a_run_goes_on_after_what_is_recorded_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    _, straight, expected = await trained(tmp_path / "straight", lambda step, j: float(j), "trainer.steps=4")
-    await trained(tmp_path, lambda step, j: float(j))
-    settings = ("trainer.steps=4", "checkpoint.resume=true")
-    world, metrics, summary = await trained(tmp_path, lambda step, j: float(j), *settings)
-    assert [entry for entry in world.diary if entry[0] in ("play", "train")] == [
-        ("play", "step 3", 5),  # step 3: no evaluation before, that was recorded
-        ("train", 4, [5]),
-        ("play", "step 4", 6),
-        ("train", 4, [6]),
-        ("play", "eval 4", 7),
-    ]
-    assert [line["step"] for line in metrics] == [line["step"] for line in straight] == [0, 1, 2, 3, 4]
-    for name in ("before", "after", "steps", "seed"):
-        assert summary[name] == expected[name]
-    assert summary["train_seconds"] > sum(line.get("time/step", 0) for line in metrics[:3])
-
-
 async def test_every_prompt_that_was_drawn_is_in_the_ledger_with_its_outcome(tmp_path: Path) -> None:
     rewards = {1: [0.0, 1.0], 2: [1.0, 1.0], 3: [0.0, None]}
     settings = ("trainer.steps=4", "rewards.max_error_rate=1")

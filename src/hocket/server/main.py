@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hocket.config import Config
+from hocket.doctor import holder
 from hocket.errors import ConfigError
 from hocket.server import vllm_api
 
@@ -133,18 +134,10 @@ def _bind(host: str, port: int) -> socket.socket:
         except OSError as error:
             sock.close()
             if reuse:
-                used = f"port {port} is in use by {_holder(port)}; set server.port="
+                used = f"port {port} is in use by {holder(port) or 'another process'}; set server.port="
                 other = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
                 raise ConfigError(used if error.errno == errno.EADDRINUSE else other) from error
     return sock
-
-
-def _holder(port: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == "LISTEN" and connection.pid:
-                return f"process {connection.pid} ({' '.join(psutil.Process(connection.pid).cmdline())[:80]})"
-    return "another process"
 
 
 async def _serve(
