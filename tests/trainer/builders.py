@@ -1,8 +1,9 @@
 """What the tests of the trainer build and read in common."""
 
+import itertools
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,12 @@ def read_batch(path: Path) -> list[TrainSample]:
         )
         for row in json.loads(path.read_text(encoding="utf-8"))["samples"]
     ]
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Returns the most bytes that torch holds on the CPU during the work, beyond those before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in changes))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.conftest import SIZES
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -83,9 +84,7 @@ def save(model: nn.Module, folder: Path) -> Policy:
 
 def test_a_model_with_a_sliding_window_is_trained_with_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5, "initializer_range": 0.3}
-    policy = save(MistralForCausalLM(MistralConfig(**sizes, **heads)), tmp_path)
+    policy = save(MistralForCausalLM(MistralConfig(**SIZES | {"initializer_range": 0.3}, sliding_window=5)), tmp_path)
     policy.check_architecture(CPU)
     own = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     wide = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", sliding_window=100).eval()
@@ -99,9 +98,7 @@ def test_a_model_with_a_sliding_window_is_trained_with_it(tmp_path: Path) -> Non
 
 
 def test_an_architecture_that_caps_its_attention_is_refused(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    policy = save(Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)), tmp_path)
+    policy = save(Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8)), tmp_path)
     with pytest.raises(TrainerError, match="uses softcap in its attention"):
         policy.check_architecture(CPU)
 

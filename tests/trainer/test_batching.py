@@ -1,5 +1,6 @@
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -26,27 +27,13 @@ def random_samples(count: int, seed: int = 0) -> list[TrainSample]:
     ]
 
 
-def segments(batch: TrainBatch) -> list[tuple[list[int], list[int], list[bool], list[float], list[float]]]:
+def segments(batch: TrainBatch) -> list[tuple[list[Any], ...]]:
     """(inputs, targets, mask, log-probs, advantages) of every segment."""
-    found, start = [], 0
-    for length in batch.segment_lengths:
-        part = slice(start, start + length)
-        assert batch.position_ids_bt[0, part].tolist() == list(range(length))
-        found.append(
-            tuple(
-                tensor[0, part].tolist()
-                for tensor in (
-                    batch.input_ids_bt,
-                    batch.target_ids_bt,
-                    batch.mask_bt,
-                    batch.rollout_logprobs_bt,
-                    batch.advantages_bt,
-                )
-            )
-        )
-        start += length
-    assert batch.input_ids_bt.shape == (1, start)
-    return found  # type: ignore[return-value]
+    fields = (batch.input_ids_bt, batch.target_ids_bt, batch.mask_bt, batch.rollout_logprobs_bt, batch.advantages_bt)
+    positions = [position for length in batch.segment_lengths for position in range(length)]
+    assert batch.position_ids_bt.tolist() == [positions]
+    columns = [field[0].split(list(batch.segment_lengths)) for field in fields]
+    return [tuple(part.tolist() for part in row) for row in zip(*columns, strict=True)]
 
 
 def test_a_hand_worked_batch() -> None:
@@ -78,17 +65,12 @@ def test_every_sample_is_in_exactly_one_segment_and_no_batch_is_too_big(
     assert sum(int(batch.mask_bt.sum()) for batch in batches) == sum(sum(s.sequence.mask) for s in samples)
 
     found = sorted(segment for batch in batches for segment in segments(batch) if any(segment[2]))
-    expected = sorted(
-        (
-            list(s.sequence.token_ids[:-1]),
-            list(s.sequence.token_ids[1:]),
-            list(s.sequence.mask[1:]),
-            list(s.sequence.logprobs[1:]),
-            torch.tensor(s.advantages[1:]).tolist(),
-        )
+    expected = [
+        (one.token_ids[:-1], one.token_ids[1:], one.mask[1:], one.logprobs[1:], torch.tensor(s.advantages[1:]).tolist())
         for s in samples
-    )
-    assert found == expected
+        for one in [s.sequence]
+    ]
+    assert found == sorted(tuple(map(list, row)) for row in expected)
 
 
 def test_micro_batches_are_filled_longest_first_and_the_costliest_comes_first() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.trainer.conftest import SIZES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
@@ -18,15 +19,7 @@ def load(path: str) -> PreTrainedModel:
 
 
 def test_a_sliding_window_bounds_what_a_token_sees() -> None:
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=2,
-    )
+    config = MistralConfig(**SIZES | {"num_hidden_layers": 1}, sliding_window=2)
     with torch.device("meta"):
         model = model_flops(AutoModelForCausalLM.from_config(config))
     per_pair = 3 * 2 * 2 * 4 * 8

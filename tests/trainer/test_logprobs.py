@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.counting import peak_bytes
+from tests.trainer.builders import peak_bytes
 
 from hocket.trainer.logprobs import token_logprobs
 

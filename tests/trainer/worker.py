@@ -40,38 +40,22 @@ SETTINGS = (
 )
 
 
+# Ways to take the same steps in float32; every name says what is not as in SETTINGS.
 MATRIX = {
-    "ZeRO-0": ("trainer.zero_stage=0",),
-    "ZeRO-0, one micro-batch": ("trainer.zero_stage=0", "trainer.micro_batch_tokens=1000"),
-    "ZeRO-1": ("trainer.zero_stage=1",),
-    "ZeRO-1, smallest micro-batches, reversed": ("trainer.zero_stage=1", "trainer.micro_batch_tokens=19"),
-    "ZeRO-2": ("trainer.zero_stage=2",),
-    "ZeRO-2, one micro-batch, recomputed": (
-        "trainer.zero_stage=2",
-        "trainer.micro_batch_tokens=1000",
-        "trainer.gradient_checkpointing=true",
-    ),
-    "ZeRO-2, offloaded": ("trainer.zero_stage=2", "trainer.offload_optimizer=true"),
-    "ZeRO-3": ("trainer.zero_stage=3",),
-    "ZeRO-3, smallest micro-batches, whole logits": (
-        "trainer.zero_stage=3",
-        "trainer.micro_batch_tokens=19",
-        "trainer.logprob_chunk_tokens=1000",
-    ),
-    "ZeRO-3, offloaded, recomputed, reversed": (
-        "trainer.zero_stage=3",
-        "trainer.offload_optimizer=true",
-        "trainer.gradient_checkpointing=true",
-    ),
+    "ZeRO-0": "zero_stage=0",
+    "ZeRO-0, one micro-batch": "zero_stage=0 micro_batch_tokens=1000",
+    "ZeRO-1": "zero_stage=1",
+    "ZeRO-1, smallest micro-batches, reversed": "zero_stage=1 micro_batch_tokens=19",
+    "ZeRO-2": "zero_stage=2",
+    "ZeRO-2, one micro-batch, recomputed": "zero_stage=2 micro_batch_tokens=1000 gradient_checkpointing=true",
+    "ZeRO-2, offloaded": "zero_stage=2 offload_optimizer=true",
+    "ZeRO-3": "zero_stage=3",
+    "ZeRO-3, smallest micro-batches, whole logits": "zero_stage=3 micro_batch_tokens=19 logprob_chunk_tokens=1000",
+    "ZeRO-3, offloaded, recomputed, reversed": "zero_stage=3 offload_optimizer=true gradient_checkpointing=true",
 }
-"""Ways to take the same steps in float32; every name says what is not as in SETTINGS."""
 
 
 STAGES = {stage: (f"trainer.zero_stage={stage}",) for stage in range(4)}
-
-
-def constant(advantage: float, mask: tuple[bool, ...]) -> tuple[float, ...]:
-    return tuple(advantage if m else 0.0 for m in mask)
 
 
 def make_samples(step: int) -> list[TrainSample]:
@@ -80,16 +64,11 @@ def make_samples(step: int) -> list[TrainSample]:
     for _ in range(7):
         length, prompt = rng.randint(4, 20), rng.randint(1, 3)
         mask = tuple(index >= prompt for index in range(length))
-        samples.append(
-            TrainSample(
-                sequence=TokenSequence(
-                    token_ids=tuple(rng.randrange(62) for _ in range(length)),
-                    mask=mask,
-                    logprobs=tuple(-2 - 4 * rng.random() if m else 0.0 for m in mask),
-                ),
-                advantages=constant(rng.gauss(0, 1), mask),
-            )
-        )
+        ids = tuple(rng.randrange(62) for _ in range(length))
+        logprobs = tuple(-2 - 4 * rng.random() if m else 0.0 for m in mask)
+        advantage = rng.gauss(0, 1)
+        sequence = TokenSequence(token_ids=ids, mask=mask, logprobs=logprobs)
+        samples.append(TrainSample(sequence=sequence, advantages=tuple(advantage if m else 0.0 for m in mask)))
     return samples
 
 
@@ -147,7 +126,7 @@ def resumes(model: str, output: Path, ranks: Ranks) -> None:
 def stages(model: str, output: Path, ranks: Ranks) -> None:
     """Three steps, one that is not finite, one more; then back to the checkpoint and that last step again."""
     bad = make_samples(3)
-    bad[4] = dataclasses.replace(bad[4], advantages=constant(math.nan, bad[4].sequence.mask))
+    bad[4] = dataclasses.replace(bad[4], advantages=(math.nan,) * len(bad[4].advantages))
     for stage, trainer in led(model, ranks, STAGES):
         folder = output / str(stage)
         stats = [trainer.step(make_samples(step)) for step in range(3)]
@@ -166,7 +145,8 @@ def stages(model: str, output: Path, ranks: Ranks) -> None:
 def matrix(model: str, output: Path, ranks: Ranks) -> None:
     """Two steps of every cell in MATRIX."""
     assert ranks.smallest(10 - ranks.rank) == 11 - ranks.size
-    for name, trainer in led(model, ranks, MATRIX):
+    cells = {name: [f"trainer.{one}" for one in cell.split()] for name, cell in MATRIX.items()}
+    for name, trainer in led(model, ranks, cells):
         order = -1 if "reversed" in name else 1
         stats = [trainer.step(make_samples(step)[::order]) for step in range(2)]
         trainer.export(output / name)
@@ -235,21 +215,19 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
         (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
 
 
-def main_fails(model: str, output: Path) -> None:
+def main_fails(model: str) -> None:
     """Rank 0 raises between two steps."""
     trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
     if not trainer.is_main:
         trainer.follow()
-        (output / "released").touch()
         return
     with trainer:
         trainer.step(make_samples(0))
         raise ValueError("rank 0 has a problem of its own")
 
 
-def main_dies(model: str, output: Path) -> None:
+def main_dies(model: str) -> None:
     """Rank 0 is killed between two steps, while rank 1 waits for the next one."""
-    del output
     trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
     if not trainer.is_main:
         trainer.follow()
@@ -257,27 +235,23 @@ def main_dies(model: str, output: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank_dies(model: str, output: Path) -> None:
+def rank_dies(model: str) -> None:
     """Rank 1 is killed in the middle of a step, at its second micro-batch."""
-    del output
     break_down(model, lambda: os.kill(os.getpid(), signal.SIGKILL), "trainer.collective_timeout_s=60")
 
 
-def rank_hangs(model: str, output: Path) -> None:
+def rank_hangs(model: str) -> None:
     """Rank 1 stops answering in the middle of a step, while rank 0 waits for its share of the gradients."""
-    del output
     break_down(model, lambda: time.sleep(1000), "trainer.collective_timeout_s=20", "trainer.zero_stage=2")
 
 
-def rank_is_full(model: str, output: Path) -> None:
+def rank_is_full(model: str) -> None:
     """Rank 1 runs out of memory in the middle of a step."""
-    del output
     break_down(model, no_room, "trainer.collective_timeout_s=60")
 
 
-def rank_waits_for_ever(model: str, output: Path) -> None:
+def rank_waits_for_ever(model: str) -> None:
     """Likewise, while rank 0 is within a call that no lost connection ends, as those of NCCL may be."""
-    del output
     ranks.WATCH_S, ranks.GRACE_S = 0.2, 1.0
     break_down(model, no_room if os.environ["RANK"] == "1" else lambda: time.sleep(1000), all_ranks=True)
 
@@ -315,7 +289,7 @@ LAST = {
 def main(arguments: Sequence[str]) -> None:
     output, *words = arguments
     if words[0] in LAST:
-        LAST[words[0]](words[1], Path(output))
+        LAST[words[0]](words[1])
         return
     shard_everything()
     together = Ranks(timeout_s=60)

@@ -1,7 +1,4 @@
-"""Take one optimiser step: forward and backward over the micro-batches, then one update of the weights.
-
-A micro-batch's loss is its share of the global loss, so gradients are added up, and packing changes no number.
-"""
+"""Take one optimiser step: forward and backward over the micro-batches, then one update of the weights."""
 
 import dataclasses
 import math
@@ -22,7 +19,7 @@ class Learner:
 
     name: str
     engine: DeepSpeedEngine
-    loss: Callable[[TrainBatch], LossOutput]  # runs the engine's forward pass; this batch's share of the global loss
+    loss: Callable[[TrainBatch], LossOutput]  # runs the forward pass; this batch's share of the loss of the whole step
     learns: Callable[[], bool] = lambda: True  # False: only compute the loss, as during critic.warmup_steps
 
 
@@ -53,7 +50,7 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Upd
 
 
 def accumulate(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks, learns: bool = True) -> dict[str, float]:
-    """Run this rank's micro-batches, leave their gradient in the engine and return `Update.totals`."""
+    """Run this rank's micro-batches and leave the sum of their gradients in the engine; return `Update.totals`."""
     shares: list[Tensor] = []
     totals: dict[str, float] = {}
     for index, batch in enumerate(batches):
