@@ -42,8 +42,9 @@ class SamplingParams(Strict):
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(16, ge=1)
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), strict=False)  # strict takes no list from FastAPI
-    stop_token_ids: tuple[TokenId, ...] = Field((), strict=False)
+    # Strict would take no list from FastAPI.
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=16, strict=False)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=16, strict=False)
     seed: Seed | None = None
 
 
@@ -60,11 +61,11 @@ class GenerateRequest(Strict):
     Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j.
     """
 
-    prompts: list[PromptInput] = Field(min_length=1)
+    prompts: list[PromptInput] = Field(min_length=1, max_length=1024)
     sampling: SamplingParams = SamplingParams()
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=128)
     stream: bool = False
-    seeds: list[Annotated[list[Seed], Field(min_length=1)]] | None = None
+    seeds: list[Annotated[list[Seed], Field(min_length=1, max_length=128)]] | None = None
     session: str | None = None  # of the server: refused if it has restarted since and lost its weights
     tools: Toolbox | None = None
 

@@ -135,14 +135,11 @@ def make_llm() -> Any:
     )
 
 
-def make_sampler(tokenizer: Any = None, **limits: int) -> Any:
+def make_sampler(tokenizer: Any = None) -> Any:
     """A sampler for 96 ids and 32 tokens, without an engine."""
     from hocket.server.generate import Sampler
 
-    sampler = Sampler(make_llm(), tokenizer or make_tokenizer(), lambda: None)
-    for name, limit in limits.items():
-        setattr(sampler, name, limit)
-    return sampler
+    return Sampler(make_llm(), tokenizer or make_tokenizer(), lambda: None)
 
 
 def make_engine(llm: Any, *overrides: str) -> Any:

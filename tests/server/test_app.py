@@ -86,7 +86,7 @@ class FakeEngine:
 
 @pytest.fixture(scope="module")
 def sampler(kit: Any) -> Any:
-    return kit.make_sampler(max_prompts=300)
+    return kit.make_sampler()
 
 
 @pytest.fixture

@@ -42,26 +42,13 @@ async def test_a_version_appears_when_its_marker_has_come_and_is_there_once(tmp_
     assert os.listdir(folder.parent) == [NAME]
 
 
+NO_VERSIONS = ["..", "v000001", "0123abcd-v000001", f".{NAME}.partial", f"{NAME}/..", f"{NAME}\n"]
+NO_FILES = ["../a.safetensors", ".safetensors", ".a.safetensors", "a/a.safetensors", "a\\a.safetensors", "config.json"]
+NO_FILES += ["a.safetensors\0", "model.bin", "", "x" * 200 + ".safetensors"]
+
+
 @pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("..", "model.safetensors"),
-        ("v000001", "model.safetensors"),
-        ("0123abcd-v000001", "model.safetensors"),
-        (".0123abcd-weights-v000001.partial", "model.safetensors"),
-        (NAME + "/..", "model.safetensors"),
-        (NAME + "\n", "model.safetensors"),
-        (NAME, "../model.safetensors"),
-        (NAME, ".safetensors"),
-        (NAME, ".model.safetensors"),
-        (NAME, "a/model.safetensors"),
-        (NAME, "a\\model.safetensors"),
-        (NAME, "model.safetensors\0"),
-        (NAME, "model.bin"),
-        (NAME, "config.json"),
-        (NAME, ""),
-        (NAME, "x" * 200 + ".safetensors"),
-    ],
+    ("name", "file"), [*((name, "a.safetensors") for name in NO_VERSIONS), *((NAME, file) for file in NO_FILES)]
 )
 async def test_names_that_no_version_or_file_has_are_refused(tmp_path: Path, name: str, file: str) -> None:
     with pytest.raises(ApiError) as caught:

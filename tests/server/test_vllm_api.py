@@ -1,7 +1,6 @@
 """The contract with vLLM: every name that server/vllm_api.py uses, and the token in front of every route."""
 
 import ast
-import contextlib
 import importlib
 import inspect
 import json
@@ -128,75 +127,21 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     )
 
 
-@pytest.mark.parametrize(
-    ("last", "value", "completion"),
-    [
-        ("stop", -1.0, ((7, 8, 9), (-0.5, -0.25, -1.0), "abc", "stop", ((3, 0, 2), (4, 2, 3)))),
-        (None, -1.0, None),  # the agent left
-        ("stop", float("nan"), "log-probs are not finite"),
-    ],
-)
-async def test_pieces_of_a_stream_are_recorded_as_one_call(last: str | None, value: float, completion: Any) -> None:
-    def piece(token_ids: list[int], logprobs: list[float], text: str, reason: str | None) -> Any:
-        entries = [{i: SimpleNamespace(logprob=x), 1: None} for i, x in zip(token_ids, logprobs, strict=True)]
-        spans = [SimpleNamespace(version="3", start=0, end=2), SimpleNamespace(version="4", start=2, end=3)]
-        done = SimpleNamespace(token_ids=token_ids, logprobs=entries, text=text, finish_reason=reason)
-        return SimpleNamespace(outputs=[SimpleNamespace(**vars(done), weight_versions=spans if reason else None)])
-
+async def test_a_call_whose_log_probs_are_no_numbers_has_failed() -> None:
     async def outputs() -> Any:
-        yield piece([7, 8], [-0.5, -0.25], "ab", None)
-        yield piece([9], [value], "c", last)
+        for value in (-0.5, float("nan")):
+            entries = [{7: SimpleNamespace(logprob=value), 1: None}]  # of the sampled token, and of another one
+            done = {"token_ids": [7], "logprobs": entries, "text": "a", "finish_reason": "stop"}
+            yield SimpleNamespace(outputs=[SimpleNamespace(**done, weight_versions=None)])
 
     session = OpenSession(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
     call = session.begin([1], 4)
-    told: list[Any] = []
-    with pytest.raises(ApiError, match=completion) if isinstance(completion, str) else contextlib.nullcontext():
-        async for output in vllm_api.recorded(outputs(), session, call):
-            assert session.running == [call.request_id]
-            told.append(output)
+    told = vllm_api.recorded(outputs(), session, call)
+    await anext(told)
+    assert (session.running, call.token_ids, call.logprobs) == ([call.request_id], [7], [-0.5])
+    with pytest.raises(ApiError, match="log-probs are not finite"):
+        await anext(told)
     assert session.running == []
-    assert len(told) == (1 if isinstance(completion, str) else 2)
-    assert session.calls == [call]
-    done = call.recorded().completion
-    if not isinstance(completion, tuple):
-        assert done is None
-    else:
-        assert done is not None
-        assert (done.token_ids, done.logprobs, done.text, done.finish_reason, done.versions) == completion
-
-
-@pytest.mark.parametrize(
-    ("runs", "told", "error"),
-    [
-        ([["stop"]], ["stop"], None),
-        ([["abort"], ["abort"], [None, "stop"]], [None, "stop"], None),  # weights came, and sync.in_flight=abort
-        ([[None, "abort"], ["stop"]], [None], "what was streamed can't be taken back: set sync.in_flight=keep"),
-        ([["abort"]], [], "the engine failed"),
-        ([[None, "abort"]], [None], "the engine failed"),
-        ([[None]], [None], None),  # the agent left
-    ],
-)
-async def test_a_call_is_sampled_again_where_weights_end_it_before_anything_was_told(
-    runs: list[list[str | None]], told: list[str | None], error: str | None
-) -> None:
-    left = iter(runs)
-
-    def sample() -> Any:
-        if (reasons := next(left, None)) is None:
-            raise ApiError(503, "reload_failed", "the engine failed", "mend it")
-
-        async def outputs() -> Any:
-            for reason in reasons:
-                yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
-
-        return outputs()
-
-    seen: list[str | None] = []
-    with pytest.raises(ApiError, match=error) if error else contextlib.nullcontext():
-        async for output in vllm_api.uninterrupted(sample):
-            (done,) = output.outputs
-            seen.append(done.finish_reason)
-    assert seen == told
 
 
 def test_the_worker_has_no_method_of_our_extension_s_names() -> None:

@@ -23,7 +23,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 OPTIONAL_MESSAGE_KEYS = frozenset({"name", "tool_calls", "tool_call_id"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Job:
     """One completion to sample."""
 
@@ -37,10 +37,6 @@ class Job:
 
 class Sampler:
     """Sample the completions of requests, unless `require_ready` raises the reason why the engine can't."""
-
-    max_prompts = 1024  # per request
-    max_n = 128  # completions per prompt
-    max_stop = 16  # stop strings, and stop token ids
 
     def __init__(self, llm: Any, tokenizer: Any, require_ready: Callable[[], None]) -> None:
         self.in_flight = 0  # completions that are being sampled
@@ -68,22 +64,17 @@ class Sampler:
             request = GenerateRequest.model_validate_json(body)
         except pydantic.ValidationError as error:
             raise from_validation(error.errors(include_url=False, include_input=False)) from None
-        self._check_limits(request)
+        if request.seeds is not None and (request.n != 1 or len(request.seeds) != len(request.prompts)):
+            message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
+            raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
+        self.check_sampling(request.sampling)
         tools = None if request.tools is None else self._find_calls(request.tools)
         jobs = []
         for number, prompt in enumerate(request.prompts):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
             self._check_length(token_ids, request.sampling.max_tokens, f"prompts.{number}")
             for index, seed in enumerate(_seeds(request, number)):
-                job = Job(
-                    prompt=number,
-                    index=index,
-                    token_ids=token_ids,
-                    sampling=request.sampling,
-                    seed=seed,
-                    tools=tools,
-                )
-                jobs.append(job)
+                jobs.append(Job(number, index, token_ids, request.sampling, seed, tools))
         return request, jobs
 
     def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
@@ -130,20 +121,8 @@ class Sampler:
             hint = "the parser must be one of vLLM's, each tool as in OpenAI's API"
             raise invalid(f"tools: {error}", hint) from error
 
-    def _check_limits(self, request: GenerateRequest) -> None:
-        _check_most("prompts", len(request.prompts), self.max_prompts)
-        _check_most("n", request.n, self.max_n)
-        if request.seeds is not None:
-            if request.n != 1 or len(request.seeds) != len(request.prompts):
-                message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
-                raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
-            _check_most("seeds of a prompt", max(map(len, request.seeds)), self.max_n)
-        self.check_sampling(request.sampling)
-
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raise ApiError unless the engine can sample in this way."""
-        for what, stop in (("sampling.stop", sampling.stop), ("sampling.stop_token_ids", sampling.stop_token_ids)):
-            _check_most(what, len(stop), self.max_stop)
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             message = f"sampling.temperature: {sampling.temperature} is below {MIN_TEMPERATURE}, the engine's lowest"
             raise invalid(message, "use 0 for greedy decoding")
@@ -174,8 +153,6 @@ class Sampler:
 
     def _token_ids(self, prompt: PromptInput, where: str) -> list[int]:
         if isinstance(prompt, str):
-            if not prompt:
-                raise invalid(f"{where}: the prompt is empty", "send at least one character", code="empty_prompt")
             self._check_characters(len(prompt), where)
             return list(self._reader(prompt, add_special_tokens=True)["input_ids"])
         if prompt and isinstance(prompt[0], dict):
@@ -221,8 +198,3 @@ def _check_message(message: dict[str, Any], where: str) -> None:
         raise invalid(f"{where}.role: must be one of {', '.join(ROLES)}", hint)
     if not isinstance(message.get("content"), str):
         raise invalid(f"{where}.content: must be text", hint)
-
-
-def _check_most(what: str, value: int, limit: int) -> None:
-    if value > limit:
-        raise invalid(f"{what}: {value} is more than {limit}", "split the request into several")
