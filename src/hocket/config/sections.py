@@ -50,9 +50,7 @@ class LoraConfig(Section):
     rank: int = Field(16, ge=1, le=MAX_LORA_RANK, description="Rank of each layer's update.")
     alpha: float = Field(32.0, gt=0, description="Factor of the update, times rank: it is scaled by alpha / rank.")
     quantize: Literal["nf4"] | None = Field(
-        None,
-        description="4-bit frozen weights in the trainer (QLoRA); needs a GPU and the package bitsandbytes. The server "
-        "keeps its dtype; the importance correction covers the difference of the log-probs.",
+        None, description="4-bit frozen weights in the trainer alone (QLoRA); needs a GPU and bitsandbytes."
     )
     targets: Literal["all-linear"] | Annotated[Names, Field(min_length=1)] = Field(
         "all-linear", description="Adapted layers: `all-linear` (all but the output head), or names, e.g. [q_proj]."
@@ -66,9 +64,7 @@ class ModelConfig(Section):
     random_init: bool = Field(False, description="Random initial weights; path needs only a config and a tokenizer.")
     float32_head: bool = Field(False, description="Logits in float32 on server and trainer, whatever the dtype.")
     lora: LoraConfig | None = Field(
-        None,
-        description="LoRA: trains and publishes an adapter of frozen weights; {} uses the defaults below. It needs "
-        "about ten times the learning rate of full training.",
+        None, description="LoRA: trains and publishes an adapter; {} for defaults. It needs 10x the learning rate."
     )
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
@@ -128,9 +124,7 @@ class EnvConfig(Section):
     model_config = pydantic.ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     name: str = Field(
-        "single_turn",
-        description="Environment that answers the model's turns: `single_turn`, `guess`, `tools`, `agent` (your code "
-        "calls the model), or a plugin's; every other key is its option.",
+        "single_turn", description="`single_turn`, `guess`, `tools`, `agent` or a plugin's; other keys are its options."
     )
     max_turns: int = Field(16, ge=1, description="Maximum turns of an episode, or model calls of an agent.")
     timeout_s: float = Field(
