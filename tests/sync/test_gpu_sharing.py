@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,7 +87,8 @@ class Parts:
         self.world: Any = World(tmp_path / "runs")
         self.pool.members[0].server = self.world
         prompts = [Prompt(id="c", token_ids=(1,))]
-        self.publisher = commands._publisher(self.config, self.world, self.pool, prompts, lambda line: None)
+        run: Any = SimpleNamespace(config=self.config, console=SimpleNamespace(say=lambda line: None))
+        self.publisher = commands.Parts.publisher(run, self.world, self.pool, prompts)
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:
