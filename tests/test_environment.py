@@ -23,8 +23,8 @@ if [ "$2" = -c ]; then touch "$(dirname "$0")/../compiled"; exit 0; fi
 echo "$@" >> "$PIP_CALLS"
 case "$*" in *"$FAIL_ON"*) echo "no network"; if [ -n "$HANG" ]; then exec sleep 600; fi; exit 1;; esac
 """
-INSTALL = "-I -m pip install --no-compile -r"
-ALL = ["requirements-cpu.txt torch==2.13.0+cpu", "requirements-cpu-engine.txt --no-deps"]
+INSTALL = "-I -m pip install --no-compile "
+ALL = ["--no-deps torch==2.13.0+cpu", "-r requirements-cpu.txt", "--no-deps -r requirements-cpu-engine.txt"]
 
 
 class Place:
@@ -110,7 +110,7 @@ def test_a_failure_shows_pips_reason_and_pytorchs_own_index_is_tried_for_torch(
 @pytest.mark.parametrize("broken", ["interrupted", "without a python"])
 def test_a_broken_environment_is_made_anew(place: Place, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     if broken == "interrupted":
-        monkeypatch.setenv("FAIL_ON", "--no-deps")
+        monkeypatch.setenv("FAIL_ON", "engine")
         with pytest.raises(SetupError):
             environment.ensure("serve")
         assert place.state()["state"] == "installing"
@@ -122,7 +122,7 @@ def test_a_broken_environment_is_made_anew(place: Place, monkeypatch: pytest.Mon
     half.mkdir()
     place.ensure()
     assert not half.exists()
-    assert len(place.calls()) == 2 + 2
+    assert len(place.calls()) == 3 + 3
     assert place.state()["state"] == "complete"
     assert not list(place.root.glob("..venv*"))
 
@@ -135,7 +135,7 @@ def test_missing_packages_are_added_to_a_finished_environment(place: Place, monk
     assert place.calls() == ALL  # pytest is here
     (place.root / "requirements-cpu.txt").write_text("torch==2.13.0\npytest>=1\n")
     place.ensure_inside("test", monkeypatch)
-    assert place.calls()[2:] == [*ALL, "requirements-dev.txt"]
+    assert place.calls()[3:] == [*ALL, "-r requirements-dev.txt"]
     assert place.state() == {"state": "complete", "build": "cpu"}
 
 
@@ -145,13 +145,13 @@ def test_the_build_follows_the_gpu_but_a_chosen_one_stays(place: Place, monkeypa
     old = place.venv / "lib/vllm"
     old.touch()
     place.ensure_inside("serve", monkeypatch)
-    assert place.calls()[2:] == ["requirements.txt"]
+    assert place.calls()[3:] == ["-r requirements.txt"]
     assert place.state()["build"] == "cuda"
     assert not old.exists()
     monkeypatch.setattr(environment, "has_cuda", lambda: False)  # as where the GPU is not visible
     (place.root / "requirements.txt").write_text("pytest>=1\n")
     place.ensure_inside("serve", monkeypatch)
-    assert len(place.calls()) == 3
+    assert len(place.calls()) == 4
 
 
 @pytest.mark.parametrize(
@@ -249,9 +249,9 @@ def test_an_ended_installation_takes_pip_along_and_the_one_that_waits_repairs_it
     place: Place, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
     monkeypatch.setenv("HANG", "1")
-    monkeypatch.setenv("FAIL_ON", "--no-deps")
+    monkeypatch.setenv("FAIL_ON", "engine")
     first = start(place)
-    wait_for(lambda: any("--no-deps" in call for call in place.calls()), "pip is at work")
+    wait_for(lambda: any("engine" in call for call in place.calls()), "pip is at work")
     monkeypatch.setenv("HANG", "")
     monkeypatch.setenv("FAIL_ON", "nothing")
     second = start(place)
@@ -261,7 +261,7 @@ def test_an_ended_installation_takes_pip_along_and_the_one_that_waits_repairs_it
     assert second.wait(60) == 0  # it got the lock: first's pip is gone
     assert first.wait(60) != 0
     assert place.state()["state"] == "complete"
-    assert len(place.calls()) == 2 + 2
+    assert len(place.calls()) == 3 + 3
     for process in (first, second):
         assert process.stderr is not None
         process.stderr.close()

@@ -1,6 +1,4 @@
-"""Checkpoints of a run, in <run.dir>/checkpoints/step_000010/: the trainer's tensors, state.json with all the rest, and
-COMPLETE, the last file to be written before the folder gets its name.
-"""
+"""Checkpoints of a run: folders with the trainer's tensors, state.json and, written last, COMPLETE."""
 
 import dataclasses
 import functools
@@ -21,14 +19,13 @@ from hocket.system import complete_folder, partial_of, remove_folder
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
-_SAME = ("model", "data", "curriculum", "trainer.seed", "sft.batch_size")  # settings that a resumed run must keep
+_SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run must keep
 _OF_A_RUN = (
     *("metrics.jsonl", "ledger.jsonl", "rollouts", "weights", "deltas", "tensorboard", "summary.json", "report.html"),
     FOLDER,
 )
 
-TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]
-"""Trainer.state: gives buckets of tensors by name to its argument and returns the rest, ready for JSON."""
+TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
 
 
 class Part(Protocol):
@@ -76,10 +73,7 @@ def complete(run_dir: Path) -> list[Path]:
 
 
 def find(config: Config, say: Callable[[str], None]) -> Saved | None:
-    """Return the newest complete checkpoint with checkpoint.resume; without one, move an older run's files aside.
-
-    Raise ConfigError where the config is of another run than the checkpoint.
-    """
+    """Return the newest complete checkpoint with checkpoint.resume; without one, move an older run's files aside."""
     if not config.checkpoint.resume:
         return None
     run_dir, folders = config.run_dir, complete(config.run_dir)
@@ -95,7 +89,7 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     saved = read(folders[-1])
     changed = changes(saved.config, config)
     for key, (before, now) in changed.items():
-        if any(f"{key}.".startswith(f"{same}.") for same in _SAME):
+        if f"{key}.".startswith(_SAME):
             raise ConfigError(
                 f"can't go on from {saved.folder}: {key} was {before!r}, and {now!r} makes it another run; set it as "
                 "it was, or choose another run.dir"
@@ -134,10 +128,7 @@ class Checkpoints:
         return every > 0 and (step // every > self._last // every or last or step == self._config.trainer.steps)
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
-        """Copy the idle trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds.
-
-        Raise TrainerError where it, or the one before, can't be written.
-        """
+        """Copy the idle trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds."""
         if not self.due(step, last=last):
             return {}
         from hocket.trainer.state import write_bucket
@@ -173,9 +164,8 @@ class Checkpoints:
             self._wait()
 
     def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if self._writing is not None:
+            self._writing.result()
 
     def _finish(self, state: Mapping[str, Any]) -> None:
         partial = partial_of(self._folder)

@@ -131,17 +131,16 @@ def _install(command: str, inside: bool, lacks: str) -> None:
 
 
 def _install_file(label: str, name: str, lock: TextIO) -> None:
-    pip: list[str | Path] = [_python(), "-I", "-m", "pip", "install", "--no-compile", "-r", ROOT / name]
-    if name == FILES["cpu"][1]:
-        pip.append("--no-deps")
-    if name != FILES["cpu"][0]:
-        return _run(label, pip, lock)
-    torch = next(line for line in (ROOT / name).read_text("utf-8").splitlines() if line.startswith("torch=="))
-    pip.append(f"{torch}+cpu")  # PyPI's own brings gigabytes of CUDA
-    try:
-        _run(label, pip, lock)
-    except SetupError:
-        _run(f"{label}, with PyTorch's own index", [*pip, "--extra-index-url", TORCH_CPU_INDEX], lock)
+    pip: list[str | Path] = [_python(), "-I", "-m", "pip", "install", "--no-compile"]
+    if name == FILES["cpu"][0]:  # first, or the others bring PyPI's torch with gigabytes of CUDA
+        pin = next(line for line in (ROOT / name).read_text("utf-8").splitlines() if line.startswith("torch=="))
+        torch = [*pip, "--no-deps", f"{pin}+cpu"]
+        try:
+            _run(f"{label}: torch", torch, lock)
+        except SetupError:
+            _run(f"{label}: torch from PyTorch's own index", [*torch, "--extra-index-url", TORCH_CPU_INDEX], lock)
+    alone = ["--no-deps"] if name == FILES["cpu"][1] else []
+    _run(label, [*pip, *alone, "-r", ROOT / name], lock)
 
 
 def _run(label: str, command: list[str | Path], lock: TextIO) -> None:
