@@ -15,7 +15,6 @@ from hocket.errors import ConfigError
 from hocket.observe.run_folder import RunFolder, groups_of, lines_of, read_lines
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
-
 BASE = TokenSequence(
     token_ids=(1, 2, 3, 4, 5), mask=(False, False, True, False, True),  # between two turns the environment spoke
     logprobs=(0.0, 0.0, -0.1, 0.0, -0.123456789012345), version_min=3, version_max=4, turns=2, text="ab\u2028\r\n",
