@@ -266,10 +266,8 @@ def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> N
     assert config.Config().model.lora is None
     everything = config.LoraConfig(rank=16, alpha=32.0, targets="all-linear")
     assert load(tmp_path, "model: {lora: {}}").model.lora == everything
-    assert config.load(None, ["model.lora={}"]).model.lora == everything
-    for text in ("", "model: {lora: null}"):
-        assert load(tmp_path, text, "model.lora.rank=8").model.lora == everything.model_copy(update={"rank": 8})
-    one = everything.model_copy(update={"targets": ("q_proj",)})
-    assert config.load(None, ["model.lora.targets=q_proj"]).model.lora == one
-    named = config.load(None, ["model.lora.targets=[q_proj, v_proj]"])
-    assert load(tmp_path, config.dump(named)) == named
+    assert load(tmp_path, "model: {lora: null}", "model.lora.rank=16").model.lora == everything
+    for one in ("q_proj", "[q_proj]"):
+        named = config.load(None, [f"model.lora.targets={one}"])
+        assert named.model.lora == everything.model_copy(update={"targets": ("q_proj",)})
+        assert load(tmp_path, config.dump(named)) == named

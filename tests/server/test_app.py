@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import httpx
@@ -22,32 +22,27 @@ from hocket.protocol import (
     ReloadResponse,
     SessionRequest,
 )
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Completes each job with its own index, last job first."""
 
-    version = 3
-    model = "fake"
-
     def __init__(self, reader: Sampler) -> None:
+        self.version, self.model = 3, "fake"
         self.reader = reader
-        self.sampler = self
+        self.sampler: Any = self
         self.reason: ErrorBody | None = None
         self.break_after: int | None = None
-        self.running = 0
         self.joined: GroupRequest | None = None
-        self.aborted: list[str] = []
 
-    def require_ready(self, *, admits: Collection[str] = ()) -> None:
-        if self.reason is not None and self.reason.code not in admits:
-            raise ApiError(503, **self.reason.model_dump())
+    def _reason(self) -> ErrorBody | None:
+        return self.reason
 
     def health(self) -> Health:
-        failed = self.reason if self.reason is None or self.reason.code != "asleep" else None
-        return fakes.health(version=self.version, model=self.model, in_flight=self.running, error=failed)
+        return fakes.health(version=self.version, model=self.model)
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         return self.reader.parse(body)
@@ -56,25 +51,15 @@ class FakeEngine:
         self.reader.check_sampling(request.sampling)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        self.aborted += request_ids
+        assert not request_ids
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
-        self.running = len(jobs)
-        try:
-            for number, job in enumerate(reversed(jobs)):
-                await asyncio.sleep(0)
-                if number == self.break_after:
-                    raise ApiError(503, "engine_dead", "it broke", "restart")
-                completion = Completion(
-                    token_ids=(job.index,),
-                    logprobs=(-0.5,),
-                    text=str(job.prompt),
-                    finish_reason="length",
-                    versions=((3, 0, 1),),
-                )
-                yield job, completion
-        finally:
-            self.running = 0
+        for number, job in enumerate(reversed(jobs)):
+            await asyncio.sleep(0)
+            if number == self.break_after:
+                raise ApiError(503, "engine_dead", "it broke", "restart")
+            end: dict[str, Any] = {"text": str(job.prompt), "finish_reason": "length", "versions": ((3, 0, 1),)}
+            yield job, Completion(token_ids=(job.index,), logprobs=(-0.5,), **end)
 
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
         return ReloadResponse(version=request.version, seconds=0.1, num_tensors=2, checksum="c", session="s")

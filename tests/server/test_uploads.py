@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from hocket.protocol import DiskSource
 from hocket.server import versions
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.uploads import FOLDER, Uploads
 
@@ -119,15 +120,14 @@ async def test_versions_that_have_served_are_removed_and_nothing_else(tmp_path: 
     assert left == {names[1], ".0123abcd-deltas-v000003.partial", "run-of-somebody"}
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """An engine that has failed, which must be sent weights that work all the same."""
 
-    model = "m"
-
     def __init__(self, root: Path) -> None:
+        self.model = "m"
         self.uploads = Uploads(root)
 
-    def require_ready(self) -> None:
+    def require_ready(self, **how: Any) -> None:
         raise ApiError(503, "reload_failed", "half loaded", "reload")
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:

@@ -18,6 +18,7 @@ from hocket import tokenizer
 from hocket.config import load
 from hocket.protocol import AdapterConfig, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
@@ -218,12 +219,13 @@ def test_sampling_reaches_vllm_unchanged() -> None:
     assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
 
 
-class Absent:
+class Absent(Engine):
     """An engine that must not be asked anything."""
 
-    model = "m"
+    def __init__(self) -> None:
+        self.model = "m"
 
-    def require_ready(self) -> None:
+    def require_ready(self, **how: Any) -> None:
         pass
 
 

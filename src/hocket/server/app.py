@@ -22,30 +22,16 @@ from hocket.protocol import (
     ErrorResponse,
     GenerateRequest,
     GenerateResponse,
-    GroupRequest,
-    GroupResponse,
     Health,
-    ReloadRequest,
-    ReloadResponse,
     SessionRequest,
     SessionResponse,
-    SleepRequest,
-    SleepResponse,
     StreamEnd,
     StreamLine,
-    WakeRequest,
 )
+from hocket.server import middleware
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, from_validation
 from hocket.server.generate import Job
-from hocket.server.middleware import (
-    MAX_BODY_BYTES,
-    AnswerErrors,
-    LimitBody,
-    RefuseWebPages,
-    RefuseWhenFailed,
-    RequireToken,
-)
 from hocket.server.sessions import OpenSessions, RouteSessions
 from hocket.system import cancel
 
@@ -58,7 +44,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def assemble(
-    app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_bytes: int = MAX_BODY_BYTES
+    app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_bytes: int = middleware.MAX_BODY_BYTES
 ) -> ASGIApp:
     """Add hocket's routes to an app, in front of its own, and wrap the middleware around all of them."""
     known = len(app.router.routes)
@@ -68,10 +54,11 @@ def assemble(
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
-    inner = RefuseWhenFailed(RouteSessions(app, sessions, engine.model), engine.require_ready)
-    limited = LimitBody(inner, max_body_bytes)
-    guarded = RefuseWebPages(limited, host) if token is None else RequireToken(limited, token, sessions.admits)
-    return AnswerErrors(guarded)
+    inner = middleware.RefuseWhenFailed(RouteSessions(app, sessions, engine.model), engine.require_ready)
+    limited = middleware.LimitBody(inner, max_body_bytes)
+    if token is None:
+        return middleware.AnswerErrors(middleware.RefuseWebPages(limited, host))
+    return middleware.AnswerErrors(middleware.RequireToken(limited, token, sessions.admits))
 
 
 class _Route(APIRoute):
@@ -116,25 +103,10 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
     how: dict[str, Any] = {"methods": ["POST"], "response_model": GenerateResponse}
     router.add_api_route("/generate", generate, route_class_override=_UnparsedRoute, **how)
 
-    @router.post("/reload_weights")
-    async def reload_weights(request: ReloadRequest) -> ReloadResponse:
-        """Load a new weight version without a restart."""
-        return await engine.reload(request)
-
-    @router.post("/init_weight_group")
-    async def init_weight_group(request: GroupRequest) -> GroupResponse:
-        """Connect the engine's workers with a trainer that sends weights straight from its memory."""
-        return await engine.join_group(request)
-
-    @router.post("/sleep")
-    async def sleep(request: SleepRequest) -> SleepResponse:
-        """Take weights and KV cache off the GPU, for a trainer to use it."""
-        return await engine.sleep(request)
-
-    @router.post("/wake_up")
-    async def wake_up(request: WakeRequest) -> SleepResponse:
-        """Bring weights, KV cache or both back to the GPU."""
-        return await engine.wake_up(request)
+    router.post("/reload_weights")(engine.reload)
+    router.post("/init_weight_group")(engine.join_group)
+    router.post("/sleep")(engine.sleep)
+    router.post("/wake_up")(engine.wake_up)
 
     @router.put("/upload/{name}/{file}")
     async def upload(name: str, file: str, request: Request) -> DiskSource:

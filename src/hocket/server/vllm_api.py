@@ -156,8 +156,7 @@ def start_engine(args: Namespace) -> Any:
                 session.require_open()
                 return ask(sampling_params=call_params(sampling_params, call))
 
-            outputs = uninterrupted(sample)
-            return recorded(outputs, session, call)
+            return recorded(uninterrupted(sample), session, call)
 
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     original = EngineCoreProc.run_engine_core
