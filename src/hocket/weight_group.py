@@ -49,7 +49,8 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
     for (_, view), (_, tensor) in zip(views, named, strict=True):
         view.copy_(tensor)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
-    checksums.copy_(torch.tensor([int(spec.checksum, 16) for spec in specs.values()], dtype=torch.uint64))
+    made = [int(spec.checksum, 16) for spec in specs.values()]
+    checksums.copy_(torch.tensor(made, dtype=torch.uint64).view(torch.int64))
     return flat, specs
 
 
@@ -57,7 +58,7 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str
     """Return the tensors of a bucket, as views of it, and their specs. Raises SyncError where a checksum differs."""
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
-    for (name, spec), checksum in zip(specs.items(), checksums.tolist(), strict=True):
+    for (name, spec), checksum in zip(specs.items(), checksums.cpu().view(torch.uint64).tolist(), strict=True):
         if int(spec.checksum, 16) != checksum:
             raise SyncError(f"the bytes of tensor {name!r} changed on their way")
     return named, specs
@@ -171,10 +172,10 @@ def _empty(item: TensorLayout) -> Tensor:
 
 
 def _views(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], Tensor]:
-    """Return the named tensors of a bucket and their checksums, uint64 [n], as views of its bytes."""
+    """Return the named tensors of a bucket and their checksums, int64 [n], as views of its bytes."""
     *parts, checksums = torch.split(flat, [*map(_padded, bucket), _CHECKSUM_BYTES * len(bucket)])
     named = []
     for item, part in zip(bucket, parts, strict=True):
         empty = _empty(item)
         named.append((item.name, part[: empty.nbytes].view(empty.dtype).view(empty.shape)))
-    return named, checksums.view(torch.uint64)
+    return named, checksums.view(torch.int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
-from hocket.algorithm.diagnostics import effective_sample_size
+from hocket.algorithm.ratios import effective_sample_size
 from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
 from hocket.errors import TrainerError
