@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hocket import config as config_module
-from hocket.algorithm.diagnostics import effective_sample_size
 from hocket.algorithm.losses import LossConfig, policy_loss
+from hocket.algorithm.ratios import effective_sample_size
 from hocket.config.algorithm import PRESETS
 
 RATIO = torch.tensor([[1.0, 1.5, 0.5], [1.1, 0.7, 1.0]])
