@@ -195,7 +195,8 @@ class Engine:
                 if key != self._group:
                     raise ApiError(409, "no_group", f"there is no weight group {key}", "POST /init_weight_group")
                 # Each bucket is verified on its arrival, by the checksums that came with it.
-                versions.check_transfer(source, self._expected(adapter, shapes))
+                layout = [item for bucket in source.buckets for item in bucket]
+                versions.check_layout(layout, self._expected(adapter, shapes))
                 call, checksum, arguments = "hocket_load_group", None, (source.model_dump_json(),)
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
                 await self._pause(request.in_flight)
@@ -373,5 +374,4 @@ class Engine:
         self._stopping = True
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await self._abort_all()
-        self.sampler.close()
         self._copy.discard()
