@@ -1,6 +1,7 @@
 """Find published weight versions under one root, check their headers, and apply deltas."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -31,6 +32,7 @@ class ModelShapes:
     tied: Mapping[str, str]  # tensors that equal another one and may be left out: {"lm_head.weight": "...embed..."}
 
 
+@functools.cache
 def model_shapes(path: str) -> ModelShapes:
     """Read names and shapes from a model's own checkpoint, as transformers and so the trainer writes them again.
 
