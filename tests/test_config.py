@@ -105,6 +105,7 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
 )
 def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
+    assert config.load(overrides=["env.rate=1e-3"]).env.model_extra == {"rate": 0.001}  # an option of a plugin
     section, key = override.partition("=")[0].split(".")
     assert getattr(getattr(config.load(overrides=[override]), section), key) == value
 
@@ -266,10 +267,8 @@ def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> N
     assert config.Config().model.lora is None
     everything = config.LoraConfig(rank=16, alpha=32.0, targets="all-linear")
     assert load(tmp_path, "model: {lora: {}}").model.lora == everything
-    assert config.load(None, ["model.lora={}"]).model.lora == everything
-    for text in ("", "model: {lora: null}"):
-        assert load(tmp_path, text, "model.lora.rank=8").model.lora == everything.model_copy(update={"rank": 8})
-    one = everything.model_copy(update={"targets": ("q_proj",)})
-    assert config.load(None, ["model.lora.targets=q_proj"]).model.lora == one
-    named = config.load(None, ["model.lora.targets=[q_proj, v_proj]"])
-    assert load(tmp_path, config.dump(named)) == named
+    assert load(tmp_path, "model: {lora: null}", "model.lora.rank=16").model.lora == everything
+    for one in ("q_proj", "[q_proj]"):
+        named = config.load(None, [f"model.lora.targets={one}"])
+        assert named.model.lora == everything.model_copy(update={"targets": ("q_proj",)})
+        assert load(tmp_path, config.dump(named)) == named

@@ -149,8 +149,8 @@ async def play(
     timeout_s: float = 10.0,
     batcher: Batcher | None = None,
     sampling: SamplingParams = SAMPLING,
-) -> dict[tuple[int, int], Completion]:
-    """All completions of each prompt, whose turns are a group."""
+) -> dict[tuple[int, int], str]:
+    """What all completions of each prompt say; its turns are a group."""
     batcher, deadline = batcher or Batcher(pool), Deadline(timeout_s)
     turns = {
         (i, j): turn(prompt, SEED + i * n + j, deadline, sampling, f"{i}/{j} (prompt p{i})")
@@ -159,7 +159,8 @@ async def play(
     }
     asks = [asyncio.create_task(batcher.ask(one)) for one in turns.values()]
     try:
-        return dict(zip(turns, await asyncio.gather(*asks), strict=True))
+        done = await asyncio.gather(*asks)
+        return {pair: completion.text for pair, completion in zip(turns, done, strict=True)}
     finally:
         await cancel(asks)
 
@@ -167,10 +168,6 @@ async def play(
 def texts(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, int], str]:
     """What each pair must be: its prompt's first token, and the seed that is its own whoever plays it."""
     return {(i, j): f"{p[0]} {SEED + i * n + j}" for i, p in enumerate(prompts) for j in range(n)}
-
-
-def outcome(done: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], str]:
-    return {pair: completion.text for pair, completion in done.items()}
 
 
 async def until(condition: Any) -> None:
@@ -184,7 +181,7 @@ async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: 
     async with make_pool(servers) as pool:
         done = await play(pool, prompts, n=2)
         assert [member.in_flight for member in pool.members] == [0, 0]
-    assert outcome(done) == texts(prompts, 2)
+    assert done == texts(prompts, 2)
     (one,), (other,) = (server.requests for server in servers)
     mine = [{prompt[0] for prompt in request.prompts} for request in (one, other)]
     assert not mine[0] & mine[1]
@@ -193,7 +190,7 @@ async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: 
     tokens = [sum(2 * (len(prompts[i]) + 10) for i in share) for share in mine]
     assert tokens == [pytest.approx(sum(tokens) / 2, rel=0.02)] * 2
     async with make_pool(servers[:1]) as pool:  # whoever plays it
-        assert outcome(await play(pool, prompts, n=2)) == texts(prompts, 2)
+        assert await play(pool, prompts, n=2) == texts(prompts, 2)
 
 
 async def test_work_goes_to_the_server_with_the_fewest_tokens_in_flight(servers: list[FakeServer]) -> None:
@@ -221,7 +218,7 @@ async def test_what_is_too_much_for_one_request_goes_in_several(
     monkeypatch.setattr("hocket.batcher.MAX_TURNS", 4)
     prompts = [[i] for i in range(1, 4)]
     async with make_pool(servers[:1]) as pool:
-        assert outcome(await play(pool, prompts, n=3)) == texts(prompts, 3)
+        assert await play(pool, prompts, n=3) == texts(prompts, 3)
     assert sorted(sum(map(len, request.seeds or ())) for request in servers[0].requests) == [1, 4, 4]
 
 
@@ -234,7 +231,7 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
     servers[0].cut_after = 5  # of its 4 prompts with 3 completions each: in the middle of the second prompt
     async with make_pool(servers, say=said.append) as pool:
         done = await play(pool, prompts, n=3, batcher=Batcher(pool, tools=toolbox))
-        assert outcome(done) == texts(prompts, 3)
+        assert done == texts(prompts, 3)
         assert [member.in_flight for member in pool.members] == [0, 0]
     assert [len(server.played) for server in servers] == [5, 12 + 7]
     assert Counter(servers[0].played + servers[1].played).most_common(1)[0][1] == 1
@@ -257,7 +254,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
     async def played() -> int:
         """Plays four prompts and returns how many of all were played by the first server."""
         prompts = [[i] for i in range(4)]
-        assert outcome(await play(pool, prompts)) == texts(prompts, 1)
+        assert await play(pool, prompts) == texts(prompts, 1)
         pool.members[0].next_look = 0.0
         return len(servers[0].played)
 
@@ -298,7 +295,7 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
         await until(lambda: alone.requests)
         alone.die()
         clock.now += 1.0
-        assert outcome(await playing) == texts([[1], [2]], 1)
+        assert await playing == texts([[1], [2]], 1)
     assert waited[1] == (f"waiting for {alone.url} (nothing answers there yet)", 100.0)
 
 
@@ -326,7 +323,7 @@ async def test_what_was_ended_for_others_to_go_first_is_played_again_by_the_same
 ) -> None:
     servers[0].end_with = error(code)
     async with make_pool(servers[:1]) as pool:
-        assert outcome(await play(pool, [[1], [2]], n=2)) == texts([[1], [2]], 2)
+        assert await play(pool, [[1], [2]], n=2) == texts([[1], [2]], 2)
         assert pool.members[0].in_flight == 0
     assert len(servers[0].requests) == 2
     assert servers[0].looks == 1  # it never was out
@@ -348,7 +345,7 @@ async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is
         looks = servers[1].looks
         await until(lambda: servers[1].looks > looks + 8)  # each after a fourth of the silence
         servers[1].go.set()
-        assert outcome(await playing) == texts(prompts, 1)
+        assert await playing == texts(prompts, 1)
     assert len(servers[1].requests) == 2
 
 

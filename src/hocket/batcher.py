@@ -58,11 +58,7 @@ class Batcher:
         self._homes: dict[str, tuple[Member, int]] = {}  # group: its server, tokens of its first turns
 
     async def ask(self, turn: Turn) -> Completion:
-        """Return the completion of a turn.
-
-        Raises:
-            ServerError: refused, not finished in time, no server is left, or MAX_LOSSES servers were lost with it.
-        """
+        """Return the completion of a turn, or raise ServerError: at the latest when MAX_LOSSES servers were lost."""
         self._waiting.append(turn)
         self._wake()
         return await turn.answer

@@ -11,8 +11,10 @@ from pydantic import ValidationError
 
 import hocket
 from hocket import config as config_module
+from hocket import doctor, launch
 from hocket.config import Config
 from hocket.errors import ConfigError, HocketError
+from hocket.observe import metrics
 
 QUICKSTART = "config/quickstart.yaml"
 EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one, e.g. trainer.steps=10 run.dir=runs/a."
@@ -20,9 +22,7 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit status; a known error is printed without a traceback."""
-    from hocket.launch import die_with_launcher
-
-    die_with_launcher()
+    launch.die_with_launcher()
     # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
     args = _parser().parse_args([arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))])
     command: Callable[[argparse.Namespace], int | None] = args.run
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, "FOLDER", "OUTPUT")
     export.epilog = "Training began with the model that the run's config names; if it has moved, set model.path=NEW."
     add("ledger", _ledger, "RUN")
-    add("doctor", _doctor)
+    add("doctor", lambda args: doctor.run())
     return parser
 
 
@@ -88,11 +88,9 @@ def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[
 
 
 def _quickstart(args: argparse.Namespace) -> int:
-    from hocket.launch import quickstart
-
     if not args.settings and not Path(QUICKSTART).is_file():
         raise ConfigError(f"there is no {QUICKSTART} here: run this in a clone of the repository, or name a CONFIG")
-    return quickstart(*read_settings(args.settings, QUICKSTART))
+    return launch.quickstart(*read_settings(args.settings, QUICKSTART))
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -155,8 +153,8 @@ def _eval(args: argparse.Namespace) -> None:
     config, arguments = read_settings(args.settings)
     from hocket.commands import evaluate_checkpoint
 
-    metrics = evaluate_checkpoint(config, arguments)
-    print(json.dumps(metrics) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in metrics.items()))
+    found = evaluate_checkpoint(config, arguments)
+    print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -182,8 +180,6 @@ def _ledger(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> None:
-    from hocket.observe import metrics
-
     if args.reference:
         print(config_module.reference())
     elif args.metrics:
@@ -192,9 +188,3 @@ def _config(args: argparse.Namespace) -> None:
         print(config_module.preset_table())
     else:
         print(config_module.dump(read_settings(args.settings)[0]), end="")
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from hocket import doctor
-
-    return doctor.run()

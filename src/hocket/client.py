@@ -102,11 +102,7 @@ class ServerClient:
         return True
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
-        """Yield completions as the server finishes them, in any order.
-
-        Raises:
-            ServerError: refused, unreachable, cut off, or not finished in time.
-        """
+        """Yield completions as the server finishes them, in any order."""
         body = request.model_copy(update={"stream": True}).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from hocket import checkpoints
 from hocket import tokenizer as tokenizers
+from hocket.batcher import Batcher
 from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig
-from hocket.data import PromptStream, load_prompts
+from hocket.data import PromptStream, Renderer, load_prompts
 from hocket.data.curriculum import bind
+from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
 from hocket.launch import Child, free_port, server_process
@@ -24,8 +26,9 @@ from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
+from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Plan, Play, collect
-from hocket.rollout.episodes import player
+from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import Canary, bring_up
@@ -228,9 +231,17 @@ class Parts:
         return PromptStream(prompts, seed, bind(curriculum), retire_after=retire_after, prompts_per_step=size)
 
     def play(self, servers: ServerPool) -> Play:
-        """Return how episodes are played on these servers."""
-        env, data = self.config.env, self.config.data
-        return player(self.environment, servers, self.tokenizer, env=env, data=data, max_length=self.longest)
+        """Return how episodes are played on these servers: single turns, turns with an environment, or agents."""
+        made, env = self.environment(), self.config.env
+        ask = Batcher(servers, tools=made.toolbox).ask
+        if type(made) is environments.SingleTurn:  # prompts leave room for a turn, and the engine queues turns itself
+            return functools.partial(single_turn, ask=ask)
+        limits = Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s)
+        budget = TokenBudget(lambda: sum(member.kv_tokens for member in servers.members))
+        if isinstance(made, Agent):
+            return Agents(agent=made, pool=servers, limits=limits, decode=self.tokenizer.decode, budget=budget).play
+        renderer = Renderer(self.config.data, self.tokenizer, made.toolbox.tools if made.toolbox else ())
+        return lambda prompt, seat: Episode(prompt, seat, self.environment, ask, renderer, limits, budget).play()
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
         """Return the pipeline of the batches that `new_batch` gathers."""

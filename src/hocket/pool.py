@@ -226,18 +226,14 @@ class ServerPool:
 
     @asynccontextmanager
     async def session(
-        self, sampling: SamplingParams, *, tokens: int, deadline: Deadline, **bounds: Any
+        self,
+        sampling: SamplingParams,
+        *,
+        tokens: int,  # counted as in flight
+        deadline: Deadline,  # stopped while there is no server
+        **bounds: Any,  # the other fields of a SessionRequest
     ) -> AsyncIterator["RecordedSession"]:
-        """Open a session on the server with the fewest tokens in flight; it ends with the body.
-
-        Args:
-            tokens: counted as in flight.
-            deadline: stopped while there is no server.
-            bounds: the other fields of a SessionRequest.
-
-        Raises:
-            ServerError: refused, or no server is left and none came back.
-        """
+        """Open a session on the server with the fewest tokens in flight; it ends with the body. Raise as `wait_up`."""
         while True:
             member = min(await self.wait_up(deadline), key=lambda member: member.in_flight)
             request = SessionRequest(sampling=sampling, session=member.session, **bounds)

@@ -1,8 +1,7 @@
 """Broadcast tensors in buckets over a process group of their own; both ends of the weight hand-over use it.
 
-A bucket is one flat array of bytes, sent with a single broadcast: its tensors one after the other, each at a multiple
-of 16 bytes, then their checksums. The group is independent of all others of its process (DeepSpeed's, vLLM's), has a
-deadline for every wait, and can be closed by either end at any moment.
+A bucket is one flat array of bytes: its tensors, each at a multiple of 16 bytes, then their checksums. The group is
+independent of DeepSpeed's and vLLM's, has a deadline for every wait, and can be closed by either end at any moment.
 """
 
 import contextlib
@@ -49,7 +48,8 @@ def pack(named: Named, device: torch.device) -> tuple[Tensor, dict[str, TensorSp
     for (_, view), (_, tensor) in zip(views, named, strict=True):
         view.copy_(tensor)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
-    checksums.copy_(torch.tensor([int(spec.checksum, 16) for spec in specs.values()], dtype=torch.uint64))
+    made = [int(spec.checksum, 16) for spec in specs.values()]
+    checksums.copy_(torch.tensor(made, dtype=torch.uint64).view(torch.int64))
     return flat, specs
 
 
@@ -57,7 +57,7 @@ def unpack(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str
     """Return the tensors of a bucket, as views of it, and their specs. Raises SyncError where a checksum differs."""
     named, checksums = _views(flat, bucket)
     specs = {name: manifest.spec(tensor) for name, tensor in named}
-    for (name, spec), checksum in zip(specs.items(), checksums.tolist(), strict=True):
+    for (name, spec), checksum in zip(specs.items(), checksums.cpu().view(torch.uint64).tolist(), strict=True):
         if int(spec.checksum, 16) != checksum:
             raise SyncError(f"the bytes of tensor {name!r} changed on their way")
     return named, specs
@@ -100,7 +100,7 @@ class WeightGroup:
 
     def announce(self, number: int) -> None:
         """Announce to the other ranks that this one is about to receive the group's transfer `number`; 0: to join."""
-        self._own_store.set(_key(number, self.rank), "1")
+        self._own_store.set(f"transfer {number}/{self.rank}", "1")  # the group's own keys begin with numbers
 
     def broadcast(self, flat: Tensor) -> None:
         """Send rank 0's bytes to all and wait until they are there. Raises RuntimeError past the deadline."""
@@ -142,11 +142,7 @@ def find_store(host: str, port: int, timeout_s: float) -> Store:
 
 def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
     """Return whether all these ranks of the group `name` have announced the transfer `number`."""
-    return bool(dist.PrefixStore(name, store).check([_key(number, rank) for rank in ranks]))
-
-
-def _key(number: int, rank: int) -> str:
-    return f"transfer {number}/{rank}"  # the group's own keys begin with numbers
+    return bool(dist.PrefixStore(name, store).check([f"transfer {number}/{rank}" for rank in ranks]))
 
 
 def address_towards(host: str, port: int) -> str:
@@ -171,10 +167,10 @@ def _empty(item: TensorLayout) -> Tensor:
 
 
 def _views(flat: Tensor, bucket: Sequence[TensorLayout]) -> tuple[list[tuple[str, Tensor]], Tensor]:
-    """Return the named tensors of a bucket and their checksums, uint64 [n], as views of its bytes."""
+    """Return the named tensors of a bucket and their checksums, int64 [n], as views of its bytes."""
     *parts, checksums = torch.split(flat, [*map(_padded, bucket), _CHECKSUM_BYTES * len(bucket)])
     named = []
     for item, part in zip(bucket, parts, strict=True):
         empty = _empty(item)
         named.append((item.name, part[: empty.nbytes].view(empty.dtype).view(empty.shape)))
-    return named, checksums.view(torch.uint64)
+    return named, checksums.view(torch.int64)

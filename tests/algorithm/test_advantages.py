@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hocket.algorithm.advantages import group_advantages, zero_variance_groups
-from hocket.algorithm.by_token import discounted_returns, gae, token_rewards, whiten
+from hocket.algorithm.by_token import discounted_returns, gae, whiten
 
 NAN = math.nan
 
@@ -60,12 +60,6 @@ def test_lists_of_different_length_and_unknown_knobs_are_refused() -> None:
         group_advantages([1.0], [0], scale="rank")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown advantage"):
         group_advantages([1.0], [0], baseline="critic")
-
-
-def test_the_last_token_earns_the_reward_and_each_pays_its_penalty() -> None:
-    penalties = torch.tensor([0.5, 0.0, -0.25])
-    assert token_rewards(2.0, penalties).tolist() == [-0.5, 0.0, 2.25]
-    assert penalties.tolist() == [0.5, 0.0, -0.25]
 
 
 def test_returns_sum_what_is_still_to_come() -> None:

@@ -79,17 +79,13 @@ def test_any_text_survives_the_tokenizer_and_printable_ascii_is_one_token_each(t
 def test_model_tokenizer_and_generation_agree_and_the_folder_is_small(folder: Path, largest: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    assert (len(tokenizer), tokenizer.eos_token_id) == (config["vocab_size"], config["eos_token_id"])
-    assert sum(file.stat().st_size for file in folder.iterdir()) < largest
-
-
-def test_the_policy_that_sorts_has_the_shape_that_its_kernels_need_and_ends_its_turns(tokenizer: Any) -> None:
-    config, generation = (json.loads((SORT / f"{name}.json").read_text()) for name in ("config", "generation_config"))
-    assert config["hidden_size"] == 32 * config["num_attention_heads"]
-    assert config["max_position_embeddings"] >= 512
+    generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    assert len(tokenizer) == config["vocab_size"]
+    assert config["hidden_size"] == 32 * config["num_attention_heads"]  # the shape that vLLM's kernels need
     for settings in (config, generation):
         assert settings["eos_token_id"] == tokenizer.eos_token_id
         assert settings["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert sum(file.stat().st_size for file in folder.iterdir()) < largest
     messages = [{"role": "user", "content": "Sort: ba"}, {"role": "assistant", "content": "ab"}]
     assert tokenizer.apply_chat_template(messages)["input_ids"][-1] == tokenizer.eos_token_id
 

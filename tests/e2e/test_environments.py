@@ -13,13 +13,12 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from batches import drawing
 from hocket import config, tokenizer
-from hocket.data import load_prompts
-from hocket.envs.base import bind
+from hocket.commands import Parts
+from hocket.observe.console import Console
 from hocket.pool import Deadline, ServerPool
 from hocket.protocol import SamplingParams
 from hocket.rewards import RewardScorer
 from hocket.rollout.collect import Plan, collect
-from hocket.rollout.episodes import player
 from hocket.rollout.pipeline import sampling_params
 from hocket.types import Group, TokenSequence
 from processes import ROOT, START_S, Process, free_port
@@ -50,11 +49,8 @@ async def groups_of(
     """Plays one step of config/NAME.yaml, as the loop does."""
     overrides = (f"server.port={port}", f"run.dir={runs}/{name}-played", *overrides)
     settings = config.load(ROOT / "config" / f"{name}.yaml", overrides)
-    tokens = tokenizer.load(settings.model.path)
-    make = bind(settings.env.name, settings.env.model_extra or {})
-    toolbox = make().toolbox
-    tools = toolbox.tools if toolbox else ()
-    prompts, _ = load_prompts(settings.data, tokens, max_prompt_tokens=200, tools=tools)
+    parts = Parts(settings, Console("plain", steps=1))
+    prompts = parts.prompts("train", settings.data)
     plan = Plan(
         label="s",
         sampling=sampling_params(settings.rollout, seed=0, step=1),
@@ -64,10 +60,8 @@ async def groups_of(
         deadline=Deadline(120),
     )
     async with ServerPool(settings.server_urls) as servers:
-        max_length = tokenizer.longest_sequence(settings.model, settings.trainer)
-        play = player(make, servers, tokens, env=settings.env, data=settings.data, max_length=max_length)
         with RewardScorer(settings.rewards) as scorer:
-            return (await collect(plan, drawing(prompts[:num_prompts]), play, scorer.score)).groups
+            return (await collect(plan, drawing(prompts[:num_prompts]), parts.play(servers), scorer.score)).groups
 
 
 def largest_gap(sequences: list[TokenSequence]) -> float:

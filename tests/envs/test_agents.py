@@ -3,11 +3,9 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from hocket.envs import Agent, Task, agent
 from hocket.envs.base import bind
 from hocket.errors import ConfigError
+from processes import wait_for
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TASK = Task(
@@ -139,49 +138,42 @@ async def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
         await program(tmp_path, "{}['gone']").run(TASK)
 
 
-async def test_a_program_that_is_given_up_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
-    code = f"""
+CHILDREN = """
 import os, subprocess, sys, time
 sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-child, elsewhere = (subprocess.Popen(sleeps, start_new_session=away) for away in (False, True))
-open({str(tmp_path / "partial")!r}, "w").write(f"{{os.getpid()}} {{child.pid}} {{elsewhere.pid}}")
-os.rename({str(tmp_path / "partial")!r}, {str(tmp_path / "pids")!r})
+children = [subprocess.Popen(sleeps, start_new_session=away).pid for away in (False, True)]
+"""
+STAYS = """
+open("{0}.partial", "w").write(f"{{os.getpid()}} {{children[0]}} {{children[1]}}")
+os.rename("{0}.partial", "{0}")
 time.sleep(600)
 """
-    running = asyncio.create_task(program(tmp_path, code).run(TASK))
-    pids = await written(tmp_path / "pids")
+
+
+async def test_a_program_that_is_given_up_is_killed_with_all_it_has_started(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    running = asyncio.create_task(program(tmp_path, CHILDREN + STAYS.format(file)).run(TASK))
+    await asyncio.to_thread(wait_for, file.exists, "the program and its children run")
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    gone(pids)
+    gone(file.read_text())
 
 
 async def test_what_a_program_leaves_running_does_not_outlive_it_nor_is_waited_for(tmp_path: Path) -> None:
-    code = """
-import subprocess, sys
-sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-print(subprocess.Popen(sleeps, start_new_session=True).pid)
-"""
-    answer = await asyncio.wait_for(program(tmp_path, code).run(TASK), 20)
-    gone([int(str(answer))])
+    gone(str(await asyncio.wait_for(program(tmp_path, CHILDREN + "print(*children)").run(TASK), 60)))
 
 
-async def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    inner = f"""
-import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
-open({str(tmp_path / "partial")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
-os.rename({str(tmp_path / "partial")!r}, {str(tmp_path / "pids")!r})
-time.sleep(600)
-"""
-    command = [sys.executable, "-c", inner]
+def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    command = [sys.executable, "-c", CHILDREN + STAYS.format(file)]
     outer = "import subprocess; from hocket.processes import kill_with_parent; "
     outer += f"subprocess.run(kill_with_parent({command!r}))"
     parent = subprocess.Popen([sys.executable, "-c", outer], env={**os.environ, "PYTHONPATH": str(SOURCE)})
-    pids = await written(tmp_path / "pids")
-    parent.send_signal(signal.SIGKILL)
+    wait_for(file.exists, "the program and its children run")
+    parent.kill()
     parent.wait()
-    gone(pids)
+    gone(file.read_text())
 
 
 async def test_a_program_that_writes_without_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,23 +184,11 @@ async def test_a_program_that_writes_without_end_has_failed(tmp_path: Path, monk
         await asyncio.wait_for(program(tmp_path, code).run(TASK), 20)
 
 
-async def written(file: Path) -> list[int]:
-    end = time.monotonic() + 20
-    while not (file.exists() and file.read_text()):
-        assert time.monotonic() < end
-        await asyncio.sleep(0.02)
-    return [int(pid) for pid in file.read_text().split()]
+def gone(pids: str) -> None:
+    def runs(pid: str) -> bool:
+        try:
+            return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
 
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def gone(pids: list[int]) -> None:
-    end = time.monotonic() + 20
-    while any(map(runs, pids)):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for(lambda: not any(map(runs, pids.split())), "all processes have ended")

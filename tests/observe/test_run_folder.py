@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,25 +15,16 @@ from hocket.errors import ConfigError
 from hocket.observe.run_folder import RunFolder, groups_of, lines_of, read_lines
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
+BASE = TokenSequence(
+    token_ids=(1, 2, 3, 4, 5), mask=(False, False, True, False, True),  # between two turns the environment spoke
+    logprobs=(0.0, 0.0, -0.1, 0.0, -0.123456789012345), version_min=3, version_max=4, turns=2, text="ab\u2028\r\n",
+    dialogue=({"role": "assistant", "content": "a"}, {"role": "environment", "content": "?"}),
+)  # fmt: skip
 
-def rollout(group: str, index: int, others: tuple[TokenSequence, ...] = (), **changes: object) -> Rollout:
+
+def rollout(group: str, index: int, others: tuple[TokenSequence, ...] = (), **changes: Any) -> Rollout:
     prompt = Prompt(id=f"task:{group}", token_ids=(1, 2), text="sort ba", answer="ab")
-    return Rollout(id=f"{group}/{index}", prompt=prompt, sequences=(*others, sequence(**changes)))
-
-
-def sequence(**changes: object) -> TokenSequence:
-    values: dict[str, object] = {
-        "token_ids": (1, 2, 3, 4, 5),
-        "mask": (False, False, True, False, True),  # between two turns the environment spoke
-        "logprobs": (0.0, 0.0, -0.1, 0.0, -0.123456789012345),
-        "finish_reason": "stop",
-        "version_min": 3,
-        "version_max": 4,
-        "text": "ab\u2028\r\n",
-        "turns": 2,
-        "dialogue": ({"role": "assistant", "content": "a"}, {"role": "environment", "content": "?"}),
-    }
-    return TokenSequence(**(values | changes))  # type: ignore[arg-type]
+    return Rollout(id=f"{group}/{index}", prompt=prompt, sequences=(*others, replace(BASE, **changes)))
 
 
 GROUP = Group(
@@ -121,7 +114,7 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
 
 def test_groups_come_back_as_they_were_and_the_sequences_of_an_agent_s_episode_stay_together() -> None:
     scores = (Score(total=0.1, parts={"math": 0.1}), Score(total=1.0))
-    others = (sequence(), sequence(turns=1, dialogue=(), text="other"))
+    others = (BASE, replace(BASE, turns=1, dialogue=(), text="other"))
     first = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=scores)
     second = Group(id="step 1/1", rollouts=(rollout("step 1/1", 0),), scores=(Score(total=-2.5),))
     lines = lines_of([first, second]).split("\n")[:-1]

@@ -18,8 +18,8 @@ from batches import gathered
 from hocket.batcher import Turn
 from hocket.config import DataConfig
 from hocket.data import Renderer
-from hocket.envs import Action, Environment, Observation, SingleTurn, Step, tool
-from hocket.envs.base import bind
+from hocket.envs import Action, Environment, Observation, Step, tool
+from hocket.envs.base import SingleTurn, bind
 from hocket.errors import ServerError
 from hocket.protocol import Completion, ToolCall
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn

@@ -36,7 +36,7 @@ def assert_close(measured: Sequence[Measured], expected: Sequence[Sequence[float
         torch.testing.assert_close(torch.tensor(one.ref_logprobs), torch.tensor(other), atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize(("stage", "tokens"), [(0, 19), (1, 19), (1, 1000), (2, 19), (3, 19)])
+@pytest.mark.parametrize(("stage", "tokens"), [(0, 19), (1, 1000), (3, 19)])
 def test_the_start_stays_the_reference_while_the_policy_moves(
     ranks: Ranks, tied_model: str, stage: int, tokens: int, tmp_path: Path
 ) -> None:
@@ -68,7 +68,7 @@ def test_log_probs_are_those_of_the_temperature_that_was_sampled_with(ranks: Ran
     assert measured[0].ref_logprobs[2] == pytest.approx(float(full[1, token_ids[2]]), abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_does_not_notice(
     ranks: Ranks, untied_model: str, stage: int
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_model_with_another_vocabulary_is_refused(ranks: Ranks, tied_model: st
         make_trainer(ranks, tied_model, f"algorithm.preset={preset}", f"{key}=checkpoints/tiny-sort")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_in_16_bits_a_policy_that_has_not_moved_agrees_with_its_reference_to_the_last_bit(
     ranks: Ranks, untied_model: str, stage: int
 ) -> None:

@@ -23,7 +23,7 @@ from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bfloat16_training_follows_float32_and_exports_bfloat16(
     ranks: Ranks, tied_model: str, stage: int, tmp_path: Path
 ) -> None:
@@ -62,7 +62,7 @@ def test_nothing_to_train_on_is_refused_and_the_trainer_goes_on(ranks: Ranks, ti
         assert not trainer.step(make_samples())["train/skipped"]
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "bfloat16")])
 def test_with_the_optimizer_offloaded_training_goes_on_after_a_skipped_step(
     ranks: Ranks, tied_model: str, stage: int, dtype: str
 ) -> None:

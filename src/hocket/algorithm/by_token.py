@@ -8,13 +8,6 @@ from torch import Tensor
 MIN_VARIANCE = 1e-8
 
 
-def token_rewards(reward: float, penalties_t: Tensor) -> Tensor:
-    """Return −penalty of each token, plus the reward of the rollout at the last one, [t]."""
-    rewards_t = -penalties_t
-    rewards_t[-1] += reward
-    return rewards_t
-
-
 def discounted_returns(rewards_t: Tensor, *, discount: float) -> Tensor:
     """Return Σ_{s≥t} discount^(s−t) · reward_s of each token, [t] (arXiv 2501.03262)."""
     returns, following = [], 0.0

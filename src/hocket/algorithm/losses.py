@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hocket.algorithm.diagnostics import policy_metrics
 from hocket.algorithm.kl import kl_penalty
-from hocket.algorithm.ratios import importance_weight, masked_log_ratio, sequence_means, sequence_sums
+from hocket.algorithm.ratios import importance_weight, masked_log_ratio, policy_metrics, sequence_means, sequence_sums
 from hocket.config import LossConfig as LossConfig
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.algorithm.advantages import group_advantages, zero_variance_groups
-from hocket.algorithm.by_token import discounted_returns, gae, token_rewards, whiten
+from hocket.algorithm.by_token import discounted_returns, gae, whiten
 from hocket.algorithm.kl import kl_penalty
 from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig
@@ -188,7 +188,8 @@ def _by_token(
     """Return an advantage per token, and with a critic its target."""
     advantages, returns = [], []
     for row in trained:
-        rewards_n = token_rewards(rewards[row.owner], kl_coef * row.kl_n)
+        rewards_n = -kl_coef * row.kl_n
+        rewards_n[-1] += rewards[row.owner]
         if algorithm.baseline == "none":
             advantages.append(discounted_returns(rewards_n, discount=algorithm.discount))
             continue

@@ -41,11 +41,7 @@ class Agents:
         self._gate = asyncio.Semaphore(self.agent.concurrency)  # of all batches under way
 
     async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
-        """Play one episode; one that fails, or is not over at its deadline, has an error.
-
-        Raises:
-            ServerError: there is no server, or it refuses sessions.
-        """
+        """Play one episode; one that fails, or is not over at its deadline, has an error. Raise only ServerError."""
         tokens = most_tokens(prompt, seat.sampling)
         async with self._gate:
             await self.budget.start(tokens)

@@ -38,11 +38,7 @@ class Evaluation:
     max_error_rate: float
 
     async def run(self, label: str) -> tuple[dict[str, float], list[Group]]:
-        """Return the eval/* metrics and the groups, in the prompts' order.
-
-        Raises:
-            RewardError: more than max_error_rate of the rollouts, or all, could not be scored.
-        """
+        """Return the eval/* metrics and the groups, in the prompts' order. Raise RewardError as `refuse_failing`."""
         size, deadline = len(self.prompts), Deadline(self.timeout_s)
         plan = Plan(
             label=label, sampling=self.sampling, group_size=self.samples, wanted=size, at_most=size, deadline=deadline

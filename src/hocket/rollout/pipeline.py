@@ -75,9 +75,6 @@ class Pipeline:
         """Return the complete batch of a step. Call it when `version`, the weights of the step before, is published.
 
         It is smaller, or empty, once the stream has no more prompts. Without a version, staleness/* is left out.
-
-        Raises:
-            ServerError: generation failed; neither environments nor scoring raise.
         """
         start = time.perf_counter()
         metrics = {"pipeline/queued_groups": float(sum(len(plan.batch.groups) for plan in self._plans.values()))}
