@@ -39,11 +39,7 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
 
 
 def apply(old: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the tensor that the `parts` of a Change make of `old`.
-
-    Raises:
-        OSError, ValueError, IndexError, KeyError, RuntimeError: they were not made for a tensor like this one.
-    """
+    """Return what the `parts` of a Change make of `old`. Raises as `patch` does where they are another tensor's."""
     if not parts:
         return old
     values = parts["values"]
@@ -64,11 +60,8 @@ def save(changes: Mapping[str, Change], folder: Path) -> None:
 def patch(files: Path, folder: Path) -> None:
     """Change the tensors in the safetensors files of one folder, in place, by the delta file of another.
 
-    One tensor at a time is in memory. Where this raises, the files are neither the old nor the new version.
-
-    Raises:
-        OSError, ValueError, IndexError, KeyError, RuntimeError, SafetensorError: the disk is full, or the delta was
-            not made for these files.
+    Raises OSError, ValueError, IndexError, KeyError, RuntimeError or SafetensorError where the disk is full or the
+    delta is of other files, which are then neither the old nor the new version.
     """
     with safe_open(folder / DELTA_FILE, framework="pt") as changes:
         keys: dict[str, list[str]] = {}

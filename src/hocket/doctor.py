@@ -45,15 +45,13 @@ class Finding(NamedTuple):
 
 def run() -> int:
     """Print the report; return 1 where something needed is missing, else 0."""
-    findings = []
+    errors = 0
     for check in (packages, devices, libraries, resources, *([memory, port, processes] if psutil else [])):
-        for finding in check():
-            print(f"{finding.label:<10} {finding.text}", flush=True)
-            findings.append(finding)
-    errors = [finding.error for finding in findings if finding.error]
-    print(*(f"  note: {finding.note}\n" for finding in findings if finding.note), sep="", end="")
-    print(*(f"  fix:  {error}\n" for error in errors), sep="", end="")
-    print(f"verdict    {len(errors)} to fix" if errors else "verdict    ready: python3 run.py quickstart")
+        for label, text, error, note in check():
+            advice = f"\n  fix:  {error}" if error else f"\n  note: {note}" if note else ""
+            print(f"{label:<10} {text}{advice}", flush=True)
+            errors += bool(error)
+    print(f"verdict    {errors} to fix" if errors else "verdict    ready: python3 run.py quickstart")
     return 1 if errors else 0
 
 
@@ -73,15 +71,14 @@ def devices() -> Iterator[Finding]:
     """Ask torch for its GPUs, in a process of its own: a broken driver may end or hang it."""
     if _version("torch") is None:
         return
-    probe = [sys.executable, "-c", PROBE]
     try:
-        answer = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
+        answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         fix = "torch hangs: look at `nvidia-smi` and `dmesg`, or set HOCKET_DEVICE=cpu"
         yield Finding("device", f"torch did not answer within {PROBE_TIMEOUT_S:.0f} s", error=fix)
         return
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1]
         fix = "torch is broken: delete .venv and run this again"
         yield Finding("device", f"torch can't be imported: {last}", error=fix)
         return
@@ -111,7 +108,7 @@ def libraries() -> Iterator[Finding]:
 
 def resources() -> Iterator[Finding]:
     """Count cores, and look whether runs can be written here."""
-    yield Finding("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
+    yield Finding("cores", str(len(os.sched_getaffinity(0))))
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
     yield Finding("disk", f"{free:.1f} GB free in {Path.cwd()}", error=fix if free < NEEDED_GB else "")

@@ -115,7 +115,7 @@ def run_ranks(command: Sequence[str], size: int, *, env: Mapping[str, str], chec
 
 @contextmanager
 def server_process(config: Config, arguments: Sequence[str], run_dir: Path) -> Iterator[Child]:
-    """Run `serve` during the body; its output goes to logs/server.log. `arguments` give it the same config."""
+    """Run `serve` with these arguments during the body; its output goes to logs/server.log."""
     command, env = ["-m", "hocket", "serve", *arguments], _visible(config.launch.server_gpus)
     server = Child(command, env=env, log=run_dir / "logs" / "server.log")
     try:
@@ -153,8 +153,7 @@ def _what_next(run_dir: Path, *, adapter: bool) -> str:
     return f"""
 The same in two terminals:     python3 run.py serve config/quickstart.yaml
                                python3 run.py train config/quickstart.yaml run.dir=runs/mine
-Your own model and data:       edit config/gsm8k_1gpu.yaml (Qwen2.5-0.5B-Instruct on GSM8K, one GPU), then
-                               python3 run.py quickstart config/gsm8k_1gpu.yaml
+Your own model and data:       edit config/gsm8k_1gpu.yaml, then python3 run.py quickstart config/gsm8k_1gpu.yaml
 {merge}Use the trained policy:        python3 run.py serve model.path={model}
                                python3 run.py generate -p "Sort: fmkt"
 """

@@ -15,10 +15,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:
-    """Have the kernel send `signum` to this process when process `parent`, which started it, ends (Linux only).
-
-    Exits where the parent is gone already.
-    """
+    """Have the kernel send `signum` to this process when `parent`, which started it, ends; exit if it has (Linux)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)

@@ -63,12 +63,9 @@ def flush(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content; a reader sees the old or the new one, never a part.
-
-    Half a surrogate pair, which JSON allows in a string, has no encoding and becomes a question mark.
-    """
+    """Replace a file's content; a reader sees the old or the new one, never a part."""
     partial = partial_of(path)
-    partial.write_text(text, encoding="utf-8", errors="replace")
+    partial.write_text(text, encoding="utf-8", errors="replace")  # JSON allows half a surrogate pair in a string
     os.replace(partial, path)
 
 

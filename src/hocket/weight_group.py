@@ -1,8 +1,7 @@
 """Broadcast tensors in buckets over a process group of their own; both ends of the weight hand-over use it.
 
-A bucket is one flat array of bytes, sent with a single broadcast: its tensors one after the other, each at a multiple
-of 16 bytes, then their checksums. The group is independent of all others of its process (DeepSpeed's, vLLM's), has a
-deadline for every wait, and can be closed by either end at any moment.
+A bucket is one flat array of bytes: its tensors, each at a multiple of 16 bytes, then their checksums. The group is
+independent of DeepSpeed's and vLLM's, has a deadline for every wait, and can be closed by either end at any moment.
 """
 
 import contextlib
@@ -101,7 +100,7 @@ class WeightGroup:
 
     def announce(self, number: int) -> None:
         """Announce to the other ranks that this one is about to receive the group's transfer `number`; 0: to join."""
-        self._own_store.set(_key(number, self.rank), "1")
+        self._own_store.set(f"transfer {number}/{self.rank}", "1")  # the group's own keys begin with numbers
 
     def broadcast(self, flat: Tensor) -> None:
         """Send rank 0's bytes to all and wait until they are there. Raises RuntimeError past the deadline."""
@@ -143,11 +142,7 @@ def find_store(host: str, port: int, timeout_s: float) -> Store:
 
 def announced(store: Store, name: str, number: int, ranks: Iterable[int]) -> bool:
     """Return whether all these ranks of the group `name` have announced the transfer `number`."""
-    return bool(dist.PrefixStore(name, store).check([_key(number, rank) for rank in ranks]))
-
-
-def _key(number: int, rank: int) -> str:
-    return f"transfer {number}/{rank}"  # the group's own keys begin with numbers
+    return bool(dist.PrefixStore(name, store).check([f"transfer {number}/{rank}" for rank in ranks]))
 
 
 def address_towards(host: str, port: int) -> str:

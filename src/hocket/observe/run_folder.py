@@ -26,10 +26,7 @@ COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
-    """Own the files of one run. As a context manager it writes the report of a run that fails, too.
-
-    Raises ConfigError if the folder holds a run already and checkpoint.resume is off.
-    """
+    """Own the files of one run. Raises ConfigError if the folder holds one already and checkpoint.resume is off."""
 
     def __init__(self, config: Config) -> None:
         self.path = config.run_dir
@@ -47,6 +44,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         self._board: Any = None
 
     def __exit__(self, *exc_info: object) -> None:
+        """Write the report of a run that fails, too."""
         if self._board is not None:
             self._board.close()
         if exc_info[0] is not None:
@@ -184,11 +182,7 @@ def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
 
 
 def groups_of(lines: Iterable[str]) -> list[Group]:
-    """Parse the lines of a rollouts file into groups; prompts come back without messages and columns.
-
-    Raises:
-        ValueError, KeyError, TypeError: a line is not such a row.
-    """
+    """Parse the lines of a rollouts file. Raises ValueError, KeyError or TypeError where one is not such a row."""
     groups = []
     for group_id, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
         rows = list(together)

@@ -26,13 +26,12 @@ async def bring_up(
     member: Member,
     health: Health,
 ) -> None:
-    """Give a server that came, or came back, the current version, whatever it held before.
+    """Give a server that came, or came back, the current version.
 
-    Nothing happens while the trainer is at work and other servers are up: the pool asks again soon. Raises TrainerError
-    if the server serves another model (`check_model`), SyncError if it refuses the version or computes with another.
+    Raises TrainerError if the server has another model (`check_model`), SyncError if it refuses the version.
     """
     if publisher.is_training and publisher.pool.up:
-        member.out = "the trainer is at work"
+        member.out = "the trainer is at work"  # the pool asks again soon
         return
     async with publisher.lock:
         if member.session is not None:

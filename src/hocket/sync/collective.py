@@ -1,9 +1,8 @@
 """Broadcast weights from the trainer's memory to the engines' workers, over NCCL or, on a CPU, gloo.
 
-The receiving half is `/init_weight_group` and `/reload_weights` in server/engine.py and server/worker.py. Each server
-has a group of its own with rank 0: a lost server disturbs no other, and every deadline can name its server. An update
-is one HTTP call per server, which may be answered with an error at any time, in the event loop's thread; tensors are
-gathered in a second thread and sent in others, so that a bucket travels while the next one is made.
+server/worker.py receives. Each server has a group of its own with rank 0: a lost server disturbs no other. An update is
+one HTTP call per server, in the event loop's thread; tensors are gathered in a second thread and sent in others, so
+that a bucket travels while the next one is made.
 """
 
 import asyncio
@@ -24,15 +23,7 @@ from hocket import manifest, weight_group
 from hocket.client import ServerClient
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import (
-    AdapterConfig,
-    CollectiveSource,
-    GroupRequest,
-    Health,
-    ReloadRequest,
-    TensorLayout,
-    TensorSpec,
-)
+from hocket.protocol import CollectiveSource, GroupRequest, Health, ReloadRequest, TensorLayout, TensorSpec
 from hocket.sync.publish import Answer, Delivery
 from hocket.system import run_in_thread
 
@@ -52,17 +43,17 @@ class CollectiveTransport:
 
     trainer: "Trainer"
     sync: SyncConfig
-    _buckets: list[list[TensorLayout]] = dataclasses.field(default_factory=list)
+    buckets: list[list[TensorLayout]] = dataclasses.field(default_factory=list)
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
     _unreachable: dict[ServerClient, str] = dataclasses.field(default_factory=dict)  # sessions slow to join
 
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`; connect with new ones first."""
         start = time.perf_counter()
-        self._buckets = self._buckets or self.trainer.layout(self.sync.bucket_mib << 20)
+        self.buckets = self.buckets or self.trainer.layout(self.sync.bucket_mib << 20)
         joined = await asyncio.gather(*map(self._link, servers))
         links = [link for link in joined if isinstance(link, _Link)]
-        await asyncio.gather(*(link.begin(version, self._buckets, self.trainer.adapter) for link in links))
+        await asyncio.gather(*(link.begin(version) for link in links))
         prepared = time.perf_counter()
         try:
             checksum = await run_in_thread(self._send, version, links)
@@ -73,7 +64,7 @@ class CollectiveTransport:
             raise
         answers = [(checksum, await link.outcome() if isinstance(link, _Link) else link) for link in joined]
         metrics = {
-            "sync/mebibytes": sum(map(weight_group.num_bytes, self._buckets)) / 2**20,
+            "sync/mebibytes": sum(map(weight_group.num_bytes, self.buckets)) / 2**20,
             "sync/prepare_s": prepared - start,
             "sync/transfer_s": time.perf_counter() - prepared,
         }
@@ -87,7 +78,7 @@ class CollectiveTransport:
     def _send(self, version: int, links: "Sequence[_Link]") -> str:
         """Send the trainer's weights to all, each bucket while the next is made; return the checksum."""
         specs: dict[str, TensorSpec] = {}
-        names = (f"bucket {number}/{len(self._buckets)} of version {version}" for number in itertools.count(1))
+        names = (f"bucket {number}/{len(self.buckets)} of version {version}" for number in itertools.count(1))
         running: list[concurrent.futures.Future[None]] = []
         with concurrent.futures.ThreadPoolExecutor(max(1, len(links)), "send weights") as threads:
 
@@ -147,30 +138,31 @@ class CollectiveTransport:
             if time.monotonic() - start > SLOW_JOIN_S:
                 self._unreachable[server] = health.session
             raise
-        return _Link(server, group, session=health.session, workers=health.workers, sync=self.sync)
+        return _Link(self, server, group, session=health.session, workers=health.workers)
 
 
 @dataclasses.dataclass(eq=False)
 class _Link:
     """The connection to one process of a server. A failure closes the group; both ends begin again with a new one."""
 
+    transport: CollectiveTransport
     server: ServerClient
     group: weight_group.WeightGroup
     session: str  # of the server's process
     workers: int
-    sync: SyncConfig
     transfers: int = 0  # that the group has seen, this one included
     ready: bool = False  # its workers are about to receive
     failure: SyncError | None = None  # what this end knows of a transfer that broke
     answer: "asyncio.Task[Answer]" = dataclasses.field(init=False)
 
-    async def begin(self, version: int, buckets: list[list[TensorLayout]], adapter: AdapterConfig | None) -> None:
+    async def begin(self, version: int) -> None:
         """Tell the server what will come; wait until its workers are about to receive, or it has answered."""
         self.transfers += 1
+        sync, buckets, adapter = self.transport.sync, self.transport.buckets, self.transport.trainer.adapter
         source = CollectiveSource(session=self.group.name, turn=self.transfers, adapter=adapter, buckets=buckets)
-        request = ReloadRequest(version=version, source=source, in_flight=self.sync.in_flight)
+        request = ReloadRequest(version=version, source=source, in_flight=sync.in_flight)
         self.answer = asyncio.create_task(self._ask(request))
-        seconds, group = READY_SHARE * self.sync.timeout_s, self.group
+        seconds, group = READY_SHARE * sync.timeout_s, self.group
         try:
             async with asyncio.timeout(seconds):
                 self.ready = await _announced(group.store, group.name, self.transfers, self.workers, self.answer)
@@ -182,7 +174,7 @@ class _Link:
 
     async def _ask(self, request: ReloadRequest) -> Answer:
         try:
-            return await self.server.reload_weights(request, timeout_s=self.sync.timeout_s)
+            return await self.server.reload_weights(request, timeout_s=self.transport.sync.timeout_s)
         except HocketError as error:
             self.group.close()  # its workers receive no more: no sender must wait for the deadline
             return error
@@ -196,7 +188,7 @@ class _Link:
         except RuntimeError as error:
             reason = f"the connection broke: {_cause(error)}"
             if re.search("(?i)timed ?out", str(error)):
-                seconds = BUCKET_SHARE * self.sync.timeout_s
+                seconds = BUCKET_SHARE * self.transport.sync.timeout_s
                 reason = f"{seconds:g} s passed; is it stopped? A slower network needs a higher sync.timeout_s"
             self.failure = SyncError(f"server {self.server.url} did not take {name}: {reason}")
 

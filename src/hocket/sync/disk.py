@@ -1,8 +1,7 @@
 """Number the weight versions of a run and write them below its folder: weights/v000012 in full, deltas/v000012.
 
-A full version is a complete Hugging Face model, or a PEFT adapter; its manifest is of the tensors in the trainer's
-memory, so that a server also notices what went wrong while they were written. A delta has the manifest of the same
-weights, but only the elements that changed since the previous version (hocket.delta).
+A full version is a Hugging Face model, or a PEFT adapter. Its manifest is of the tensors in the trainer's memory: a
+server also notices what went wrong on writing. A delta has such a manifest, but only what changed (hocket.delta).
 """
 
 import contextlib

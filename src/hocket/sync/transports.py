@@ -1,7 +1,4 @@
-"""Carry weight versions to servers in files: in a folder that both sides see, or uploaded over HTTP.
-
-The receiving half is `/reload_weights` in server/engine.py and server/worker.py, and `/upload` in server/uploads.py.
-"""
+"""Carry weight versions to servers in files: in a folder that both sides see, or uploaded over HTTP."""
 
 import asyncio
 import dataclasses

@@ -39,10 +39,7 @@ def first_fault(samples: Sequence[TrainSample], updates: Mapping[str, Update]) -
 
 
 def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: Callable[[list[int]], str]) -> None:
-    """Write the samples of a skipped step, one per line, and remove the oldest of such files.
-
-    Infinity and NaN are written as Python's json does.
-    """
+    """Write the samples of a skipped step as JSON (with NaN), one per line, and remove the oldest of such files."""
     rows = [
         {
             "id": sample.id,
@@ -74,11 +71,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, config: TrainerConfig, *, micro_batch_tokens: int, work: str, longest: int, on_gpu: bool
 ) -> TrainerError:
-    """Return the error that names what did not fit, and which setting to change to what.
+    """Return the error that names the work that did not fit, and which setting to change to what.
 
-    Args:
-        work: what the trainer was doing, e.g. "step".
-        longest: positions of the longest sequence in this work; 0 without one.
+    `longest`: positions of the longest sequence in this work; 0 without one.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") == "hocket.trainer.engine":

@@ -22,11 +22,8 @@ def token_logprobs(
     false nothing is computed and both results are 0.
 
     Args:
-        hidden_bth: last hidden states.
         lm_head: hidden [n, h] → logits [n, vocabulary]. It is called as a module, so that hooks which gather its
             weights (ZeRO-3) run.
-        target_ids_bt: the tokens whose log-prob is wanted.
-        mask_bt: bool, default all true.
         max_tokens: the head is called as often as for this many positions, even where fewer are masked in.
         entropy_gradient: whether the entropy carries a gradient, which costs another pass over a chunk's logits.
     """

@@ -66,11 +66,8 @@ def estimate(
 ) -> Estimate:
     """Return what a step needs with a transformers model, on any device; a frozen model has weights only.
 
-    Micro-batches have the configured size; with "auto", that of one chunk of tokens.
-
-    Args:
-        offloads: whether the optimizer's state is off the device.
-        quantized: whether the frozen linear layers, all but the output head, are held in 4 bits.
+    Micro-batches have the configured size; with "auto", that of one chunk of tokens. `offloads`: the optimizer's state
+    is off the device. `quantized`: frozen linear layers, all but the output head, are held in 4 bits.
     """
     parameters, head, text = list(model.parameters()), model.get_output_embeddings(), model.config.get_text_config()
     trained = sum(p.numel() for p in parameters if p.requires_grad)

@@ -143,10 +143,7 @@ class SavedTensors:
 def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mapping[str, Any] | None) -> None:
     """Write the model of a checkpoint in Hugging Face format; an adapter is merged into its base model.
 
-    Args:
-        base: the model that training began with, which gives config, tokenizer and, under an adapter, the weights.
-        dtype: of the written weights.
-        adapter: an AdapterConfig's fields, where one was trained.
+    `base`: the model that training began with, which gives config, tokenizer and, under an adapter, the weights.
     """
     if output.exists():
         raise ConfigError(f"{output} exists already; remove it, or name another folder")

@@ -177,11 +177,7 @@ class Trainer:
     def step(self, samples: Sequence[TrainSample], *, keep: Path | None = None) -> dict[str, float]:
         """Take one optimiser step on all samples and return its metrics; skip it where something is not finite.
 
-        Args:
-            keep: file for the samples of a skipped step, with what was not finite.
-
-        Raises:
-            TrainerError: no sample, a sample too long for a micro-batch, or too many skipped steps in a row.
+        `keep`: file for the samples of a skipped step. Raise TrainerError after too many skipped steps in a row.
         """
         metrics, fault = self._step(tuple(samples))
         if fault is not None:
