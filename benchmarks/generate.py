@@ -160,7 +160,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     chosen, _ = read_settings(options.settings)
     main.prepare_environment(chosen.server.tensor_parallel_size)
-    vllm_api.preload_engine()
     if options.offline:
         offline(chosen)
         sys.exit()

@@ -105,6 +105,7 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
 )
 def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
+    assert config.load(overrides=["env.rate=1e-3"]).env.model_extra == {"rate": 0.001}  # an option of a plugin
     section, key = override.partition("=")[0].split(".")
     assert getattr(getattr(config.load(overrides=[override]), section), key) == value
 

@@ -14,11 +14,9 @@ from hocket.errors import ServerError
 from hocket.launch import Child
 from processes import wait_for
 
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-)
 WITH_CHILD = (
-    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+    "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.{handler});"
+    "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
     "print(p.pid, flush=True); time.sleep(600)"
 )
 
@@ -46,19 +44,16 @@ def test_a_child_that_ends_by_itself_gives_its_status_and_log(tmp_path: Path) ->
         child.refuse_dead()
 
 
-def test_stopping_a_child_ends_what_it_started_too(tmp_path: Path) -> None:
-    child = Child(["-c", WITH_CHILD], env={}, log=tmp_path / "log")
+@pytest.mark.parametrize(("handler", "killed_by"), [("SIG_DFL", signal.SIGTERM), ("SIG_IGN", signal.SIGKILL)])
+def test_stopping_a_child_ends_what_it_started_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str, killed_by: signal.Signals
+) -> None:
+    monkeypatch.setattr(launch, "STOP_TIMEOUT_S", 60.0 if handler == "SIG_DFL" else 1.0)
+    child = Child(["-c", WITH_CHILD.format(handler=handler)], env={}, log=tmp_path / "log")
     grandchild = int(first_line(tmp_path / "log"))
     child.refuse_dead()  # it runs: no error
-    assert child.stop() == -signal.SIGTERM
+    assert child.stop() == -killed_by
     wait_for(lambda: gone(grandchild), "the grandchild is gone")
-
-
-def test_a_child_that_ignores_the_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "STOP_TIMEOUT_S", 1.0)
-    child = Child(["-c", STUBBORN], env={}, log=tmp_path / "log")
-    first_line(tmp_path / "log")
-    assert child.stop() == -signal.SIGKILL
 
 
 def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:

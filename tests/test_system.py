@@ -7,21 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hocket.system import (
-    atomic_folder,
-    flush,
-    free_memory,
-    remove_folder,
-    run_in_thread,
-    write_atomically,
-)
+from hocket.system import atomic_folder, flush, free_memory, remove_folder, run_in_thread, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     write_atomically(path, "old")
-    write_atomically(path, "new é")
-    assert path.read_bytes() == "new é".encode()
+    write_atomically(path, "new é\ud800")  # half a surrogate pair has no encoding
+    assert path.read_bytes() == "new é?".encode()
     assert list(tmp_path.iterdir()) == [path]
 
     def fail(*_: object) -> None:
@@ -30,12 +23,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="no space"):
         write_atomically(path, "newer")
-    assert path.read_text(encoding="utf-8") == "new é"
-
-
-def test_half_a_surrogate_pair_can_be_written(tmp_path: Path) -> None:
-    write_atomically(tmp_path / "a", "a\ud800b")
-    assert (tmp_path / "a").read_text(encoding="utf-8") == "a?b"
+    assert path.read_text(encoding="utf-8") == "new é?"
 
 
 def test_files_and_folders_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

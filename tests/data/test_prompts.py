@@ -12,8 +12,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
 from hocket.data import Renderer, load_demonstrations, load_prompts
@@ -21,15 +20,16 @@ from hocket.data.prompts import TooLongError
 from hocket.errors import ConfigError, DataError
 from hocket.types import Prompt
 
+ROOT = Path(__file__).parents[2]
 Write = Callable[..., str]
 ROWS = [{"prompt": "Sort: ba", "answer": "ab", "level": 1}, {"prompt": "Sort: dc", "answer": "cd", "level": 2}]
 CHATML = (
-    "{% for m in messages %}{{ '<im_start>' + m.role + '\n' + m.content + '<im_end>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<im_start>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 STRIPPING = (  # trims contents, and ends the last turn otherwise than those before
     "{% for m in messages %}{{ m.role + ':' + m.content | trim }}"
-    "{% if not loop.last or add_generation_prompt %}{{ '<im_end>' }}{% endif %}{% endfor %}"
+    "{% if not loop.last or add_generation_prompt %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 NO_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' }}"
@@ -223,26 +223,16 @@ def test_tasks_and_jsonl_load_no_data_library() -> None:
         "from hocket.data.sources import read_rows; list(read_rows(DataConfig()))\n"
         "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'pandas', 'numpy') if m in sys.modules])"
     )
-    source = Path(__file__).parents[2] / "src"
+    source = ROOT / "src"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(source)}
     )
     assert done.stdout.strip() == "[]"
 
 
-@pytest.fixture(scope="module")
-def merging() -> Any:
-    """A tokenizer with merges: "ab" is one token, although the model may as well write "a" and "b"."""
-    characters = ["<eos>", "<im_start>", "<im_end>", *map(chr, range(32, 127)), "\n"]
-    vocabulary = {token: index for index, token in enumerate([*characters, "ab"])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[("a", "b")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern="\n", behavior="isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", additional_special_tokens=["<im_start>", "<im_end>"]
-    )
-
-
-def renderer(tokenizer: Any, template: str | None) -> Renderer:
+def renderer(template: str | None) -> Renderer:
+    """One of the tokenizer that ships, with another template."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
     tokenizer.chat_template = template
     return Renderer(DataConfig(chat_template=template is not None), tokenizer)
 
@@ -252,21 +242,20 @@ HINT = [{"role": "user", "content": "cab"}, {"role": "user", "content": "b"}]
 
 
 @pytest.mark.parametrize("template", [CHATML, STRIPPING])
-def test_the_tokens_between_two_turns_are_those_of_a_whole_rendering(merging: Any, template: str) -> None:
-    rendering = renderer(merging, template)
-    end = merging.convert_tokens_to_ids("<im_end>")
+def test_the_tokens_between_two_turns_are_those_of_a_whole_rendering(tokenizer: Any, template: str) -> None:
+    rendering = renderer(template)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
     prompt, answer = rendering.encode([rendering.render([USER]), "xy"])
     (whole,) = rendering.encode([rendering.render([USER, {"role": "assistant", "content": "xy"}, *HINT])])
     assert [*prompt, *answer, end, *rendering.following(HINT, ended=end)] == whole
     assert [*prompt, *answer, *rendering.following(HINT, ended=None)] == whole  # cut off: the end of turn is added
-    eos = merging.eos_token_id  # another end than the template's is kept, and the template's follows it
-    assert rendering.following(HINT, ended=eos) == rendering.following(HINT, ended=None)
+    other = tokenizer.pad_token_id  # another end than the template's is kept, and the template's follows it
+    assert rendering.following(HINT, ended=other) == rendering.following(HINT, ended=None)
 
 
-def test_a_template_without_an_end_of_turn_works_too(merging: Any) -> None:
-    rendering = renderer(merging, NO_END)
-    told = merging.decode(rendering.following(HINT, ended=merging.eos_token_id))
-    assert told.replace(" ", "") == "\nuser:cab\nuser:b\nassistant:"
+def test_a_template_without_an_end_of_turn_works_too(tokenizer: Any) -> None:
+    told = tokenizer.decode(renderer(NO_END).following(HINT, ended=tokenizer.eos_token_id))
+    assert told == "\nuser: cab\nuser: b\nassistant: "
 
 
 @pytest.mark.parametrize(
@@ -277,13 +266,13 @@ def test_a_template_without_an_end_of_turn_works_too(merging: Any) -> None:
         ("{{ raise_exception('no') }}", "refuses the messages: no"),
     ],
 )
-def test_what_can_not_be_rendered_is_refused_with_the_reason(merging: Any, template: str | None, said: str) -> None:
+def test_what_can_not_be_rendered_is_refused_with_the_reason(template: str | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        renderer(merging, template).following(HINT, ended=None)
+        renderer(template).following(HINT, ended=None)
 
 
 def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_encoded() -> None:
-    tools = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny-tools")
+    tools = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-tools")
     longest = "<|endoftext|>"  # 13 characters, one token; no token of this vocabulary has more
     rendering = Renderer(DataConfig(), tools)
     for text in (longest * 5, longest * 20):  # the second has more than 5 tokens: its length shows that

@@ -106,10 +106,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
+    literal = text != "null" and _is_text(key)
     try:
-        value = text if text != "null" and _is_text(key) else yaml.safe_load(text)
+        value = text if literal else yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value in {override!r} is not valid YAML: {error}") from error
+    if not literal and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):  # YAML 1.1 reads 1e-6 as text
+        value = float(text)
     *parents, leaf = key.split(".")
     for parent in parents:
         child = values[parent] = {} if values.get(parent) is None else values[parent]  # a file may say null

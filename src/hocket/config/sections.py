@@ -101,9 +101,7 @@ class DataConfig(Section):
         yield groups < 1, "answer_pattern needs a group (...) around the answer"
 
 
-class CurriculumConfig(Section):
-    model_config = pydantic.ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
+class CurriculumConfig(Section, extra="allow"):
     name: str = Field(
         "shuffle", description="Order of the prompts: `shuffle`, `sorted` or a plugin's; other keys are its options."
     )
@@ -120,9 +118,7 @@ class RolloutConfig(Section):
     timeout_s: float = Field(600.0, gt=0, description="Seconds for the generation of one batch.")
 
 
-class EnvConfig(Section):
-    model_config = pydantic.ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
+class EnvConfig(Section, extra="allow"):
     name: str = Field(
         "single_turn", description="`single_turn`, `guess`, `tools`, `agent` or a plugin's; other keys are its options."
     )
@@ -132,9 +128,7 @@ class EnvConfig(Section):
     )
 
 
-class RewardSpec(Section):
-    model_config = pydantic.ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
+class RewardSpec(Section, extra="allow"):
     weight: float = 1.0  # every other key is an argument of the function
 
     @pydantic.model_validator(mode="before")

@@ -80,7 +80,6 @@ class Engine:
         self._asleep: tuple[Memory, ...] = ()
         self._has_weights = True
         self._group: str | None = None
-        self._shapes: versions.ModelShapes | None = None
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
         self._base_replaced = self._stopping = False
@@ -176,7 +175,7 @@ class Engine:
                 hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
                 raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
             start = time.perf_counter()
-            shapes = await self._model_shapes()
+            shapes = await self._reading_files(versions.model_shapes, self.model)
             uploaded, source = self._uploads.present(), request.source
             if isinstance(source, DiskSource):
                 key = source.name
@@ -195,7 +194,8 @@ class Engine:
                 if key != self._group:
                     raise ApiError(409, "no_group", f"there is no weight group {key}", "POST /init_weight_group")
                 # Each bucket is verified on its arrival, by the checksums that came with it.
-                versions.check_transfer(source, self._expected(adapter, shapes))
+                layout = [item for bucket in source.buckets for item in bucket]
+                versions.check_layout(layout, self._expected(adapter, shapes))
                 call, checksum, arguments = "hocket_load_group", None, (source.model_dump_json(),)
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
                 await self._pause(request.in_flight)
@@ -279,12 +279,8 @@ class Engine:
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
         """Receive one file of a version."""
-        return await self._uploads.receive(name, file, chunks, versions.max_bytes(await self._model_shapes()))
-
-    async def _model_shapes(self) -> versions.ModelShapes:
-        if self._shapes is None:
-            self._shapes = await self._reading_files(versions.model_shapes, self.model)
-        return self._shapes
+        shapes = await self._reading_files(versions.model_shapes, self.model)
+        return await self._uploads.receive(name, file, chunks, versions.max_bytes(shapes))
 
     async def _reading_files(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
@@ -373,5 +369,4 @@ class Engine:
         self._stopping = True
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
         await self._abort_all()
-        self.sampler.close()
         self._copy.discard()

@@ -50,10 +50,6 @@ class Sampler:
         self._reader = copy.deepcopy(tokenizer)
         self._max_characters = self._max_length * max(map(len, tokenizer.get_vocab()), default=1)
 
-    def close(self) -> None:
-        """Stop reading requests."""
-        self._reading.shutdown(wait=False, cancel_futures=True)
-
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Validate and tokenize a body; return its jobs prompt by prompt. Raises ApiError with a status of 4xx."""
         return await asyncio.get_running_loop().run_in_executor(self._reading, self.parse, body)

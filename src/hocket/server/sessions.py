@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -55,17 +56,11 @@ class SampledCall:
 
     def recorded(self) -> AgentCall:
         """Return the call for the trainer."""
-        completion = (
-            None
-            if self.versions is None
-            else Completion(
-                token_ids=tuple(self.token_ids),
-                logprobs=tuple(self.logprobs),
-                text=self.text,
-                finish_reason=self.finish_reason,
-                versions=self.versions,
-            )
-        )
+        completion = None
+        if self.versions is not None:
+            sampled: dict[str, Any] = {"token_ids": tuple(self.token_ids), "logprobs": tuple(self.logprobs)}
+            end: dict[str, Any] = {"finish_reason": self.finish_reason, "versions": self.versions}
+            completion = Completion(text=self.text, **sampled, **end)
         prompt = tuple(self.prompt_token_ids)
         return AgentCall(prompt_token_ids=prompt, seed=self.sampling.seed, completion=completion)
 

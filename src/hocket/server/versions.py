@@ -1,6 +1,7 @@
 """Find published weight versions under one root, check their headers, and apply deltas."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hocket import manifest
-from hocket.protocol import AdapterConfig, CollectiveSource, Manifest, TensorLayout
+from hocket.protocol import AdapterConfig, Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -31,6 +32,7 @@ class ModelShapes:
     tied: Mapping[str, str]  # tensors that equal another one and may be left out: {"lm_head.weight": "...embed..."}
 
 
+@functools.cache
 def model_shapes(path: str) -> ModelShapes:
     """Read names and shapes from a model's own checkpoint, as transformers and so the trainer writes them again.
 
@@ -244,16 +246,6 @@ def check_layout(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:
     missing = sorted(expected.shapes.keys() - names - expected.tied.keys())
     if missing:
         raise _refused(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
-
-
-def check_transfer(source: CollectiveSource, expected: ModelShapes) -> None:
-    """Raise ApiError unless the announced tensors are the model's; a tied one must not be sent besides its original."""
-    layout = [item for bucket in source.buckets for item in bucket]
-    check_layout(layout, expected)
-    names = {item.name for item in layout}
-    for name, original in expected.tied.items():
-        if name in names and original in names:
-            raise _refused(f"the model ties {name!r} to {original!r}, which is sent once")
 
 
 def _refused(reason: str) -> ApiError:
