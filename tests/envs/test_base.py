@@ -74,6 +74,20 @@ def test_nonsense_is_refused_where_it_is_said(fields: dict, said: str) -> None:
     assert Observation(max_tokens=1).stop is None
 
 
+def test_half_a_surrogate_pair_which_has_no_encoding_is_told_as_a_question_mark() -> None:
+    call = {
+        "role": "tool",
+        "name": "\ud800",
+        "tool_call_id": "\udc00",
+        "content": "é😀\ud83d",
+        "parts": [{"\udfff": 1}],
+    }
+    assert Step(messages=[call]).messages == [
+        {"role": "tool", "name": "?", "tool_call_id": "?", "content": "é😀?", "parts": [{"?": 1}]}
+    ]
+    assert Observation(text="0\ud83d").text == "0?"
+
+
 async def test_guess_tells_where_the_number_is_and_rewards_finding_it() -> None:
     make = bind("guess", {"guesses": 3, "near": 0.5, "width": 10})
     prompt = Prompt(id="p", token_ids=(1,), answer="12")
