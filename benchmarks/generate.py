@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from hocket import config as configs
-from hocket.cli import read_settings
+from hocket.config import read_settings
 from hocket.server import main, vllm_api
 
 ROUNDS = int(os.environ.get("ROUNDS", "7"))

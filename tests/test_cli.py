@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import hocket
-from hocket.cli import main, read_settings
+from hocket.cli import main
+from hocket.config import read_settings
 
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "fastapi", "datasets", "httpx"}
 IMPORTED = f"""

@@ -77,26 +77,25 @@ async def test_a_step_is_one_streaming_request_with_token_ids_and_the_token() ->
     assert body["sampling"] == SamplingParams(max_tokens=4, seed=7).model_dump(mode="json")
 
 
-async def test_a_refusal_carries_the_servers_words_code_and_hint() -> None:
-    error = {"error": {"code": "too_long", "message": "prompt 0 is too long", "hint": "shorten it"}}
-    async with client(lambda _: httpx.Response(422, json=error)) as server:
-        with pytest.raises(ServerError, match=r"prompt 0 is too long \(shorten it\)") as raised:
-            await generate(server)
-    assert (raised.value.code, raised.value.status) == ("too_long", 422)
+ERROR = {"code": "too_long", "message": "prompt 0 is too long", "hint": "shorten it"}
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("status", "content", "message", "code"),
     [
-        (b"", "was cut before its end"),
-        (lines({"prompt": 0, "index": 0, "completion": COMPLETION}), "was cut before its end"),
-        (lines(END | {"error": {"code": "dead", "message": "engine died", "hint": "restart"}}), "engine died"),
+        (422, lines({"error": ERROR}), r"422: prompt 0 is too long \(shorten it\)", "too_long"),
+        (200, lines(END | {"error": ERROR}), r"broke off: prompt 0 is too long \(shorten it\)", "too_long"),
+        (200, b"", "was cut before its end", "cut"),
+        (200, lines({"prompt": 0, "index": 0, "completion": COMPLETION}), "was cut before its end", "cut"),
     ],
 )
-async def test_an_incomplete_stream_is_an_error(content: bytes, message: str) -> None:
-    async with client(lambda _: httpx.Response(200, content=content)) as server:
-        with pytest.raises(ServerError, match=message):
+async def test_a_refusal_or_an_incomplete_stream_is_an_error(
+    status: int, content: bytes, message: str, code: str
+) -> None:
+    async with client(lambda _: httpx.Response(status, content=content)) as server:
+        with pytest.raises(ServerError, match=message) as raised:
             await generate(server)
+    assert (raised.value.code, raised.value.status) == (code, 422 if status == 422 else None)
 
 
 class Stalling(httpx.AsyncByteStream):

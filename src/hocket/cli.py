@@ -12,7 +12,7 @@ from pydantic import ValidationError
 import hocket
 from hocket import config as config_module
 from hocket import doctor, launch
-from hocket.config import Config
+from hocket.config import read_settings
 from hocket.errors import ConfigError, HocketError
 from hocket.observe import metrics
 
@@ -72,19 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     add("ledger", _ledger, "RUN")
     add("doctor", lambda args: doctor.run())
     return parser
-
-
-def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
-    """Return the config of at most one YAML file and overrides, and the arguments that give another process the same.
-
-    `default` is the YAML file where none is named.
-    """
-    paths = [item for item in settings if "=" not in item]
-    overrides = [item for item in settings if "=" in item]
-    if len(paths) > 1:
-        raise ConfigError(f"one config file at most, got {', '.join(paths)}; settings look like section.key=value")
-    path = paths[0] if paths else default
-    return config_module.load(path, overrides), [*([path] if path else []), *overrides]
 
 
 def _quickstart(args: argparse.Namespace) -> int:

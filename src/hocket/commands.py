@@ -13,7 +13,7 @@ from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.batcher import Batcher
 from hocket.checkpoints import Checkpoints, Part
-from hocket.config import Config, DataConfig
+from hocket.config import Config, DataConfig, read_settings
 from hocket.data import PromptStream, Renderer, load_prompts
 from hocket.data.curriculum import bind
 from hocket.envs import Agent
@@ -135,12 +135,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
             export(Path(config.model.path), Path(model), base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
-            changed = {
-                "model": config.model.model_copy(update={"path": model}),
-                "server": config.server.model_copy(update={"port": port}),
-            }
-            config = config.model_copy(update=changed)
-            arguments = [*arguments, f"model.path={model}", f"server.port={port}"]
+            config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
         eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
         parts = Parts(config, console)

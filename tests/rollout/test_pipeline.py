@@ -54,14 +54,10 @@ def settings(*overrides: str) -> Config:
 
 def pipeline(config: Config, player: FakePlayer, informative: Callable[[Group], bool] = lambda group: True) -> Pipeline:
     take, max_staleness = PromptStream(PROMPTS, seed=0).take, config.pipeline.max_staleness
-    settings: dict[str, Any] = {
-        "seed": 5,
-        "oversampling": config.algorithm.oversampling,
-        "max_staleness": max_staleness,
-    }
+    settings: dict[str, Any] = {"oversampling": config.algorithm.oversampling, "max_staleness": max_staleness}
     return Pipeline(
         lambda plan: collect(plan, take, player.play, score, informative=informative),
-        functools.partial(plan_step, config=config.rollout, **settings),
+        functools.partial(plan_step, config=config.rollout, seed=5, **settings),
         steps=4,
         max_staleness=max_staleness,
     )

@@ -52,12 +52,12 @@ def make_rollouts(count: int, *, longest: int, seed: int) -> list[TokenSequence]
 
 
 @torch.no_grad()
-def logprobs_of(folder: str | Path, rollouts: Sequence[TokenSequence]) -> list[list[float]]:
+def logprobs_of(folder: str | Path, rollouts: Sequence[TokenSequence], temperature: float = 1.0) -> list[list[float]]:
     """Returns transformers' log-probs of the sampled tokens, each sequence alone; 0 where the mask is false."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for rollout in rollouts:
-        full = model(torch.tensor([rollout.token_ids])).logits[0, :-1].log_softmax(dim=-1)
+        full = (model(torch.tensor([rollout.token_ids])).logits[0, :-1] / temperature).log_softmax(dim=-1)
         of_tokens = full.gather(-1, torch.tensor(rollout.token_ids[1:])[:, None])[:, 0].tolist()
         found.append([0.0, *(value if m else 0.0 for value, m in zip(of_tokens, rollout.mask[1:], strict=True))])
     return found

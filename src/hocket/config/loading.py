@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,6 +39,19 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     except pydantic.ValidationError as error:
         where = f"{path}: " if path is not None else ""
         raise ConfigError("\n".join(where + _explain(item) for item in error.errors())) from error
+
+
+def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
+    """Return the config of at most one YAML file and overrides, and the arguments that give another process the same.
+
+    `default` is the YAML file where none is named.
+    """
+    paths = [item for item in settings if "=" not in item]
+    overrides = [item for item in settings if "=" in item]
+    if len(paths) > 1:
+        raise ConfigError(f"one config file at most, got {', '.join(paths)}; settings look like section.key=value")
+    path = paths[0] if paths else default
+    return load(path, overrides), [*([path] if path else []), *overrides]
 
 
 def dump(config: Config) -> str:

@@ -117,6 +117,7 @@ class Worker:
     """A process that has loaded modules (names, or paths of plugins) and calls their rewards, one at a time."""
 
     def __init__(self, modules: Iterable[str]) -> None:
+        self.ended = False
         self._socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *modules],
@@ -127,11 +128,6 @@ class Worker:
             start_new_session=True,  # all that a reward starts is killed with its worker
         )
         theirs.close()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process was lost or killed."""
-        return self._socket.fileno() < 0
 
     def ask(self, request: bytes, timeout_s: float) -> Score:
         """Send a pickled (reward name, arguments) and return the answer; the first answer, to b"", is about loading.
@@ -163,6 +159,7 @@ class Worker:
         """End the process and all that it started."""
         if self.ended:
             return  # by now the pid may be another process's
+        self.ended = True
         with contextlib.suppress(ProcessLookupError):  # it ended by itself and left nothing
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=_KILL_TIMEOUT_S)

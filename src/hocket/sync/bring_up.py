@@ -57,7 +57,7 @@ class Canary:
     precision or a cached prefix of old weights all show here.
     """
 
-    prompts: Sequence[Prompt]  # without any the gap is 0
+    prompts: Sequence[Prompt]
     trainer: "Trainer"
     rollout: RolloutConfig
     sync: SyncConfig
@@ -66,8 +66,6 @@ class Canary:
     async def check(self, member: Member, version: int) -> float:
         """Return the mean |Δ log-prob| of completions that the server samples; SyncError above sync.max_logprob_gap."""
         samples = await self._completions(member)
-        if not samples:
-            return 0.0
         async with self.trainer_turn(False):
             gap = await run_in_thread(self.trainer.logprob_gap, samples)
         if not gap <= self.sync.max_logprob_gap:
