@@ -6,7 +6,7 @@ import string
 from collections.abc import Iterator
 from typing import Any
 
-from hocket.data.tasks import GUESS, HIGHEST, TASKS, arithmetic
+from hocket.data.sources import GUESS, HIGHEST, TASKS, arithmetic
 
 TOOLS = "Tools: calculate(expression)"  # as the template of checkpoints/tiny-tools shows the calculator
 MISTAKES = 0.5

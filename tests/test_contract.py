@@ -1,6 +1,7 @@
 """The shape of the project, read from its source: which way imports point, and where heavy packages live."""
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,12 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imports(path: Path, *, at_import_time: bool = False) -> set[str]:
     """Returns the dotted names a file imports; with `at_import_time` only those that run when it is imported."""
 
@@ -70,7 +77,7 @@ def imports(path: Path, *, at_import_time: bool = False) -> set[str]:
             yield from nodes(node)
 
     found = set()
-    for node in nodes(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -148,14 +155,15 @@ def test_what_runs_before_there_is_an_environment_needs_only_the_standard_librar
 
 @pytest.mark.parametrize("call", ["prctl", "fsync"])
 def test_the_operating_system_is_asked_in_one_place(call: str) -> None:
-    nodes = {name: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for name, path in FILES.items()}
+    nodes = {name: list(ast.walk(tree(path))) for name, path in FILES.items()}
     users = [name for name in nodes for node in nodes[name] if isinstance(node, ast.Attribute) and node.attr == call]
     assert set(users) == {"hocket.processes" if call == "prctl" else "hocket.system"}
 
 
 def test_no_class_name_stands_for_two_things() -> None:
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
-    found = [(node.name, name) for name in trees for node in ast.walk(trees[name]) if isinstance(node, ast.ClassDef)]
+    found = [
+        (node.name, name) for name in FILES for node in ast.walk(tree(FILES[name])) if isinstance(node, ast.ClassDef)
+    ]
     names = [name for name, _ in found]
     assert [pair for pair in found if names.count(pair[0]) > 1] == []
 

@@ -50,6 +50,7 @@ class FakeServer:
         self.go = asyncio.Event()  # completions and the end of sessions wait for it
         self.go.set()
         self.cut_after: int | None = None  # breaks the connection after this many completions of a request
+        self.ends_early = False  # then ends the answer instead, as if it were whole
         self.end_with: Exception | None = None  # ends one request before its first completion
         self.refuse: Exception | None = None
 
@@ -83,6 +84,8 @@ class FakeServer:
         for number, (i, j) in enumerate(pairs):
             if number == self.cut_after:
                 self.cut_after = None
+                if self.ends_early:
+                    return
                 raise error("cut")
             try:
                 await asyncio.wait_for(self.go.wait(), timeout_s)
@@ -203,12 +206,14 @@ async def test_what_is_too_much_for_one_request_goes_in_several(
     assert sorted(sum(map(len, request.seeds or ())) for request in servers[0].requests) == [1, 4, 4]
 
 
+@pytest.mark.parametrize("ends_early", [False, True])
 async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewhere_once(
-    servers: list[FakeServer],
+    servers: list[FakeServer], ends_early: bool
 ) -> None:
     prompts = [[i] for i in range(8)]
     said: list[str] = []
     toolbox = Toolbox(parser="hermes", tools=({"type": "function"},))
+    servers[0].ends_early = ends_early
     servers[0].cut_after = 5  # of its 4 prompts with 3 completions each: in the middle of the second prompt
     async with make_pool(servers, say=said.append) as pool:
         done = await play(pool, prompts, n=3, batcher=Batcher(pool, tools=toolbox))
@@ -218,7 +223,8 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
     assert Counter(servers[0].played + servers[1].played).most_common(1)[0][1] == 1
     again = servers[1].requests[1]
     assert sorted(map(len, again.seeds or ())) == [1, 3, 3]  # what is left of a prompt, and two whole ones
-    assert said[0] == f"lost server {servers[0].url}: it is cut"
+    why = f"{servers[0].url}/generate ended 7 completions too early" if ends_early else "it is cut"
+    assert said[0] == f"lost server {servers[0].url}: {why}"
     assert [request.tools for server in servers for request in server.requests] == [toolbox] * 3
 
 

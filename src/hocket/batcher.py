@@ -159,6 +159,8 @@ class Batcher:
             member.in_flight -= turn.tokens
             if not turn.answer.done():
                 turn.answer.set_result(line.completion)
+        if todo:
+            raise ServerError(f"{member.url}/generate ended {len(todo)} completions too early", code="protocol")
 
 
 def _fail(turns: Iterable[Turn], error: Exception) -> None:

@@ -23,9 +23,9 @@ from hocket.server import vllm_api
 if TYPE_CHECKING:
     from hocket.server.engine import Engine
 
-GRACE_S = 3.0
+GRACE_S = 3
 """Seconds for requests in flight, and then for the engine's processes, to end by themselves."""
-KEEP_ALIVE_S = 600
+KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -151,15 +151,9 @@ async def _serve(
     app = await vllm_api.openai_app(engine.llm, args)
     served = assemble(app, engine, host=args.host, token=token)
     await engine.start()
-    server = uvicorn.Server(
-        uvicorn.Config(
-            served,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,  # longer than any client keeps an idle connection
-            timeout_graceful_shutdown=int(GRACE_S),
-        )
-    )
+    config = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
+    config.timeout_keep_alive = KEEP_ALIVE_S
+    server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore  # our handlers end the engine, too
     app.state.server = server
     stopping = asyncio.Event()
@@ -168,13 +162,12 @@ async def _serve(
     # Connections inherit this from the listening socket: the port is free again as soon as the server has ended.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started and not serving.done():
+    serving.add_done_callback(lambda _: stopping.set())
+    while not (server.started or stopping.is_set()):
         await asyncio.sleep(0.01)
     if server.started:
         print(f"hocket: ready on {url} in {time.perf_counter() - start:.1f} s", flush=True)
-    stop = asyncio.create_task(stopping.wait())
-    await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
+    await stopping.wait()
     print("hocket: stopping", flush=True)
     await engine.stop()
     server.should_exit = True

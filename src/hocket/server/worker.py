@@ -109,17 +109,16 @@ class WorkerExtension:
 
 @contextmanager
 def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) -> Iterator[Iterator[Part]]:
-    """Make each part in a second thread while the previous one is used, so that at most two are in memory.
+    """Make the next two parts in a second thread while one is used; no more than these three are in memory.
 
     Where the body raises, `give_up` interrupts the part that is being made.
     """
     with ThreadPoolExecutor(1, "weights ahead") as thread:
-        first = thread.submit(next, parts, None)
+        coming = [thread.submit(next, parts, None) for _ in range(2)]
 
         def take() -> Iterator[Part]:
-            coming = first
-            while (part := coming.result()) is not None:
-                coming = thread.submit(next, parts, None)
+            while (part := coming.pop(0).result()) is not None:
+                coming.append(thread.submit(next, parts, None))
                 yield part
 
         try:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
 from hocket.data import Renderer
-from hocket.data.tasks import TASKS
+from hocket.data.sources import TASKS
 from hocket.envs.base import bind
 from hocket.errors import DataError
 from hocket.registry import load_plugins
