@@ -363,27 +363,21 @@ async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(
     assert (sequence.turns, sequence.finish_reason) == (7, "length")
 
 
-class Talkative(Environment):
-    """Says a text that is far too long, as messages or as it stands, before a turn or after it."""
-
-    def __init__(self, first: bool, kind: str) -> None:
-        self.first = first
-        long = "lorem ipsum " * 250_000
-        self.says: Any = {"text": long} if kind == "text" else {"messages": [{"role": "tool", "content": long}]}
-
-    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        return Observation(**self.says) if self.first else None
-
-    async def step(self, action: Action) -> Step:
-        return Step(**self.says)
-
-
 @pytest.mark.parametrize("kind", ["text", "messages"])
 @pytest.mark.parametrize("first", [True, False])
 async def test_what_no_sequence_can_hold_cuts_the_episode_off_and_is_never_encoded(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch, first: bool, kind: str
 ) -> None:
     encoded: list[int] = []
+    long = "lorem ipsum " * 250_000
+    says: Any = {"text": long} if kind == "text" else {"messages": [{"role": "tool", "content": long}]}
+
+    class Talkative(Environment):
+        async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+            return Observation(**says) if first else None
+
+        async def step(self, action: Action) -> Step:
+            return Step(**says)
 
     def count(texts: list[str], **options: Any) -> Any:
         encoded.extend(map(len, texts))
@@ -393,7 +387,7 @@ async def test_what_no_sequence_can_hold_cuts_the_episode_off_and_is_never_encod
         setattr(count, name, getattr(renderer._tokenizer, name))
     tokenizer = renderer._tokenizer
     monkeypatch.setattr(renderer, "_tokenizer", count)
-    (group,) = await played(lambda: Talkative(first, kind), renderer, FakeEngine(), num_prompts=1)
+    (group,) = await played(Talkative, renderer, FakeEngine(), num_prompts=1)
     assert max(encoded) < 1000
     rollout, error = group.rollouts[0], group.scores[0].error
     if (first, kind) == (True, "messages"):
