@@ -40,9 +40,7 @@ def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Upd
     if not learns:
         return Update(totals=totals, grad_norm=0.0)
     grad_norm = engine.step(rescale=math.isfinite(totals["loss"]))
-    if (
-        grad_norm is None and engine.loss_scale == loss_scale
-    ):  # only float16 lowers the scale; retry: hardware errors rarely repeat
+    if grad_norm is None and engine.loss_scale == loss_scale:  # try again: errors of the hardware rarely repeat
         totals = accumulate(learner, batches, ranks)
         bad_gradients = tuple(engine.broken_gradients())  # read before the step, which clears the gradients
         grad_norm = engine.step(rescale=False)
