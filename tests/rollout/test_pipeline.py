@@ -47,11 +47,11 @@ def settings(*overrides: str) -> Config:
     return config_module.load(None, ["rollout.prompts_per_step=3", "rollout.group_size=2", *overrides])
 
 
-def pipeline(config: Config, player: FakePlayer, informative: Callable[[Group], bool] = lambda group: True) -> Pipeline:
+def pipeline(config: Config, player: FakePlayer, has_signal: Callable[[Group], bool] = lambda group: True) -> Pipeline:
     take, max_staleness = PromptStream(PROMPTS, seed=0).take, config.pipeline.max_staleness
     settings: dict[str, Any] = {"oversampling": config.algorithm.oversampling, "max_staleness": max_staleness}
     return Pipeline(
-        lambda plan: collect(plan, take, player.play, own_reward, informative=informative),
+        lambda plan: collect(plan, take, player.play, own_reward, has_signal=has_signal),
         functools.partial(plan_step, config=config.rollout, seed=5, **settings),
         steps=4,
         max_staleness=max_staleness,
@@ -136,8 +136,8 @@ async def test_groups_that_teach_nothing_are_replaced_by_the_next_prompts_of_the
     dull = {order()[1], order()[3]}
     player = FakePlayer()
     config = settings("algorithm.oversampling=3")
-    informative = lambda group: group.rollouts[0].prompt.id not in dull  # noqa: E731
-    async with pipeline(config, player, informative) as batches:
+    has_signal = lambda group: group.rollouts[0].prompt.id not in dull  # noqa: E731
+    async with pipeline(config, player, has_signal) as batches:
         first, second = await batches.batch(1), await batches.batch(2)
     assert ids(first) == order()[:5]  # one of the first three is dull, and so is the first that takes its place
     assert ids(second) == order()[5:8]
