@@ -5,6 +5,7 @@ without adding any; plain text gets the one that the tokenizer puts before text,
 """
 
 import functools
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -67,19 +68,16 @@ def _load(data: DataConfig, renderer: "Renderer", *, with_response: bool = False
             rows.append((place, *renderer.row(columns, with_response=with_response)))
         except ValueError as error:
             problems[place] = str(error)
-    if not rows and not problems:
-        raise DataError(f"{data.source} has no rows")
-    token_ids = renderer.encode_prompts([text for _, text, _ in rows])
-    empty = [place for (place, _, _), ids in zip(rows, token_ids, strict=True) if not ids]
-    num_rows = len(rows) + len(problems)
-    problems |= dict.fromkeys(empty, "the tokenizer makes no token of the prompt")
     if problems:
         unit = "line" if data.source.endswith(".jsonl") else "row, from 0"
-        what = f"{len(problems)} of {num_rows} rows of {data.source}"
+        what = f"{len(problems)} of {len(rows) + len(problems)} rows of {data.source}"
         lines = [f"  {place}: {problem}" for place, problem in problems.items()]
         if len(lines) > NUM_SHOWN:
             lines[NUM_SHOWN:] = [f"  ... and {len(lines) - NUM_SHOWN} more"]
         raise DataError("\n".join([f"{what} can't be used; repair or remove them ({unit}):", *lines]))
+    if not rows:
+        raise DataError(f"{data.source} has no rows")
+    token_ids = renderer.encode_prompts([text for _, text, _ in rows])
     is_file = not data.source.startswith(("task:", "hf:"))
     return [
         Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields)
@@ -107,8 +105,8 @@ class Renderer:
 
         `with_response`: the row is a demonstration; it needs a response, which stays in `meta`, and no answer.
         """
-        if isinstance(columns, ValueError):
-            raise columns
+        if isinstance(columns, bytes):
+            columns = json.loads(columns)
         if not isinstance(columns, Mapping):
             raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
         data = self._data
@@ -140,8 +138,6 @@ class Renderer:
         Raise TooLongError if a text is certainly longer than `at_most` tokens, before encoding it takes seconds; texts
         that pass may still have more tokens.
         """
-        if not texts:
-            return []
         if any(len(text) > at_most * self._most_characters for text in texts):
             raise TooLongError(f"a text has more than {at_most} tokens")
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
