@@ -75,7 +75,6 @@ async def test_a_plain_function_that_exits_or_stops_has_raised(name: str, error:
         ({"command": "no-such-program --fast"}, "there is no program 'no-such-program --fast'"),
         ({"command": " "}, "there is no program ' '"),
         ({"function": "text_of_tests", "concurrency": 0}, "concurrency must be at least 1"),
-        ({"function": "text_of_tests", "comand": "x"}, "no option 'comand' .did you mean 'command'"),
     ],
 )
 def test_options_that_can_not_be_are_refused_with_the_fix(options: dict[str, Any], says: str) -> None:

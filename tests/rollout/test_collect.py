@@ -66,7 +66,7 @@ async def test_the_batch_is_the_shortest_beginning_of_the_stream_that_has_enough
 
     plan = planned(5, at_most=20)
     batch = await collect(
-        plan, drawing(PROMPTS), play, score_of, informative=lambda group: group.rollouts[0].prompt.id not in dull
+        plan, drawing(PROMPTS), play, score_of, has_signal=lambda group: group.rollouts[0].prompt.id not in dull
     )
     enough = next((n for n in range(5, 20) if sum(p.id not in dull for p in PROMPTS[:n]) == 5), 20)
     assert ids(batch) == [prompt.id for prompt in PROMPTS[:enough]]

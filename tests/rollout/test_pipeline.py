@@ -47,11 +47,11 @@ def settings(*overrides: str) -> Config:
     return config_module.load(None, ["rollout.prompts_per_step=3", "rollout.group_size=2", *overrides])
 
 
-def pipeline(config: Config, player: FakePlayer, informative: Callable[[Group], bool] = lambda group: True) -> Pipeline:
+def pipeline(config: Config, player: FakePlayer, has_signal: Callable[[Group], bool] = lambda group: True) -> Pipeline:
     take, max_staleness = PromptStream(PROMPTS, seed=0).take, config.pipeline.max_staleness
     settings: dict[str, Any] = {"oversampling": config.algorithm.oversampling, "max_staleness": max_staleness}
     return Pipeline(
-        lambda plan: collect(plan, take, player.play, own_reward, informative=informative),
+        lambda plan: collect(plan, take, player.play, own_reward, has_signal=has_signal),
         functools.partial(plan_step, config=config.rollout, seed=5, **settings),
         steps=4,
         max_staleness=max_staleness,
@@ -136,8 +136,8 @@ async def test_groups_that_teach_nothing_are_replaced_by_the_next_prompts_of_the
     dull = {order()[1], order()[3]}
     player = FakePlayer()
     config = settings("algorithm.oversampling=3")
-    informative = lambda group: group.rollouts[0].prompt.id not in dull  # noqa: E731
-    async with pipeline(config, player, informative) as batches:
+    has_signal = lambda group: group.rollouts[0].prompt.id not in dull  # noqa: E731
+    async with pipeline(config, player, has_signal) as batches:
         first, second = await batches.batch(1), await batches.batch(2)
     assert ids(first) == order()[:5]  # one of the first three is dull, and so is the first that takes its place
     assert ids(second) == order()[5:8]
@@ -167,7 +167,6 @@ async def test_a_failure_is_raised_where_its_batch_is_asked_for_and_leaving_ends
 def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:
     config = settings("rollout.max_tokens=7", "rollout.temperature=0.5").rollout
     one = sampling_params(config, seed=0, step=1)
-    assert one == sampling_params(config, seed=0, step=1)
     assert len({sampling_params(config, seed=s, step=t).seed for s in range(3) for t in range(5)}) == 15
     assert (one.temperature, one.max_tokens) == (0.5, 7)
     assert sampling_params(config, seed=0, step=1, temperature=0.0).temperature == 0.0
