@@ -163,7 +163,7 @@ def test_a_difficulty_is_a_number_of_its_own_column(tokenizer: Any, write_jsonl:
     assert load(write_jsonl(*ROWS), tokenizer)[0].difficulty is None
     source = write_jsonl(ROWS[0], ROWS[1] | {"level": "hard"}, {"prompt": "a", "answer": "b"})
     said = (
-        r"(?s):2: column 'level' \(data.difficulty_column\) must be a number, got 'hard'.*:3: no column 'level', only"
+        r"(?s):2: column 'level' \(data.difficulty_column\) must be a number, got 'hard'.*:3: no column 'level'"
     )
     with pytest.raises(DataError, match=said):
         load(source, tokenizer, difficulty_column="level")

@@ -158,7 +158,8 @@ def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop_after_canc
 
     async def scores() -> list[Score]:
         cancelled = [asyncio.create_task(scorer.score(make_rollout("aaa" * 100))) for _ in range(8)]
-        await asyncio.sleep(0)  # each has asked a worker now
+        for _ in range(2):  # then each has asked a worker
+            await asyncio.sleep(0)
         for task in cancelled:
             task.cancel()
         return await asyncio.gather(*(scorer.score(rollout) for rollout in rollouts))
