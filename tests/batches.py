@@ -1,11 +1,12 @@
 """What the tests of rollouts have in common."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan, Play, ScoreOne, collect
-from hocket.types import Prompt
+from hocket.types import FinishReason, Prompt, Rollout, Score, TokenSequence
 
 SAMPLING = SamplingParams(max_tokens=8, seed=77)
 
@@ -29,3 +30,32 @@ async def gathered(
         deadline=Deadline(timeout_s),
     )
     return await collect(plan, drawing(prompts), play, score)
+
+
+async def own_reward(rollout: Rollout) -> Score:
+    """Gives the episode's own reward; 1 where it has none."""
+    if rollout.error is not None:
+        return Score(total=math.nan, error=rollout.error)
+    return Score(total=1.0 if rollout.reward is None else rollout.reward)
+
+
+def played(
+    prompt: Prompt, id: str, text: str = "", *, sampled: int = 1, version: int = 0, finish: FinishReason = "stop"
+) -> Rollout:
+    """Returns the rollout of a single turn with so many tokens."""
+    told = len(prompt.token_ids)
+    sequence = TokenSequence(
+        token_ids=(*prompt.token_ids, *range(5, 5 + sampled)),
+        mask=(False,) * told + (True,) * sampled,
+        logprobs=(0.0,) * told + tuple(-(i + 1) / 10 for i in range(sampled)),
+        finish_reason=finish,
+        version_min=version,
+        version_max=version,
+        text=text,
+    )
+    return Rollout(id=id, prompt=prompt, sequences=(sequence,))
+
+
+def ids(batch: Batch) -> list[str]:
+    """Returns the id of each group's prompt."""
+    return [group.rollouts[0].prompt.id for group in batch.groups]

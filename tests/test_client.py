@@ -13,6 +13,8 @@ import fakes
 from hocket.client import ServerClient
 from hocket.errors import ServerError
 from hocket.protocol import (
+    AgentCall,
+    AgentRecord,
     DiskSource,
     GenerateRequest,
     GroupRequest,
@@ -30,13 +32,8 @@ from hocket.protocol import (
 )
 
 HEALTH = fakes.health(session="s1", version=3).model_dump(mode="json")
-COMPLETION = {
-    "token_ids": [4, 2],
-    "logprobs": [-0.5, -0.25],
-    "text": "d",
-    "finish_reason": "stop",
-    "versions": [[3, 0, 2]],
-}
+DONE = fakes.completion(4, 2, logprobs=(-0.5, -0.25), version=3, text="d")
+LINE: dict[str, Any] = {"prompt": 0, "index": 0, "completion": DONE.model_dump(mode="json")}
 END = {"done": True, "version": 3, "model": "m", "error": None}
 
 
@@ -60,15 +57,14 @@ async def test_a_step_is_one_streaming_request_with_token_ids_and_the_token() ->
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
-        done = COMPLETION | {"tool_calls": [call], "text": text}
-        line = json.dumps({"prompt": 0, "index": 0, "completion": done}, ensure_ascii=False)
+        done = LINE["completion"] | {"tool_calls": [call], "text": text}
+        line = json.dumps(LINE | {"completion": done}, ensure_ascii=False)
         return httpx.Response(200, content=line.encode() + b"\n" + lines(END))
 
     toolbox = Toolbox(parser="hermes", tools=({"type": "function", "function": {"name": "f", "parameters": {}}},))
     async with client(handler) as server:
         answers = await generate(server, seeds=[[11]], session="s1", tools=toolbox)
-    done = fakes.completion(4, 2, logprobs=(-0.5, -0.25), version=3, text=text)
-    done = done.model_copy(update={"tool_calls": (ToolCall(name="f", arguments='{"x": 1}'),)})
+    done = DONE.model_copy(update={"text": text, "tool_calls": (ToolCall(name="f", arguments='{"x": 1}'),)})
     assert answers == [StreamLine(prompt=0, index=0, completion=done)]
     body = json.loads(seen[0].content)
     assert (seen[0].url.path, seen[0].headers["authorization"]) == ("/generate", "Bearer secret-token")
@@ -86,7 +82,7 @@ ERROR = {"code": "too_long", "message": "prompt 0 is too long", "hint": "shorten
         (422, lines({"error": ERROR}), r"422: prompt 0 is too long \(shorten it\)", "too_long"),
         (200, lines(END | {"error": ERROR}), r"broke off: prompt 0 is too long \(shorten it\)", "too_long"),
         (200, b"", "was cut before its end", "cut"),
-        (200, lines({"prompt": 0, "index": 0, "completion": COMPLETION}), "was cut before its end", "cut"),
+        (200, lines(LINE), "was cut before its end", "cut"),
     ],
 )
 async def test_a_refusal_or_an_incomplete_stream_is_an_error(
@@ -100,7 +96,7 @@ async def test_a_refusal_or_an_incomplete_stream_is_an_error(
 
 class Stalling(httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield lines({"prompt": 0, "index": 0, "completion": COMPLETION})
+        yield lines(LINE)
         await asyncio.sleep(60)
 
 
@@ -154,31 +150,20 @@ async def test_control_calls_do_not_wait_behind_rollouts_and_no_proxy_is_asked(m
         await asyncio.gather(rollouts, return_exceptions=True)
 
 
+RELOAD = ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain")
+GROUP = GroupRequest(session="g", host="127.0.0.1", port=5, backend="gloo", device=None, timeout_s=9.0)
+SESSION = SessionRequest(sampling=SamplingParams(stop=("x",)), max_length=64, max_calls=3, idle_timeout_s=9.0)
+ASLEEP = SleepResponse(asleep=["kv_cache"], session="s1")
+
+
 @pytest.mark.parametrize(
     ("call", "route", "asked", "answer"),
     [
-        (
-            "reload_weights",
-            "/reload_weights",
-            ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain"),
-            fakes.reloaded(4, "cc"),
-        ),
-        (
-            "init_weight_group",
-            "/init_weight_group",
-            GroupRequest(session="g", host="127.0.0.1", port=5, backend="gloo", device=None, timeout_s=9.0),
-            GroupResponse(session="g", workers=2),
-        ),
-        ("sleep", "/sleep", SleepRequest(level=2), SleepResponse(asleep=["weights", "kv_cache"], session="s1")),
-        ("wake_up", "/wake_up", WakeRequest(tags=["weights"]), SleepResponse(asleep=["kv_cache"], session="s1")),
-        (
-            "open_session",
-            "/sessions",
-            SessionRequest(
-                sampling=SamplingParams(seed=7, stop=("x",)), max_length=64, max_calls=3, idle_timeout_s=9.0
-            ),
-            SessionResponse(id="ab", key="its own", model="m"),
-        ),
+        ("reload_weights", "/reload_weights", RELOAD, fakes.reloaded(4, "cc")),
+        ("init_weight_group", "/init_weight_group", GROUP, GroupResponse(session="g", workers=2)),
+        ("sleep", "/sleep", SleepRequest(level=2), ASLEEP),
+        ("wake_up", "/wake_up", WakeRequest(tags=["weights"]), ASLEEP),
+        ("open_session", "/sessions", SESSION, SessionResponse(id="ab", key="its own", model="m")),
     ],
 )
 async def test_a_control_call_sends_its_message_and_returns_the_answer(
@@ -218,34 +203,26 @@ async def test_a_version_is_sent_file_by_file_and_its_marker_last(tmp_path: Path
 
 
 async def test_after_a_refused_file_no_more_are_sent(tmp_path: Path) -> None:
-    for name in ("COMPLETE", "manifest.json", "model.safetensors"):
-        (tmp_path / name).write_text(name)
-    full = {"error": {"code": "disk_full", "message": "can't write model.safetensors", "hint": "make room"}}
+    (tmp_path / "model.safetensors").touch()
     seen: list[str] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request.url.path)
-        return httpx.Response(507, json=full)
+        return httpx.Response(507, json={"error": ERROR})
 
     async with client(handler) as server:
-        with pytest.raises(ServerError, match=r"507: can't write model.safetensors \(make room\)") as caught:
+        with pytest.raises(ServerError, match="507: prompt 0 is too long"):
             await server.upload(tmp_path, "v1", timeout_s=5)
-    assert (caught.value.status, seen) == (507, ["/upload/v1/model.safetensors"])
+    assert seen == ["/upload/v1/model.safetensors"]
 
 
 async def test_a_session_is_closed_with_its_calls() -> None:
-    calls = [
-        {"prompt_token_ids": [7, 8], "seed": 4, "completion": COMPLETION},
-        {"prompt_token_ids": [7], "seed": 5, "completion": None},
-    ]
+    broken_off = AgentCall(prompt_token_ids=(7,), completion=None)
+    record = AgentRecord(calls=(AgentCall(prompt_token_ids=(7, 8), completion=DONE), broken_off), cut_off=True)
 
     def handler(request: httpx.Request) -> httpx.Response:
         assert (request.method, request.url.path) == ("DELETE", "/sessions/ab")
-        return httpx.Response(200, json={"calls": calls, "cut_off": True})
+        return httpx.Response(200, json=record.model_dump(mode="json"))
 
     async with client(handler) as server:
-        recorded = await server.close_session("ab", timeout_s=5.0)
-    assert recorded.cut_off
-    assert [call.prompt_token_ids for call in recorded.calls] == [(7, 8), (7,)]
-    done = fakes.completion(4, 2, logprobs=(-0.5, -0.25), version=3, text="d")
-    assert [call.completion for call in recorded.calls] == [done, None]
+        assert await server.close_session("ab", timeout_s=5.0) == record

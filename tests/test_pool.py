@@ -12,7 +12,7 @@ import pytest
 import fakes
 from hocket.batcher import Batcher, Turn
 from hocket.errors import ServerError, SyncError
-from hocket.pool import Deadline, Member, ServerPool
+from hocket.pool import Deadline, Member, RecordedSession, ServerPool
 from hocket.protocol import (
     AgentRecord,
     Completion,
@@ -49,9 +49,7 @@ class FakeServer:
         self.dead = self.mute = False
         self.go = asyncio.Event()  # completions and the end of sessions wait for it
         self.go.set()
-        self.cut_after: int | None = None  # breaks the connection after this many completions of a request
-        self.ends_early = False  # then ends the answer instead, as if it were whole
-        self.end_with: Exception | None = None  # ends one request before its first completion
+        self.cut: tuple[int, Exception | None] | None = None  # ends one answer after this many completions, and how
         self.refuse: Exception | None = None
 
     def die(self) -> None:
@@ -75,18 +73,17 @@ class FakeServer:
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
         self.requests.append(request)
         self.check()
-        failure, self.end_with = self.end_with or self.refuse, None
+        if self.refuse is not None:
+            raise self.refuse
         if request.session != self.session:
-            failure = error("other_session", 409)
-        if failure is not None:
-            raise failure
+            raise error("other_session", 409)
         pairs = [(i, j) for i, seeds in enumerate(request.seeds or ()) for j in range(len(seeds))]
         for number, (i, j) in enumerate(pairs):
-            if number == self.cut_after:
-                self.cut_after = None
-                if self.ends_early:
-                    return
-                raise error("cut")
+            if self.cut is not None and number == self.cut[0]:
+                (_, failure), self.cut = self.cut, None
+                if failure is None:
+                    return  # as if the answer were whole
+                raise failure
             try:
                 await asyncio.wait_for(self.go.wait(), timeout_s)
             except TimeoutError:
@@ -117,8 +114,10 @@ def servers() -> list[FakeServer]:
 
 
 @pytest.fixture(autouse=True)
-async def deadline() -> AsyncIterator[None]:
+async def deadline(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """No wait without a deadline: a pool that hangs fails its test."""
+    for module in ("pool", "batcher"):
+        monkeypatch.setattr(f"hocket.{module}.POLL_S", 0.02)
     async with asyncio.timeout(30):
         yield
 
@@ -136,12 +135,10 @@ def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
     return pool
 
 
-def turn(
-    token_ids: Sequence[int], seed: int, deadline: Deadline, sampling: SamplingParams = SAMPLING, place: str = ""
-) -> Turn:
+def turn(token_ids: Sequence[int], seed: int, deadline: Deadline, sampling: SamplingParams, place: str = "") -> Turn:
     """A turn of the group that its first token names."""
-    group, place = f"g/{token_ids[0]}", f"step 1/{place}"
-    return Turn(token_ids=tuple(token_ids), sampling=sampling, seed=seed, deadline=deadline, group=group, place=place)
+    group, ids = f"g/{token_ids[0]}", tuple(token_ids)
+    return Turn(token_ids=ids, sampling=sampling, seed=seed, deadline=deadline, group=group, place=place)
 
 
 async def play(
@@ -152,25 +149,19 @@ async def play(
     timeout_s: float = 10.0,
     batcher: Batcher | None = None,
     sampling: SamplingParams = SAMPLING,
-) -> dict[tuple[int, int], str]:
-    """What all completions of each prompt say; its turns are a group."""
+) -> None:
+    """Asks for n completions of each prompt; each is its own, whoever plays it. The turns of a prompt are a group."""
     batcher, deadline = batcher or Batcher(pool), Deadline(timeout_s)
-    turns = {
-        (i, j): turn(prompt, SEED + i * n + j, deadline, sampling, f"{i}/{j} (prompt p{i})")
+    turns = [
+        turn(prompt, SEED + i * n + j, deadline, sampling, f"step 1/{i}/{j} (prompt p{i})")
         for i, prompt in enumerate(prompts)
         for j in range(n)
-    }
-    asks = [asyncio.create_task(batcher.ask(one)) for one in turns.values()]
+    ]
+    asks = [asyncio.create_task(batcher.ask(one)) for one in turns]
     try:
-        done = await asyncio.gather(*asks)
-        return {pair: completion.text for pair, completion in zip(turns, done, strict=True)}
+        assert [done.text for done in await asyncio.gather(*asks)] == [f"{t.token_ids[0]} {t.seed}" for t in turns]
     finally:
         await cancel(asks)
-
-
-def texts(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, int], str]:
-    """What each pair must be: its prompt's first token, and the seed that is its own whoever plays it."""
-    return {(i, j): f"{p[0]} {SEED + i * n + j}" for i, p in enumerate(prompts) for j in range(n)}
 
 
 async def until(condition: Any) -> None:
@@ -182,9 +173,8 @@ async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: 
     draw = random.Random(0)
     prompts = [[i] * draw.randint(1, 60) for i in range(60)]
     async with make_pool(servers) as pool:
-        done = await play(pool, prompts, n=2)
+        await play(pool, prompts, n=2)
         assert [member.in_flight for member in pool.members] == [0, 0]
-    assert done == texts(prompts, 2)
     (one,), (other,) = (server.requests for server in servers)
     mine = [{prompt[0] for prompt in request.prompts} for request in (one, other)]
     assert not mine[0] & mine[1]
@@ -193,26 +183,7 @@ async def test_two_servers_get_half_of_the_work_each_and_whole_prompts(servers: 
     tokens = [sum(2 * (len(prompts[i]) + 10) for i in share) for share in mine]
     assert tokens == [pytest.approx(sum(tokens) / 2, rel=0.02)] * 2
     async with make_pool(servers[:1]) as pool:  # whoever plays it
-        assert await play(pool, prompts, n=2) == texts(prompts, 2)
-
-
-async def test_work_goes_to_the_server_with_the_fewest_tokens_in_flight(servers: list[FakeServer]) -> None:
-    async with make_pool(servers) as pool:
-        for server in servers:
-            server.go.clear()
-        long = asyncio.create_task(play(pool, [[1] * 90]))  # 100 tokens with the 10 to come
-        await until(lambda: servers[0].requests + servers[1].requests)
-        busy, free = sorted(servers, key=lambda server: not server.requests)
-        assert sorted(member.in_flight for member in pool.members) == [0, 100]
-        # 40, 80, 120 tokens there against 100 here: the fourth one goes to the busy server.
-        short = asyncio.create_task(play(pool, [[i] * 30 for i in range(2, 6)]))
-        await until(lambda: len(busy.requests) == 2)
-        assert len(free.requests[0].prompts) == 3
-        assert len(busy.requests[1].prompts) == 1
-        for server in servers:
-            server.go.set()
-        await asyncio.gather(long, short)
-        assert [member.in_flight for member in pool.members] == [0, 0]
+        await play(pool, prompts, n=2)
 
 
 async def test_what_is_too_much_for_one_request_goes_in_several(
@@ -221,7 +192,7 @@ async def test_what_is_too_much_for_one_request_goes_in_several(
     monkeypatch.setattr("hocket.batcher.MAX_TURNS", 4)
     prompts = [[i] for i in range(1, 4)]
     async with make_pool(servers[:1]) as pool:
-        assert await play(pool, prompts, n=3) == texts(prompts, 3)
+        await play(pool, prompts, n=3)
     assert sorted(sum(map(len, request.seeds or ())) for request in servers[0].requests) == [1, 4, 4]
 
 
@@ -232,11 +203,10 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
     prompts = [[i] for i in range(8)]
     said: list[str] = []
     toolbox = Toolbox(parser="hermes", tools=({"type": "function"},))
-    servers[0].ends_early = ends_early
-    servers[0].cut_after = 5  # of its 4 prompts with 3 completions each: in the middle of the second prompt
+    # Of its 4 prompts with 3 completions each: in the middle of the second prompt.
+    servers[0].cut = 5, None if ends_early else error("cut")
     async with make_pool(servers, say=said.append) as pool:
-        done = await play(pool, prompts, n=3, batcher=Batcher(pool, tools=toolbox))
-        assert done == texts(prompts, 3)
+        await play(pool, prompts, n=3, batcher=Batcher(pool, tools=toolbox))
         assert [member.in_flight for member in pool.members] == [0, 0]
     assert [len(server.played) for server in servers] == [5, 12 + 7]
     assert Counter(servers[0].played + servers[1].played).most_common(1)[0][1] == 1
@@ -248,23 +218,22 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
 
 
 async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_up(servers: list[FakeServer]) -> None:
-    brought: list[tuple[str, str]] = []
+    brought, said = list[tuple[str, str]](), list[str]()
     well = True
 
     async def bring_up(member: Member, health: Health) -> None:
+        member.mark_ready(health.session)  # as the transport reports, before the canary is looked at
         if not well:
             raise SyncError("it can't take the weights")
         brought.append((member.url, health.session))
-        member.mark_ready(health.session)
 
     async def played() -> int:
         """Plays four prompts and returns how many of all were played by the first server."""
-        prompts = [[i] for i in range(4)]
-        assert await play(pool, prompts) == texts(prompts, 1)
+        await play(pool, [[i] for i in range(4)])
         pool.members[0].next_look = 0.0
         return len(servers[0].played)
 
-    async with make_pool(servers) as pool:
+    async with make_pool(servers, say=said.append) as pool:
         pool.bring_up = bring_up
         await pool.wait_up()
         well = False
@@ -272,7 +241,8 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
         assert await played() == 0  # it said 409 to what was for the one before
         assert servers[0].requests[0].session == "s1"
         assert await played() == 0  # it was looked at, and could not be brought up
-        assert pool.members[0].out == "it can't take the weights"
+        assert said[-1] == f"server {servers[0].url} is left out: {pool.members[0].out}"
+        assert (pool.up, pool.members[0].out) == ([pool.members[1]], "it can't take the weights")
         well = True
         assert await played() == 2
         assert servers[0].requests[-1].session == "s2"
@@ -301,7 +271,7 @@ async def test_with_no_server_left_work_waits_for_one_to_return_and_its_deadline
         await until(lambda: alone.requests)
         alone.die()
         clock.now += 1.0
-        assert await playing == texts([[1], [2]], 1)
+        await playing
     assert waited[1] == (f"waiting for {alone.url} (nothing answers there yet)", 100.0)
 
 
@@ -327,9 +297,9 @@ async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer],
 async def test_what_was_ended_for_others_to_go_first_is_played_again_by_the_same_server(
     servers: list[FakeServer], code: str
 ) -> None:
-    servers[0].end_with = error(code)
+    servers[0].cut = 0, error(code)
     async with make_pool(servers[:1]) as pool:
-        assert await play(pool, [[1], [2]], n=2) == texts([[1], [2]], 2)
+        await play(pool, [[1], [2]], n=2)
         assert pool.members[0].in_flight == 0
     assert len(servers[0].requests) == 2
     assert servers[0].looks == 1  # it never was out
@@ -339,7 +309,7 @@ async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is
     servers: list[FakeServer],
 ) -> None:
     said: list[str] = []
-    async with make_pool(servers, silence_s=0.4, say=said.append) as pool:
+    async with make_pool(servers, silence_s=0.1, say=said.append) as pool:
         await pool.wait_up()
         servers[0].mute = True
         for server in servers:
@@ -347,11 +317,11 @@ async def test_a_server_that_is_silent_for_too_long_is_lost_but_a_slow_answer_is
         prompts = [[i] for i in range(4)]
         playing = asyncio.create_task(play(pool, prompts))
         await until(lambda: len(servers[1].requests) == 2)
-        assert said == [f"lost server {servers[0].url}: it has not answered for 0.4 s"]
+        assert said == [f"lost server {servers[0].url}: it has not answered for 0.1 s"]
         looks = servers[1].looks
         await until(lambda: servers[1].looks > looks + 8)  # each after a fourth of the silence
         servers[1].go.set()
-        assert await playing == texts(prompts, 1)
+        await playing
     assert len(servers[1].requests) == 2
 
 
@@ -360,7 +330,7 @@ async def test_work_that_is_not_done_in_time_is_an_error(servers: list[FakeServe
         server.go.clear()
     async with make_pool(servers) as pool:
         with pytest.raises(ServerError, match="it is timeout"):
-            await play(pool, [[1], [2]], timeout_s=0.3)
+            await play(pool, [[1], [2]], timeout_s=0.05)
         assert [member.in_flight for member in pool.members] == [0, 0]
         assert len(pool.up) == 2
 
@@ -375,40 +345,21 @@ async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServ
             await play(pool, [[1]])
         assert pool.members[0].in_flight == 0
         with pytest.raises(type(failure), match=str(failure)):
-            async with pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS):
+            async with opened(pool):
                 pass
         assert pool.members[0].in_flight == 0
     assert servers[1].requests == []
 
 
-async def test_weights_that_land_nowhere_end_the_run_and_only_here_leave_the_server_out(
-    servers: list[FakeServer],
-) -> None:
-    said, failure = list[str](), dict[str, Exception]()
-
+@pytest.mark.parametrize("failure", [SyncError("it and the trainer disagree"), error("unauthorized", 401)])
+async def test_weights_that_land_nowhere_end_the_run(servers: list[FakeServer], failure: Exception) -> None:
     async def bring_up(member: Member, health: Health) -> None:
-        member.mark_ready(health.session)  # as the transport reports, before the canary is looked at
-        if member.url in failure:
-            raise failure[member.url]
+        raise failure
 
-    for raised in (SyncError("it and the trainer disagree"), error("unauthorized", 401)):
-        failure[servers[0].url] = raised
-        async with make_pool(servers[:1]) as pool:
-            pool.bring_up = bring_up
-            with pytest.raises(type(raised), match=str(raised)):
-                await pool.wait_up()
-    failure.clear()
-    async with make_pool(servers, say=said.append) as pool:
+    async with make_pool(servers[:1]) as pool:
         pool.bring_up = bring_up
-        await pool.wait_up()
-        failure[servers[0].url] = SyncError("it and the trainer disagree")
-        pool.members[0].mark_out("it was started again")
-        pool.members[0].next_look = 0.0
-        await play(pool, [[1], [2]])
-        assert pool.up == [pool.members[1]]
-        assert pool.members[0].out == "it and the trainer disagree"
-    assert f"server {servers[0].url} is left out: it and the trainer disagree" in said
-    assert servers[0].requests == []
+        with pytest.raises(type(failure), match=str(failure)):
+            await pool.wait_up()
 
 
 async def test_leaving_the_pool_ends_all_requests(servers: list[FakeServer]) -> None:
@@ -416,6 +367,7 @@ async def test_leaving_the_pool_ends_all_requests(servers: list[FakeServer]) -> 
     async with make_pool(servers[:1]) as pool:
         playing = asyncio.create_task(play(pool, [[1], [2]]))
         await until(lambda: servers[0].requests)
+        assert pool.members[0].in_flight == 2 * (1 + 10)  # prompt, and the tokens to come at most
     assert pool.members[0].in_flight == 0
     await cancel([playing])
 
@@ -432,7 +384,7 @@ async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_
         clock.now += 0.2
         raise ServerError("it does not load", code="reload_failed", status=500)
 
-    for rests_s in (0.25, 2.0):
+    for rests_s in (0.2, 2.0):
         async with make_pool(servers) as pool:
             pool.bring_up = bring_up
             await pool.look_at_all()
@@ -454,17 +406,20 @@ async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_fo
 BOUNDS = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}
 
 
+def opened(pool: ServerPool, seconds: float = 60) -> contextlib.AbstractAsyncContextManager[RecordedSession]:
+    return pool.session(SAMPLING, tokens=10, deadline=Deadline(seconds), **BOUNDS)
+
+
 async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_end_with_their_body(
     servers: list[FakeServer],
 ) -> None:
     async with make_pool(servers) as pool, contextlib.AsyncExitStack() as stack:
         await pool.wait_up()
-        sessions = [pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS) for _ in range(6)]
-        await asyncio.gather(*map(stack.enter_async_context, sessions))  # at the same time
+        await asyncio.gather(*(stack.enter_async_context(opened(pool)) for _ in range(6)))  # at the same time
         assert [len(server.opened) for server in servers] == [3, 3]
         assert [member.in_flight for member in pool.members] == [30, 30]
         assert servers[0].opened[0] == SessionRequest(sampling=SAMPLING, session="s1", **BOUNDS)
-        async with pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS) as session:
+        async with opened(pool) as session:
             assert session.base_url == f"{servers[0].url}/sessions/x/v1"
             assert (session.model, session.api_key) == ("m", "k")
             assert (await session.close()).calls == ()
@@ -476,10 +431,10 @@ async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_end_with_the
 
 async def test_a_session_whose_closing_is_cancelled_is_closed_with_its_body(servers: list[FakeServer]) -> None:
     async with make_pool(servers[:1]) as pool:
-        async with pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS) as session:
+        async with opened(pool) as session:
             servers[0].go.clear()
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(session.close(), 0.05)
+                await asyncio.wait_for(session.close(), 0.01)
             servers[0].go.set()
             assert len(servers[0].opened) == 1
         assert servers[0].opened == []
@@ -488,7 +443,6 @@ async def test_a_session_whose_closing_is_cancelled_is_closed_with_its_body(serv
 async def test_a_session_is_opened_elsewhere_where_a_server_is_gone_and_one_that_is_lost_says_so(
     servers: list[FakeServer], clock: fakes.Clock
 ) -> None:
-
     def on_wait(what: str, seconds: float) -> None:
         clock.now += 5.0
         servers[1].dead = False
@@ -496,7 +450,7 @@ async def test_a_session_is_opened_elsewhere_where_a_server_is_gone_and_one_that
     async with make_pool(servers, on_wait=on_wait) as pool:
         await pool.wait_up()
         servers[0].die()
-        async with pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS) as session:
+        async with opened(pool) as session:
             assert session.base_url.startswith(servers[1].url)
             assert len(pool.up) == 1
             servers[1].die()
@@ -536,7 +490,7 @@ async def test_while_many_requests_are_under_way_turns_wait_for_company(
     async with make_pool([alone]) as pool:
         batcher, deadline, asks = Batcher(pool), Deadline(10), list[asyncio.Task[Completion]]()
         for i in range(9):
-            asks.append(asyncio.create_task(batcher.ask(turn([i], i, deadline))))
+            asks.append(asyncio.create_task(batcher.ask(turn([i], i, deadline, SAMPLING))))
             await until(lambda i=i: len(alone.requests) > min(i, 2))
         kinds = [turn([i], i, deadline, SamplingParams(max_tokens=i)) for i in range(20, 25)]
         asks += [asyncio.create_task(batcher.ask(kind)) for kind in kinds]

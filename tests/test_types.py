@@ -1,6 +1,7 @@
 """What flows between the stages can't be malformed and can't be changed."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -14,36 +15,32 @@ SEQUENCE = TokenSequence(
 ROLLOUT = Rollout(id="sort:7/0", prompt=PROMPT, sequences=(SEQUENCE,))
 
 
-@pytest.mark.parametrize("field", ["mask", "logprobs", "token_ids"])
-def test_a_sequences_fields_have_one_length(field: str) -> None:
-    with pytest.raises(ValueError, match=rf"equal lengths.*'{field}': 3"):
-        dataclasses.replace(SEQUENCE, **{field: getattr(SEQUENCE, field)[:-1]})
+SAMPLE = TrainSample(sequence=SEQUENCE, advantages=(0.0, 0.0, 1.0, 1.0))
 
 
-def test_a_completion_has_one_logprob_per_token() -> None:
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        *((SEQUENCE, field) for field in ("token_ids", "mask", "logprobs")),
+        *((SAMPLE, field) for field in ("advantages", "ref_logprobs", "values", "returns")),
+    ],
+)
+def test_what_belongs_to_each_token_has_one_length(value: TokenSequence | TrainSample, field: str) -> None:
+    with pytest.raises(ValueError, match=rf"equal lengths.*'{field}': 2"):
+        dataclasses.replace(value, **{field: (0, 1)})
+
+
+def test_a_completion_has_one_logprob_per_token_and_a_group_one_score_per_rollout() -> None:
     with pytest.raises(ValueError, match="2 token_ids need as many logprobs, got 1"):
         Completion(token_ids=(1, 2), logprobs=(-0.1,), finish_reason="stop", versions=((1, 0, 2),), text="")
-
-
-def test_a_group_has_one_score_per_rollout() -> None:
     with pytest.raises(ValueError, match="'rollouts': 1, 'scores': 2"):
         Group(id="g", rollouts=(ROLLOUT,), scores=(Score(total=1.0), Score(total=0.0)))
 
 
-@pytest.mark.parametrize("length", [0, 1])
-def test_a_sample_has_a_token_to_predict_from(length: int) -> None:
+@pytest.mark.parametrize("one", [(), (1,)])
+def test_a_sample_has_a_token_to_predict_from(one: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match="at least two tokens"):
-        TrainSample(
-            sequence=TokenSequence(token_ids=(1,) * length, mask=(True,) * length, logprobs=(0.0,) * length),
-            advantages=(0.0,) * length,
-        )
-
-
-@pytest.mark.parametrize("field", ["advantages", "ref_logprobs", "values", "returns"])
-def test_a_sample_has_one_number_per_token(field: str) -> None:
-    sample = TrainSample(sequence=SEQUENCE, advantages=(0.0, 0.0, 1.0, 1.0))
-    with pytest.raises(ValueError, match=f"'{field}': 2"):
-        dataclasses.replace(sample, **{field: (0.0, 1.0)})
+        TrainSample(sequence=TokenSequence(token_ids=one, mask=one, logprobs=one), advantages=one)
 
 
 def test_values_do_not_change() -> None:

@@ -8,9 +8,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from hocket.config import Config, as_dict, changes
 from hocket.errors import ConfigError, TrainerError
@@ -99,7 +99,7 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     return saved
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run; its end as a context manager waits for one that is being written.
 
     With checkpoint.async a thread writes the files while training goes on, one checkpoint at a time; its errors are
@@ -113,9 +113,6 @@ class Checkpoints:
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._thread.shutdown()

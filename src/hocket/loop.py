@@ -36,7 +36,7 @@ class Run:
     stream: PromptStream  # draws prompts, and records the fate of each
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
-    shape: Callable[[Group], Shaped]  # a group's rewards as they are trained, and the reason if it has no signal
+    shape: Callable[[Group], Shaped]  # a group's rewards for training; `reason`: why it has no signal, or None
     batches: Callable[[NewBatch], Pipeline | Replay]  # gathers batches ahead of training, or reads recorded ones
     trainer: Trainer
     kl: KlController  # coefficient of a KL in the rewards
@@ -61,7 +61,7 @@ class Run:
                     self.folder.rollouts(f"step_{step:06d}", batch.groups)  # before anything can fail on them
                     last = step == steps or not batch.groups
                     shaped = [self.shape(group) for group in batch.groups]
-                    metrics |= batch.metrics | await self.learn(step, shaped, last=last)
+                    metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
                     if last or (config.eval.every_steps and step % config.eval.every_steps == 0):
                         metrics |= await self.evaluate(step)
                 self.record(step, shaped, metrics | step_metrics(metrics))
@@ -78,10 +78,10 @@ class Run:
             self.stream.take,  # 1 prompts  data/stream.py
             self.play,  # 2 rollouts  rollout/episode.py, agents.py
             self.scorer.score,  # 3 scores  rewards/scorer.py
-            informative=lambda group: self.shape(group).reason is None,
+            has_signal=lambda group: self.shape(group).reason is None,
         )
 
-    async def update(self, step: int, groups: Sequence[Shaped]) -> Metrics:
+    async def train_policy(self, step: int, groups: Sequence[Shaped]) -> Metrics:
         """Update the policy on groups with a signal; no other line changes the trainer's weights."""
         metrics: Metrics = {}
         self.console.progress(step, "training")
@@ -95,21 +95,21 @@ class Run:
         trained = await run_in_thread(self.trainer.step, samples, keep=self.folder.skipped(step))
         return metrics | shaping | trained
 
-    async def learn(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
+    async def train_and_publish(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
         """Train on the groups with a signal and publish the new weights; without such a group the weights stay."""
         refuse_failing([one.group for one in shaped], self.config.rewards.max_error_rate)
         groups = [one for one in shaped if one.reason is None]
         metrics = signal_metrics(shaped, self.config.pass_reward if self.config.uses_pass_rates else None)
         if not groups and not self.checkpoints.due(step, last=last):
             return metrics
-        async with self.publisher.training(publishes=bool(groups)) as turn:  # no server is brought up meanwhile
+        async with self.publisher.training(publishes=bool(groups)) as turn_metrics:  # blocks bring-up
             if groups:
-                metrics |= await self.update(step, groups)
+                metrics |= await self.train_policy(step, groups)
             metrics |= await run_in_thread(self.checkpoints.copy, step, last=last)
             if groups:
                 with timed(metrics, "time/sync"):
                     metrics |= await self.publisher.publish()  # 7 weights  sync/publish.py
-        return metrics | turn
+        return metrics | turn_metrics
 
     async def evaluate(self, step: int) -> Metrics:
         """Return the eval/* metrics of the weights that the servers hold; empty without held-out prompts."""

@@ -51,7 +51,7 @@ class Rollout:
     id: str  # "step 3/7/1": group "step 3/7", its second rollout
     prompt: Prompt
     sequences: tuple[TokenSequence, ...]  # the one of the last turn comes last
-    reward: float | None = None  # sum of what the environment gave; None where it plays no part in the reward
+    reward: float | None = None  # sum of the environment's rewards; None where scoring ignores them
     error: str | None = None  # why the episode failed; such a rollout is not trained
 
     @property
@@ -77,7 +77,7 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The reward of one rollout. `error` says why there is none; an error is never a 0."""
+    """The reward of one rollout. On failure `error` says why and `total` is NaN: the rollout is not trained."""
 
     total: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)

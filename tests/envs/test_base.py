@@ -3,7 +3,7 @@
 import pytest
 
 from hocket.envs import Action, Environment, Step, environment
-from hocket.envs.base import ENVIRONMENTS, Observation, bind
+from hocket.envs.base import Observation, bind
 from hocket.errors import ConfigError
 from hocket.types import Prompt
 
@@ -43,17 +43,11 @@ async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the
         ("tools", {"tools": ["calculat"], "parser": "hermes"}, r"no tool 'calculat' \(did you mean 'calculate'\?\)"),
         ("tools", {"tools": "calculate", "parser": "hermes"}, r"must be a list of names"),
         ("tools", {"tools": ["calculate"], "parser": "hermes", "call_timeout_s": 0}, "call_timeout_s must be above 0"),
-        ("single_turn", {"guesses": 3}, "no option 'guesses'"),
     ],
 )
 def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str, options: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         bind(name, options)
-
-
-def test_a_name_can_not_be_taken_twice() -> None:
-    with pytest.raises(ConfigError, match="'guess' is registered twice"):
-        ENVIRONMENTS.register("guess")(Environment)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +66,20 @@ def test_nonsense_is_refused_where_it_is_said(fields: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Step(**fields)
     assert Observation(max_tokens=1).stop is None
+
+
+def test_half_a_surrogate_pair_which_has_no_encoding_is_told_as_a_question_mark() -> None:
+    call = {
+        "role": "tool",
+        "name": "\ud800",
+        "tool_call_id": "\udc00",
+        "content": "é😀\ud83d",
+        "parts": [{"\udfff": 1}],
+    }
+    assert Step(messages=[call]).messages == [
+        {"role": "tool", "name": "?", "tool_call_id": "?", "content": "é😀?", "parts": [{"?": 1}]}
+    ]
+    assert Observation(text="0\ud83d").text == "0?"
 
 
 async def test_guess_tells_where_the_number_is_and_rewards_finding_it() -> None:

@@ -1,6 +1,5 @@
 """Tools: what the model is shown, what it is told, and that nothing it writes can hurt."""
 
-import asyncio
 import threading
 from typing import Any
 
@@ -16,14 +15,9 @@ release, both = threading.Event(), threading.Barrier(2)
 
 
 @tool
-def slow_of_tests(seconds: float) -> str:
-    """Sleeps.
-
-    Args:
-        seconds: How long.
-    """
-    release.wait(seconds)
-    return "slept"
+def slow_of_tests() -> None:
+    """Waits."""
+    release.wait(60)
 
 
 @tool
@@ -47,27 +41,14 @@ async def weather_of_tests(city: str, days: int = 1) -> dict[str, Any]:
         city: Where.
         days: How many.
     """
-    await asyncio.sleep(0.05)
     return {"city": city, "sun": [True] * days}
-
-
-@tool
-def half_of_tests(fail: bool) -> str:
-    """Returns half of a surrogate pair, or raises it.
-
-    Args:
-        fail: Whether it raises.
-    """
-    if fail:
-        raise ValueError("no \udfff")
-    return "a\ud83d b"
 
 
 def call(name: str, arguments: str, id: str = "") -> ToolCall:
     return ToolCall(name=name, arguments=arguments, id=id)
 
 
-NAMES = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests", "exit_of_tests", "half_of_tests"]
+NAMES = ["calculate", "slow_of_tests", "meet_of_tests", "weather_of_tests", "exit_of_tests"]
 
 
 async def results(*calls: ToolCall, timeout_s: float = 20.0) -> list[dict[str, Any]]:
@@ -123,7 +104,7 @@ async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -
         ("calculate", '{"expression": "1/0"}', "error: ZeroDivisionError"),
         ("calculate", '{"expression": 5}', "error: TypeError"),
         ("exit_of_tests", "{}", "error: SystemExit: 3"),
-        ("slow_of_tests", '{"seconds": 60}', "error: no result within 0.2 s"),
+        ("slow_of_tests", "{}", "error: no result within 0.2 s"),
     ],
 )
 async def test_whatever_goes_wrong_is_told_to_the_model(name: str, arguments: str, said: str) -> None:
@@ -133,16 +114,6 @@ async def test_whatever_goes_wrong_is_told_to_the_model(name: str, arguments: st
         release.set()
     release.clear()
     assert answer["content"].startswith(said)
-
-
-async def test_what_has_no_encoding_is_told_as_a_question_mark() -> None:
-    answers = await results(
-        call("half_of_tests", '{"fail": false}'),
-        call("half_of_tests", '{"fail": true}'),
-        call("\ud800", "{}", id="\udc00"),
-    )
-    assert [answer["content"] for answer in answers[:2]] == ["a? b", "error: ValueError: no ?"]
-    assert (answers[2]["name"], answers[2]["tool_call_id"]) == ("?", "?")
 
 
 @pytest.mark.parametrize(

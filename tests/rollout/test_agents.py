@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import os
 import random
@@ -10,19 +9,21 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import fakes
-from batches import SAMPLING, gathered
+from batches import SAMPLING, gathered, own_reward
 from hocket.envs import Task
 from hocket.errors import ServerError
 from hocket.pool import Deadline
 from hocket.protocol import AgentCall, AgentRecord, SamplingParams
 from hocket.rollout.agents import Agents
 from hocket.rollout.episode import Limits, TokenBudget
-from hocket.types import Group, Prompt, Rollout, Score
+from hocket.system import seed_of
+from hocket.types import Group, Prompt
 
 
 class FakeSession:
@@ -42,7 +43,7 @@ class FakeSession:
         rng = random.Random(f"{self.sampling.seed}:{len(self.calls)}")
         token_ids = tuple(rng.randrange(100, 999) for _ in range(3))
         said = f"said {len(self.calls)}"
-        completion = fakes.completion(*token_ids, logprobs=(-0.5, -0.25, -1.0), version=2, text=said)
+        completion = fakes.completion(*token_ids, logprobs=(-0.5, -0.25, -1.0), version=2 + len(self.calls), text=said)
         self.calls.append(AgentCall(prompt_token_ids=asked, completion=completion))
         return [*asked, *token_ids]
 
@@ -83,27 +84,11 @@ class FakeServers:
             self.open -= 1
 
 
-@dataclasses.dataclass
-class FakeAgent:
-    """What the agents of a test do with their session."""
-
-    servers: FakeServers
-    plays: Callable[[Task, FakeSession], Awaitable[float | str | None]]
-    concurrency: int = 64
-
-    async def run(self, task: Task) -> float | str | None:
-        return await self.plays(task, self.servers.sessions[task.base_url])
-
-
-async def score(rollout: Rollout) -> Score:
-    """0.5 for whatever was said; the agent's reward where there is one."""
-    if rollout.error is not None:
-        return Score(total=math.nan, error=rollout.error)
-    return Score(total=0.5 if rollout.reward is None else rollout.reward)
+Plays = Callable[[Task, FakeSession], Awaitable[float | str | None]]
 
 
 async def played(
-    plays: Callable[[Task, FakeSession], Awaitable[float | str | None]],
+    plays: Plays,
     servers: FakeServers,
     *,
     num_prompts: int = 1,
@@ -114,24 +99,19 @@ async def played(
     concurrency: int = 64,
     budget: int = 0,
 ) -> list[Group]:
+    agent: Any = SimpleNamespace(run=lambda task: plays(task, servers.sessions[task.base_url]), concurrency=concurrency)
     agents = Agents(
-        agent=FakeAgent(servers, plays, concurrency),  # type: ignore[arg-type]
+        agent=agent,
         pool=servers,  # type: ignore[arg-type]
         limits=limits or Limits(max_turns=6, max_length=64, timeout_s=5.0),
         decode=lambda token_ids: " ".join(map(str, token_ids)),
         budget=TokenBudget(lambda: budget),
     )
     prompts = [
-        Prompt(
-            id=f"p{i}",
-            token_ids=(i, i + 1),
-            messages=({"role": "user", "content": str(i)},),
-            answer=str(i),
-            meta={"hints": [i]},
-        )
+        Prompt(id=f"p{i}", token_ids=(i, i + 1), messages=({"content": f"{i}"},), answer=f"{i}", meta={"hints": [i]})
         for i in range(first, first + num_prompts)
     ]
-    batch = await gathered(prompts, agents.play, score, group_size=group_size, timeout_s=timeout_s)
+    batch = await gathered(prompts, agents.play, own_reward, group_size=group_size, timeout_s=timeout_s)
     return batch.groups
 
 
@@ -158,68 +138,46 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     assert rollout.sequence_ids == ("s/0/0.0", "s/0/0")
     other, last = rollout.sequences
     assert (last.token_ids, last.mask) == ((5, 9, *done[2]), (False, False, True, True, True))
-    assert (last.version_min, last.turns, other.turns) == (2, 1, 2)
-    assert (rollout.text, rollout.num_sampled) == ("said 2", 9)
+    assert (other.version_min, other.version_max, last.version_min) == (2, 3, 4)
+    assert (other.turns, last.turns, rollout.text, rollout.num_sampled) == (2, 1, "said 2", 9)
     assert other.token_ids == (5, 6, *done[0], 7, *done[1])
     assert other.mask == (False, False, True, True, True, False, True, True, True)
     assert [said["content"] for said in other.dialogue] == ["said 0", "7", "said 1"]
 
 
-@pytest.mark.parametrize(
-    ("returns", "text", "reward"), [(0.0, "said 0", 0.0), ("my answer", "my answer", None), (None, "said 0", None)]
-)
+REFUSED = ValueError("400: this session has made its 6 calls")
+
+
 @pytest.mark.parametrize("asks", [True, False])
-async def test_a_number_is_the_reward_and_text_is_what_the_rewards_score(
-    asks: bool, returns: float | str | None, text: str, reward: float | None
+@pytest.mark.parametrize(
+    ("result", "cut_off", "error", "reward", "reason"),
+    [
+        (0.0, False, None, 0.0, "stop"),
+        ("my answer", False, None, None, "stop"),
+        (None, False, None, None, "stop"),
+        (0.75, True, None, 0.75, "stop"),  # it copes with the limit
+        (REFUSED, True, None, 0.0, "length"),
+        (REFUSED, False, f"agent: it raised ValueError: {REFUSED}", None, "stop"),
+    ],
+)
+async def test_a_number_is_the_reward_text_is_scored_and_whom_a_limit_cut_off_has_not_failed(
+    asks: bool, result: Any, cut_off: bool, error: str | None, reward: float | None, reason: str
 ) -> None:
     async def plays(task: Task, session: FakeSession) -> float | str | None:
         if asks:
             session.ask(5)
-        return returns
-
-    (group,) = await played(plays, FakeServers())
-    (rollout,), (sequence,) = group.rollouts, group.rollouts[0].sequences
-    assert (rollout.text, rollout.reward) == (text if asks or returns == text else "", reward)
-    assert group.scores[0].total == (0.5 if reward is None else reward)
-    if not asks:
-        assert (sequence.token_ids, sequence.mask, sequence.turns) == ((0, 1), (False, False), 0)
-
-
-async def test_what_an_agent_does_to_its_task_is_not_seen_by_others() -> None:
-    async def plays(task: Task, session: FakeSession) -> float:
-        assert (task.messages[0]["content"], task.meta) == ("0", {"hints": [0]})
-        task.messages[0]["content"] = "something else"
-        task.meta["hints"].append(5)
-        return 1.0
-
-    (group,) = await played(plays, FakeServers(), group_size=3)
-    assert [score.error for score in group.scores] == [None] * 3
-
-
-@pytest.mark.parametrize("asks", [True, False])
-@pytest.mark.parametrize(
-    ("cut_off", "raises", "error", "reward", "reason"),
-    [
-        (True, True, None, 0.0, "length"),
-        (False, True, "agent: it raised ValueError: 400: this session has made its 6 calls", None, "stop"),
-        (True, False, None, 0.75, "stop"),  # it copes with the limit
-    ],
-)
-async def test_an_agent_that_raises_as_a_limit_refused_it_a_call_is_cut_off_and_not_failed(
-    asks: bool, cut_off: bool, raises: bool, error: str | None, reward: float | None, reason: str
-) -> None:
-    async def plays(task: Task, session: FakeSession) -> float:
-        if asks:
-            session.ask(5)
         session.cut_off = cut_off
-        if raises:
-            raise ValueError("400: this session has made its 6 calls")
-        return 0.75
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     (group,) = await played(plays, FakeServers())
-    (rollout,) = group.rollouts
-    assert (group.scores[0].error, rollout.reward, rollout.finish_reason) == (error, reward, reason)
-    assert rollout.num_sampled == 3 * asks
+    (rollout,), (score,), (sequence,) = group.rollouts, group.scores, group.rollouts[0].sequences
+    assert (score.error, rollout.reward, rollout.finish_reason) == (error, reward, reason)
+    assert error or score.total == (1.0 if reward is None else reward)
+    assert rollout.text == (result if isinstance(result, str) else "said 0" * asks)
+    assert (rollout.num_sampled, sequence.turns) == (3 * asks, asks)
+    assert asks or sequence.token_ids == (0, 1)
 
 
 async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_all_accounted_for() -> None:
@@ -228,6 +186,8 @@ async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_al
     async def plays(task: Task, session: FakeSession) -> float | str | None:
         rng = random.Random(task.seed)
         session.ask(5)
+        assert task.messages[0]["content"] == str(task.meta["hints"].pop())  # others play the prompt, too
+        task.messages[0]["content"] = "something else"
         await asyncio.sleep(rng.random() / 100)
         raises = [KeyError("a bug"), asyncio.CancelledError(), TimeoutError("its own"), SystemExit(2), StopIteration()]
         trouble = rng.choice([*raises, "hang", *[None] * 6])
@@ -260,55 +220,44 @@ async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_al
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_random_numbers() -> None:
-    runs, seeds = [], []
-    for lost in (0, 2):
-        servers = FakeServers()
-
-        async def plays(task: Task, session: FakeSession, servers: FakeServers = servers) -> float:
-            seeds.append(task.seed)
-            session.ask(5)
-            if servers.lost == 2:
-                raise ConnectionError("refused")
-            return 1.0
-
-        servers.lost = lost
-        runs += await played(plays, servers)
-        assert len(servers.sessions) == 1 + lost
-        assert servers.open == 0
-    assert runs[0].rollouts == runs[1].rollouts
-    assert runs[1].scores[0].total == 1.0
-    assert len(seeds) == 4
-    assert len(set(seeds)) == 1
-
-
 LOST = "what the model said is lost: can't reach http://fake"
 
 
+LATE = "agent: it was not done when rollout.timeout_s had passed"
+
+
 @pytest.mark.parametrize(
-    ("raises", "hangs", "sessions", "error"),
+    ("lost", "raises", "hangs_in", "sessions", "error"),
     [
-        (True, False, 3, f"agent: it raised ConnectionError: refused; {LOST}"),
-        (False, False, 3, f"agent: {LOST}"),
-        # until the batch's end: it is not played again
-        (False, True, 1, f"agent: it was not done when rollout.timeout_s had passed; {LOST}"),
+        (2, False, None, 3, None),  # played again, and all is well
+        (99, True, None, 3, f"agent: it raised ConnectionError: refused; {LOST}"),
+        (99, False, None, 3, f"agent: {LOST}"),
+        (99, False, 1, 1, f"{LATE}; {LOST}"),  # until the batch's end: it is not played again
+        (1, False, 2, 2, f"{LATE}; it was played again, as what the model had said was lost: can't reach http://fake"),
     ],
 )
-async def test_an_episode_on_which_server_after_server_is_lost_has_failed_and_says_so(
-    raises: bool, hangs: bool, sessions: int, error: str
+async def test_an_episode_whose_server_is_lost_is_played_again_with_the_same_random_numbers_or_says_so(
+    monkeypatch: pytest.MonkeyPatch, lost: int, raises: bool, hangs_in: int | None, sessions: int, error: str | None
 ) -> None:
-    servers = FakeServers()
-    servers.lost = 99
+    clock, servers = fakes.Clock(), FakeServers()
+    monkeypatch.setattr("hocket.pool.time", clock)
+    servers.lost, seeds = lost, list[int]()
 
     async def plays(task: Task, session: FakeSession) -> float:
+        seeds.append(task.seed)
         if raises:
             raise ConnectionError("refused")
-        await asyncio.sleep(3600 if hangs else 0)
+        if len(servers.sessions) == hangs_in:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                clock.now += 100.0
         return 1.0
 
-    (lost,) = await played(plays, servers, timeout_s=0.2 if hangs else 30.0)
-    assert lost.scores[0].error == error
-    assert len(servers.sessions) == sessions
+    (group,) = await played(plays, servers, timeout_s=0.1 if hangs_in else 30.0)
+    assert (group.scores[0].error, servers.open) == (error, 0)
+    assert seeds == [seeds[0]] * sessions
+    assert [session.sampling.seed for session in servers.sessions.values()] == [seed_of(77, 0)] * sessions
 
 
 async def test_the_time_without_any_server_is_not_that_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,34 +274,17 @@ async def test_the_time_without_any_server_is_not_that_of_the_batch(monkeypatch:
     assert len(servers.sessions) == 6
 
 
-async def test_an_episode_that_has_lost_its_time_with_a_server_says_so() -> None:
-    servers = FakeServers()
-    servers.lost = 1
-
-    async def plays(task: Task, session: FakeSession) -> float:
-        await asyncio.sleep(0 if len(servers.sessions) == 1 else 3600)
-        return 1.0
-
-    (late,) = await played(plays, servers, timeout_s=0.5)
-    assert late.scores[0].error == (
-        "agent: it was not done when rollout.timeout_s had passed; "
-        "it was played again, as what the model had said was lost: can't reach http://fake"
-    )
-
-
 def test_no_agent_keeps_the_process_from_ending() -> None:
     code = """
-import asyncio
+import asyncio, contextlib
 from hocket.rollout import agents
 
 agents.CANCEL_S = 0.05
 
 async def stubborn():
     while True:
-        try:
+        with contextlib.suppress(BaseException):
             await asyncio.sleep(3600)
-        except BaseException:
-            pass
 
 async def main():
     running = asyncio.create_task(stubborn())
@@ -368,75 +300,76 @@ asyncio.run(main())
 
 async def test_an_agent_that_will_not_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hocket.rollout.agents.CANCEL_S", 0.05)
-    ended, left = asyncio.Event(), list[asyncio.Task[Any] | None]()
+    ended, left = asyncio.Event(), list[Any]()
 
     async def plays(task: Task, session: FakeSession) -> float:
         left.append(asyncio.current_task())
         while not ended.is_set():
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await ended.wait()
-            except asyncio.CancelledError:
-                continue
         raise ValueError("too late for anybody to be told")
 
     limits = Limits(max_turns=6, max_length=64, timeout_s=0.1)
-    async with asyncio.timeout(10):
-        (group,) = await played(plays, FakeServers(), limits=limits)
+    (group,) = await asyncio.wait_for(played(plays, FakeServers(), limits=limits), 10)
     assert group.scores[0].error == (
         "agent: it was not done when env.timeout_s=0.1 had passed; nor had it 0.05 s after it was cancelled: "
         "it was left behind"
     )
     assert asyncio.all_tasks() == {asyncio.current_task()}  # the end of the run would wait for all of these
     ended.set()
-    (running,) = left
-    assert running is not None
-    await asyncio.wait([running])
+    await asyncio.wait(left)
 
 
 async def test_the_same_settings_give_the_same_random_numbers_whatever_the_order() -> None:
-    def plays(delay_s: float) -> Callable[[Task, FakeSession], Awaitable[float]]:
-        async def agent(task: Task, session: FakeSession) -> float:
-            await asyncio.sleep(delay_s * random.random())  # others come first
-            session.ask(*session.ask(5))
-            return float(task.seed)
+    async def plays(task: Task, session: FakeSession) -> float:
+        await asyncio.sleep(random.random() / 50)  # others come first
+        session.ask(*session.ask(5))
+        return float(task.seed)
 
-        return agent
-
-    runs = [await played(plays(delay_s), FakeServers(), num_prompts=20, group_size=3) for delay_s in (0.0, 0.02)]
+    runs = [await played(plays, FakeServers(), num_prompts=20, group_size=3) for _ in range(2)]
     assert [group.rollouts for group in runs[0]] == [group.rollouts for group in runs[1]]
     rollouts = [rollout for group in runs[0] for rollout in group.rollouts]
     assert len({rollout.sequences[0].token_ids for rollout in rollouts}) == 60
     assert len({rollout.reward for rollout in rollouts}) == 60
 
 
-async def test_no_more_agents_run_at_the_same_time_than_are_wanted() -> None:
-    servers = FakeServers()
-
+# 2 tokens of each prompt and 8 of an answer: three fit
+@pytest.mark.parametrize(("budget", "most"), [(0, 5), (39, 3)])
+async def test_no_more_agents_run_at_the_same_time_than_are_wanted(budget: int, most: int) -> None:
     async def plays(task: Task, session: FakeSession) -> float:
         await asyncio.sleep(0.001)
         return 1.0
 
-    await played(plays, servers, num_prompts=40, concurrency=5)
-    assert (len(servers.sessions), servers.most_open) == (40, 5)
-    servers = FakeServers()  # 2 tokens of each prompt and 8 of an answer: three fit
-    await played(plays, servers, num_prompts=40, concurrency=5, budget=39)
-    assert (len(servers.sessions), servers.most_open) == (40, 3)
-
-
-async def test_what_is_not_over_when_the_batch_must_be_has_failed_and_names_the_setting() -> None:
     servers = FakeServers()
+    await played(plays, servers, num_prompts=40, concurrency=5, budget=budget)
+    assert (len(servers.sessions), servers.most_open) == (40, most)
+
+
+async def test_what_is_not_over_when_the_batch_must_be_has_failed_and_names_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, servers, third = fakes.Clock(), FakeServers(), asyncio.Event()
+    monkeypatch.setattr("hocket.pool.time", clock)
 
     async def plays(task: Task, session: FakeSession) -> float:
         session.ask(5)
-        await asyncio.sleep(0 if task.answer == "0" else 3600)
+        if task.answer == "0":
+            return 1.0
+        if task.answer == "2":
+            third.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await third.wait()  # it begins in the place of the first one: only then may the time be over
+            clock.now += 100.0
         return 1.0
 
     limits = Limits(max_turns=6, max_length=64, timeout_s=100.0)
-    groups = await played(plays, servers, num_prompts=9, concurrency=2, timeout_s=0.8, limits=limits)
+    groups = await played(plays, servers, num_prompts=9, concurrency=2, timeout_s=0.1, limits=limits)
     assert Counter(group.scores[0].error for group in groups) == {
         None: 1,
-        "agent: it was not done when rollout.timeout_s had passed": 2,
-        "agent: it could not begin within 0.8 s (rollout.timeout_s): raise that, or env.concurrency": 6,
+        LATE: 2,
+        "agent: it could not begin within 0.1 s (rollout.timeout_s): raise that, or env.concurrency": 6,
     }
     assert servers.open == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -3,12 +3,13 @@ from typing import Any
 
 import pytest
 
+from batches import played
 from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation, eval_rewards, pass_at_k
-from hocket.types import Prompt, Rollout, Score, TokenSequence
+from hocket.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
 RIGHT = {"0a": 1.0, "1a": 1.0, "2a": 0.0, "3a": 0.0}
@@ -26,14 +27,8 @@ def evaluation(
         if seats is not None:
             seats.append(seat)
         number = prompt.token_ids[0] - 1
-        sequence = TokenSequence(
-            token_ids=(*prompt.token_ids, *[5] * (number + 1)),
-            mask=(False, *[True] * (number + 1)),
-            logprobs=(0.0, *[-0.1] * (number + 1)),
-            finish_reason="length" if number == 3 else "stop",
-            text=f"{number}{'abcdefgh'[int(seat.id[-1])]}",
-        )
-        return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,))
+        text, finish = f"{number}{'abcdefgh'[int(seat.id[-1])]}", "length" if number == 3 else "stop"
+        return played(prompt, seat.id, text, sampled=number + 1, finish=finish)
 
     async def score(rollout: Rollout) -> Score:
         mark = marks.get(rollout.text)

@@ -1,4 +1,4 @@
-"""Calls are joined into sequences: by hand, then a thousand agents that go on, rewrite, branch and break off."""
+"""Calls are joined into sequences: those of a thousand agents that go on, rewrite, branch and break off."""
 
 import random
 
@@ -7,24 +7,10 @@ from hocket.protocol import AgentCall
 from hocket.rollout.agents import join
 
 
-def call(asked: list[int], *sampled: int, version: int = 1) -> AgentCall:
+def call(asked: list[int], *sampled: int) -> AgentCall:
     logprobs = tuple(-i / 1000 for i in sampled)
-    done = fakes.completion(*sampled, logprobs=logprobs, version=version, text=f"<{sampled[0]}>")
+    done = fakes.completion(*sampled, logprobs=logprobs, text=f"<{sampled[0]}>")
     return AgentCall(prompt_token_ids=tuple(asked), completion=done)
-
-
-def test_calls_that_go_on_are_one_sequence_and_what_came_between_is_not_trained() -> None:
-    (one,) = join([call([5, 6], 10, 11), call([5, 6, 10, 11, 7], 12, version=3)], str)
-    assert one.token_ids == [5, 6, 10, 11, 7, 12]
-    assert one.mask == [False, False, True, True, False, True]
-    assert one.logprobs == [0.0, 0.0, -0.010, -0.011, 0.0, -0.012]
-    rollout = one.sequence()
-    assert (rollout.turns, rollout.text, rollout.version_min, rollout.version_max) == (2, "<12>", 1, 3)
-    assert rollout.dialogue == (
-        {"role": "assistant", "content": "<10>"},
-        {"role": "environment", "content": "[7]"},
-        {"role": "assistant", "content": "<12>"},
-    )
 
 
 def test_the_same_question_asked_twice_is_two_sequences_and_the_longest_one_goes_on() -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 import fakes
+from batches import ids, own_reward, played
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.data import PromptStream
 from hocket.errors import DataError, ServerError
 from hocket.observe.run_folder import lines_of
-from hocket.rollout.collect import Batch, Seat, collect
+from hocket.rollout.collect import Seat, collect
 from hocket.rollout.pipeline import Pipeline, Replay, plan_step, sampling_params
 from hocket.system import seed_of
-from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
+from hocket.types import Group, Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i,)) for i in range(40)]
 
@@ -39,24 +40,18 @@ class FakePlayer:
             self.cancelled += 1
             raise
         self.ended += 1
-        text = str(seed_of(seat.sampling.seed, seat.number, 1))
-        sequence = TokenSequence(token_ids=(1, 7), mask=(False, True), logprobs=(0.0, -0.1), text=text)
-        return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,))
-
-
-async def score(rollout: Rollout) -> Score:
-    return Score(total=1.0)
+        return played(prompt, seat.id, str(seed_of(seat.sampling.seed, seat.number, 1)))
 
 
 def settings(*overrides: str) -> Config:
     return config_module.load(None, ["rollout.prompts_per_step=3", "rollout.group_size=2", *overrides])
 
 
-def pipeline(config: Config, player: FakePlayer, informative: Callable[[Group], bool] = lambda group: True) -> Pipeline:
+def pipeline(config: Config, player: FakePlayer, has_signal: Callable[[Group], bool] = lambda group: True) -> Pipeline:
     take, max_staleness = PromptStream(PROMPTS, seed=0).take, config.pipeline.max_staleness
     settings: dict[str, Any] = {"oversampling": config.algorithm.oversampling, "max_staleness": max_staleness}
     return Pipeline(
-        lambda plan: collect(plan, take, player.play, score, informative=informative),
+        lambda plan: collect(plan, take, player.play, own_reward, has_signal=has_signal),
         functools.partial(plan_step, config=config.rollout, seed=5, **settings),
         steps=4,
         max_staleness=max_staleness,
@@ -67,8 +62,10 @@ def order() -> list[str]:
     return [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS)).values()]
 
 
-def ids(batch: Batch) -> list[str]:
-    return [group.rollouts[0].prompt.id for group in batch.groups]
+async def settled() -> None:
+    """Returns when nothing happens any more that waits for no time to pass."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(("max_staleness", "begun"), [(0, [1, 2, 3, 4]), (1, [2, 3, 4, 4]), (2, [3, 4, 4, 4])])
@@ -79,7 +76,7 @@ async def test_so_many_batches_are_begun_ahead_and_never_one_that_no_step_needs(
     async with pipeline(settings(f"pipeline.max_staleness={max_staleness}"), player) as batches:
         for step in range(1, 5):
             assert ids(await batches.batch(step)) == order()[3 * step - 3 : 3 * step]
-            await asyncio.sleep(0.01)  # the trainer works
+            await settled()  # the trainer works
             seen.append(len(player.begun))
     assert seen == begun
 
@@ -90,8 +87,7 @@ async def test_what_is_slow_is_waited_for_and_not_replaced_by_what_is_fast() -> 
     async def wait(token: int) -> None:
         while token == slow and player.ended < 4 * 3 * 2 - 2:
             await asyncio.sleep(0)
-        for _ in range(20):  # until the others are scored
-            await asyncio.sleep(0)
+        await settled()  # until the others are scored
 
     player = FakePlayer(wait)
     async with pipeline(settings("pipeline.max_staleness=3"), player) as batches:
@@ -128,11 +124,13 @@ async def test_the_rollouts_of_a_step_depend_on_seed_and_step_alone_however_earl
     for max_staleness in (0, 2):
         config = settings(f"pipeline.max_staleness={max_staleness}")
         async with pipeline(config, FakePlayer()) as batches:
-            played = [(await batches.batch(step)).groups for step in range(1, 5)]
-        texts.append([[(r.id, r.text) for g in groups for r in g.rollouts] for groups in played])
+            groups = [(await batches.batch(step)).groups for step in range(1, 5)]
+        texts.append([[(r.id, r.text) for g in step for r in g.rollouts] for step in groups])
     assert texts[0] == texts[1]
-    seed = sampling_params(config.rollout, seed=5, step=2).seed
-    assert seed is not None
+    seeds = {sampling_params(config.rollout, seed=s, step=t).seed for s in range(3) for t in range(5)}
+    assert len(seeds) == 15
+    assert sampling_params(config.rollout, seed=5, step=2, temperature=0.0).temperature == 0.0
+    seed = sampling_params(config.rollout, seed=5, step=2).seed or 0
     assert texts[0][1] == [(f"step 2/{i}/{j}", str(seed_of(seed, 2 * i + j, 1))) for i in range(3) for j in range(2)]
 
 
@@ -140,8 +138,8 @@ async def test_groups_that_teach_nothing_are_replaced_by_the_next_prompts_of_the
     dull = {order()[1], order()[3]}
     player = FakePlayer()
     config = settings("algorithm.oversampling=3")
-    informative = lambda group: group.rollouts[0].prompt.id not in dull  # noqa: E731
-    async with pipeline(config, player, informative) as batches:
+    has_signal = lambda group: group.rollouts[0].prompt.id not in dull  # noqa: E731
+    async with pipeline(config, player, has_signal) as batches:
         first, second = await batches.batch(1), await batches.batch(2)
     assert ids(first) == order()[:5]  # one of the first three is dull, and so is the first that takes its place
     assert ids(second) == order()[5:8]
@@ -168,18 +166,8 @@ async def test_a_failure_is_raised_where_its_batch_is_asked_for_and_leaving_ends
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_the_sampling_seed_depends_on_seed_and_step_alone() -> None:
-    config = settings("rollout.max_tokens=7", "rollout.temperature=0.5").rollout
-    one = sampling_params(config, seed=0, step=1)
-    assert one == sampling_params(config, seed=0, step=1)
-    assert len({sampling_params(config, seed=s, step=t).seed for s in range(3) for t in range(5)}) == 15
-    assert (one.temperature, one.max_tokens) == (0.5, 7)
-    assert sampling_params(config, seed=0, step=1, temperature=0.0).temperature == 0.0
-
-
 def recorded(step: int) -> Group:
-    sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -0.5), version_min=step, text="x")
-    rollout = Rollout(id=f"step {step}/0/0", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
+    rollout = played(Prompt(id="p", token_ids=(1,)), f"step {step}/0/0", "x", version=step)
     return Group(id=f"step {step}/0", rollouts=(rollout,), scores=(Score(total=float(step)),))
 
 

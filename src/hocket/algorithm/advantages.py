@@ -1,6 +1,6 @@
 """Compute one advantage per rollout: its reward compared with those of its group, the rollouts of one prompt.
 
-Baselines `none` and `critic` give each token its own advantage instead: by_token.py. Suffixes: n rollouts, g one group.
+For baselines `none` and `critic`, training computes one per token in by_token.py. Suffixes: n rollouts, g group.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ def group_advantages(
 
     Baselines: "mean" of the group (arXiv 2402.03300), "leave_one_out" mean of the other rollouts (2402.14740), "none".
     Deviations, unbiased: of the "group", of all R − baseline in the "batch" (2501.03262), "none" (2503.20783). A NaN
-    reward marks a failed rollout: it leaves means and deviations and gets advantage 0; the caller must not train it.
+    reward marks a failed rollout: it counts in no mean or deviation and gets advantage 0; samples.py leaves it out.
     """
     if baseline not in ("mean", "leave_one_out", "none") or scale not in ("group", "batch", "none"):
         raise ValueError(f"unknown advantage of groups: baseline={baseline!r}, scale={scale!r}")
@@ -48,14 +48,14 @@ def group_advantages(
 def zero_variance_groups(rewards: Tensor | Sequence[float], group_ids: Tensor | Sequence[int]) -> Tensor:
     """Return per rollout whether its group has no signal, bool [n]: equal rewards, or fewer than two that are not NaN.
 
-    Their range decides: the rounding noise of a deviation would grow with the size of the rewards.
+    The range decides: the rounding error of a deviation grows with the size of the rewards.
     """
     rewards_n = torch.as_tensor(rewards, dtype=torch.float64)
-    silent_n = torch.zeros(len(rewards_n), dtype=torch.bool)
+    no_signal_n = torch.zeros(len(rewards_n), dtype=torch.bool)
     for members in _groups(rewards_n, group_ids):
         scored_g = rewards_n[members][~rewards_n[members].isnan()]
-        silent_n[members] = len(scored_g) < 2 or bool(scored_g.max() - scored_g.min() <= ZERO_VARIANCE)
-    return silent_n
+        no_signal_n[members] = len(scored_g) < 2 or bool(scored_g.max() - scored_g.min() <= ZERO_VARIANCE)
+    return no_signal_n
 
 
 def deviation(values_n: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Compute the policy loss: ratio, clip, aggregate. Suffixes: b rows, t next-token axis.
+"""Compute the policy loss: ratio, clip, aggregate. Suffixes: b rows, t next-token positions, one fewer than tokens.
 
-What differs from the papers: denominators count all micro-batches and ranks of the optimiser step; each objective is
-multiplied by an importance weight between engine and trainer (`correction`, ratios.py); with a correction and one
+Unlike in the papers (docs/algorithms.md), denominators cover the whole optimiser step: all micro-batches and ranks.
+`correction` multiplies the objective by an importance weight between engine and trainer (ratios.py); with it and one
 update per batch, every ratio is 1 and the clip has no effect.
-To add a loss: name it in `clip` of config/algorithm.py, and return its objective per token in `_objective`.
+To add a loss: add a value to `clip` in config/algorithm.py, and a branch to `_objective`.
 """
 
 from collections.abc import Mapping
@@ -40,8 +40,8 @@ def policy_loss(
 ) -> LossOutput:
     """Return Σ share · (−w · objective + kl_coef · kl − entropy_coef · entropy), to be minimised, and its metrics.
 
-    r = exp(logprobs − old), w = exp(old − rollout) after the correction, detached. Without old_logprobs_bt, old is the
-    detached current policy (with a correction; r is 1), or the rollout's own log-probs (without one; w is 1).
+    r = exp(logprobs − old), with its gradient; w = exp(old − rollout), detached and bounded by the correction. Without
+    old_logprobs_bt: a correction takes old = logprobs, so r = 1; correction "none" takes old = rollout, so w = 1.
     """
     if sample_bt is None:
         sample_bt = torch.arange(len(mask_bt), device=mask_bt.device)[:, None].expand_as(mask_bt)
@@ -79,6 +79,8 @@ def _objective(ratio_bt: Tensor, advantages_bt: Tensor, logprobs_bt: Tensor, con
         return ratio_bt * advantages_bt
     if config.clip == "cispo":
         return clipped_bt.detach() * advantages_bt * logprobs_bt
+    if config.clip != "ppo":
+        raise ValueError(f"clip={config.clip} has no objective here")
     smaller_bt = torch.minimum(ratio_bt * advantages_bt, clipped_bt * advantages_bt)
     if config.dual_clip is None:
         return smaller_bt

@@ -14,7 +14,10 @@ from pydantic import Field
 from hocket.types import InFlight
 
 UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
-Names = Annotated[tuple[str, ...], pydantic.BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]  # or one
+_or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Names = Annotated[tuple[str, ...], _or_one]
+Url = Annotated[str, Field(pattern="^https?://"), pydantic.AfterValidator(lambda url: url.rstrip("/"))]
+Urls = Annotated[tuple[Url, ...], _or_one, pydantic.AfterValidator(lambda urls: tuple(dict.fromkeys(urls)))]
 MAX_LORA_RANK = 512
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -211,7 +214,7 @@ class SyncConfig(Section):
 class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="Address of the server; any but loopback needs a token.")
     port: int = Field(8000, ge=1, le=65535, description="Port of the server.")
-    urls: Names = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
+    urls: Urls = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
     token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds that the trainer waits for a server to be up.")
     silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
@@ -229,17 +232,6 @@ class ServerConfig(Section):
         None,
         description="vLLM's tool-call format (hermes, ...) for /v1's clients; the environment `tools` has its own.",
     )
-
-    @pydantic.field_validator("urls")
-    @classmethod
-    def _are_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} must begin with http:// or https://")
-        urls = tuple(url.rstrip("/") for url in value)
-        if len(set(urls)) < len(urls):
-            raise ValueError("the same server is named twice")
-        return urls
 
 
 class HeldOutConfig(DataConfig):

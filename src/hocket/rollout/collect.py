@@ -17,7 +17,7 @@ from hocket.types import Group, Prompt, Rollout, Score
 
 @dataclasses.dataclass(slots=True)
 class Batch:
-    """What one step trains on."""
+    """The complete groups of one step, with a signal or without."""
 
     groups: list[Group] = dataclasses.field(default_factory=list)  # complete ones; in the end, in the prompts' order
     num_drawn: int = 0
@@ -33,7 +33,7 @@ class Plan:
     label: str  # makes ids unique within a run: "step 3" gives groups "step 3/0", "step 3/1", ...
     sampling: SamplingParams  # of every turn; its seed and the episode's number decide the random numbers
     group_size: int  # episodes per prompt
-    wanted: int  # informative groups
+    wanted: int  # groups with a signal
     at_most: int  # groups of any kind
     deadline: Deadline
     batch: Batch = dataclasses.field(default_factory=Batch)  # as far as it is gathered
@@ -56,9 +56,9 @@ ScoreOne = Callable[[Rollout], Awaitable[Score]]  # never raises; failures are `
 
 
 async def collect(
-    plan: Plan, take: Take, play: Play, score: ScoreOne, *, informative: Callable[[Group], bool] = lambda group: True
+    plan: Plan, take: Take, play: Play, score: ScoreOne, *, has_signal: Callable[[Group], bool] = lambda group: True
 ) -> Batch:
-    """Return the first groups of the stream of which `wanted` are informative, or `at_most` groups."""
+    """Draw prompts until `wanted` groups have a signal or `at_most` are drawn; return all groups."""
     batch, missing = plan.batch, plan.wanted
     tasks: list[asyncio.Task[Group | None]] = []
     ended: asyncio.Queue[asyncio.Task[Group | None]] = asyncio.Queue()
@@ -73,7 +73,7 @@ async def collect(
                 break
             if (group := (await ended.get()).result()) is not None:
                 batch.groups.append(group)
-                missing += not informative(group)  # the next prompt takes its place
+                missing += not has_signal(group)  # the next prompt takes its place
     finally:
         await cancel(tasks)
     batch.groups.sort(key=lambda group: group.draw or 0)

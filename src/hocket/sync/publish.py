@@ -3,8 +3,8 @@
     write version v+1 → load it on every server → compare checksums → compare log-probs
 
 A `Transport` moves the bytes: files, NCCL, or a wrapper around one of them. A server that dies meanwhile leaves the
-pool, until bring_up.py gives it the version of then. A version that a server refuses, or that arrives with another
-checksum, stops the run.
+pool; bring_up.py loads the current version once it answers again. A refused version, another checksum or log-probs
+that differ too much stop the run.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class Publisher:
     async def training(self, *, publishes: bool) -> AsyncIterator[Metrics]:
         """Hold the trainer and yield the metrics of getting it; the body ends with `publish`, if it `publishes`."""
         async with self.lock, self.trainer_turn(publishes) as metrics:
-            self.is_training = True  # no server is brought up meanwhile, as long as another one is up
+            self.is_training = True  # bring-up waits meanwhile, unless no server is up
             try:
                 yield metrics
             finally:

@@ -28,21 +28,21 @@ class Update:
     """The outcome of an optimiser step, the same on every rank."""
 
     totals: Mapping[str, float]  # "loss" and the loss function's metrics, summed over micro-batches and ranks
-    grad_norm: float | None  # before clipping; None: loss or gradient was not finite, and the weights are unchanged
-    is_faulty: bool = False  # skipped, and not only because float16's loss scale was too high
+    grad_norm: float | None  # before clipping; 0 if not learning; None: not finite, so the weights are unchanged
+    is_faulty: bool = False  # not finite the second time, too; False where only float16's loss scale was too high
     bad_gradients: tuple[str, ...] = ()  # names of parameters whose gradient was not finite
 
 
 def update(learner: Learner, batches: Sequence[TrainBatch], ranks: Ranks) -> Update:
-    """Take one optimiser step on this rank's batches; repeat a non-finite one once, then skip it."""
+    """Take one optimiser step on this rank's batches; retry a non-finite one once, then skip it."""
     engine, loss_scale, learns = learner.engine, learner.engine.loss_scale, learner.learns()
     totals = accumulate(learner, batches, ranks, learns=learns)
     if not learns:
         return Update(totals=totals, grad_norm=0.0)
     grad_norm = engine.step(rescale=math.isfinite(totals["loss"]))
-    if grad_norm is None and engine.loss_scale == loss_scale:  # a fluke of the hardware is gone the second time
+    if grad_norm is None and engine.loss_scale == loss_scale:  # try again: errors of the hardware rarely repeat
         totals = accumulate(learner, batches, ranks)
-        bad_gradients = tuple(engine.broken_gradients())  # costly, and the step clears the gradients
+        bad_gradients = tuple(engine.broken_gradients())  # read before the step, which clears the gradients
         grad_norm = engine.step(rescale=False)
         if grad_norm is None:
             return Update(totals=totals, grad_norm=None, is_faulty=True, bad_gradients=bad_gradients)
