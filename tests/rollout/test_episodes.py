@@ -258,31 +258,28 @@ async def test_the_same_run_twice_is_the_same_whatever_the_order(renderer: Rende
     assert runs[0] == runs[1]
 
 
-async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Renderer) -> None:
-    begun, most, closed = list[str](), 0, 0
+@pytest.mark.parametrize(("budget", "at_once"), [(50, 3), (10, 1)])
+async def test_episodes_wait_until_there_is_room_for_their_tokens(
+    renderer: Renderer, budget: int, at_once: int
+) -> None:
+    """A prompt has 6 tokens and a turn 8; one episode that is larger than the bound is played alone."""
+    begun, under_way, most = list[str](), 0, 0
 
-    class Counting(Environment):
+    class Counting(SingleTurn):
         async def reset(self, prompt: Prompt, seed: int) -> None:
-            nonlocal most
+            nonlocal under_way, most
             begun.append(prompt.id)
-            most = max(most, len(begun) - closed)
+            under_way += 1
+            most = max(most, under_way)
             await asyncio.sleep(0.001)
 
-        async def step(self, action: Action) -> Step:
-            return Step(done=True)
-
         async def close(self) -> None:
-            nonlocal closed
-            closed += 1
+            nonlocal under_way
+            under_way -= 1
 
-    # A prompt has 6 tokens and a turn 8: 14 each, so that 50 tokens hold three episodes at a time.
-    await played(Counting, renderer, FakeEngine(), num_prompts=20, budget=50)
+    await played(Counting, renderer, FakeEngine(), num_prompts=20, budget=budget)
     assert begun == [f"p{i}" for i in range(20)]
-    assert most == 3
-    # One that is larger than the bound is played alone.
-    begun, most, closed = [], 0, 0
-    await played(Counting, renderer, FakeEngine(), num_prompts=5, budget=10)
-    assert (len(begun), most) == (5, 1)
+    assert most == at_once
 
 
 async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended_twice(renderer: Renderer) -> None:
