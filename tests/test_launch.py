@@ -1,10 +1,7 @@
 """Real child processes: they end when told to, with everything they started, and when their parent is killed."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,24 +48,6 @@ def test_stopping_a_child_ends_what_it_started_too(
     child.refuse_dead()  # it runs: no error
     assert child.stop() == -killed_by
     wait_for(lambda: gone(grandchild), "the grandchild is gone")
-
-
-def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    code = (
-        "import time; from pathlib import Path; from hocket.launch import Child\n"
-        "inner = 'from hocket.launch import die_with_launcher; die_with_launcher();"
-        "import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
-        f"Child(['-c', inner], env={{}}, log=Path({str(log)!r})); time.sleep(600)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": "src"})
-    try:
-        child = int(first_line(log))
-        parent.kill()
-        parent.wait(10)
-        wait_for(lambda: gone(child), "the child is gone")
-    finally:
-        parent.kill()
 
 
 RANK = """
