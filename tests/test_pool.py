@@ -49,9 +49,7 @@ class FakeServer:
         self.dead = self.mute = False
         self.go = asyncio.Event()  # completions and the end of sessions wait for it
         self.go.set()
-        self.cut_after: int | None = None  # breaks the connection after this many completions of a request
-        self.ends_early = False  # then ends the answer instead, as if it were whole
-        self.end_with: Exception | None = None  # ends one request before its first completion
+        self.cut: tuple[int, Exception | None] | None = None  # ends one answer after this many completions, and how
         self.refuse: Exception | None = None
 
     def die(self) -> None:
@@ -75,18 +73,17 @@ class FakeServer:
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
         self.requests.append(request)
         self.check()
-        failure, self.end_with = self.end_with or self.refuse, None
+        if self.refuse is not None:
+            raise self.refuse
         if request.session != self.session:
-            failure = error("other_session", 409)
-        if failure is not None:
-            raise failure
+            raise error("other_session", 409)
         pairs = [(i, j) for i, seeds in enumerate(request.seeds or ()) for j in range(len(seeds))]
         for number, (i, j) in enumerate(pairs):
-            if number == self.cut_after:
-                self.cut_after = None
-                if self.ends_early:
-                    return
-                raise error("cut")
+            if self.cut is not None and number == self.cut[0]:
+                (_, failure), self.cut = self.cut, None
+                if failure is None:
+                    return  # as if the answer were whole
+                raise failure
             try:
                 await asyncio.wait_for(self.go.wait(), timeout_s)
             except TimeoutError:
@@ -206,8 +203,8 @@ async def test_what_a_server_had_not_finished_when_it_was_cut_is_played_elsewher
     prompts = [[i] for i in range(8)]
     said: list[str] = []
     toolbox = Toolbox(parser="hermes", tools=({"type": "function"},))
-    servers[0].ends_early = ends_early
-    servers[0].cut_after = 5  # of its 4 prompts with 3 completions each: in the middle of the second prompt
+    # Of its 4 prompts with 3 completions each: in the middle of the second prompt.
+    servers[0].cut = 5, None if ends_early else error("cut")
     async with make_pool(servers, say=said.append) as pool:
         await play(pool, prompts, n=3, batcher=Batcher(pool, tools=toolbox))
         assert [member.in_flight for member in pool.members] == [0, 0]
@@ -232,8 +229,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
 
     async def played() -> int:
         """Plays four prompts and returns how many of all were played by the first server."""
-        prompts = [[i] for i in range(4)]
-        await play(pool, prompts)
+        await play(pool, [[i] for i in range(4)])
         pool.members[0].next_look = 0.0
         return len(servers[0].played)
 
@@ -301,7 +297,7 @@ async def test_waiting_ends_with_every_servers_reason(servers: list[FakeServer],
 async def test_what_was_ended_for_others_to_go_first_is_played_again_by_the_same_server(
     servers: list[FakeServer], code: str
 ) -> None:
-    servers[0].end_with = error(code)
+    servers[0].cut = 0, error(code)
     async with make_pool(servers[:1]) as pool:
         await play(pool, [[1], [2]], n=2)
         assert pool.members[0].in_flight == 0
@@ -358,6 +354,7 @@ async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServ
 @pytest.mark.parametrize("failure", [SyncError("it and the trainer disagree"), error("unauthorized", 401)])
 async def test_weights_that_land_nowhere_end_the_run(servers: list[FakeServer], failure: Exception) -> None:
     async def bring_up(member: Member, health: Health) -> None:
+        member.mark_ready(health.session)
         raise failure
 
     async with make_pool(servers[:1]) as pool:
@@ -410,8 +407,8 @@ async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_fo
 BOUNDS = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}
 
 
-def opened(pool: ServerPool, seconds: float = 60) -> contextlib.AbstractAsyncContextManager[RecordedSession]:
-    return pool.session(SAMPLING, tokens=10, deadline=Deadline(seconds), **BOUNDS)
+def opened(pool: ServerPool) -> contextlib.AbstractAsyncContextManager[RecordedSession]:
+    return pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS)
 
 
 async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_end_with_their_body(

@@ -3,6 +3,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 
 from hocket.data import Candidates, Curriculum, EpochPlan, PromptStream
@@ -49,16 +50,12 @@ def test_what_was_in_flight_comes_first_after_a_restore_with_its_numbers_and_epo
     taken = stream.take(4) | stream.take(4)  # two batches; the second crosses into epoch 1
     for draw in (2, 4):
         stream.settle(draw, TRAINED)
-    state = saved(stream)
     restored = PromptStream(prompts(5), seed=0)
-    restored.restore(state)
+    restored.restore(saved(stream))
     assert list(restored.take(3).items()) == [(number, taken[number]) for number in (0, 1, 3)]
-    again = saved(restored)  # killed once more, before anything is settled
-    assert again["in_flight"] == state["in_flight"]
-    once_more = PromptStream(prompts(5), seed=0)
-    once_more.restore(again)
+    restored.restore(saved(restored))  # killed once more, before anything is settled
     expected = {number: taken[number] for number in (0, 1, 3, 5, 6, 7)} | stream.take(2)
-    assert list(once_more.take(8).items()) == list(expected.items())
+    assert list(restored.take(8).items()) == list(expected.items())
 
 
 def test_a_draw_is_settled_once_and_recorded_once() -> None:
@@ -68,16 +65,13 @@ def test_a_draw_is_settled_once_and_recorded_once() -> None:
     stream.settle(0, solved(0.5))
     with pytest.raises(KeyError):
         stream.settle(1, TRAINED)
-    kept = saved(stream)["entries"]
-    assert stream.entries() == kept
-    why = "every reward is 1"
-    assert kept == [
-        {"draw": 1, "epoch": 0, "prompt": b, "state": "filtered", "why": why, "pass_rate": 1.0},
+    assert saved(stream)["entries"] == [
+        {"draw": 1, "epoch": 0, "prompt": b, "state": "filtered", "why": "every reward is 1", "pass_rate": 1.0},
         {"draw": 0, "epoch": 0, "prompt": a, "state": "trained", "pass_rate": 0.5},
     ]
+    assert len(stream.entries()) == 2
     stream.settle(2, Outcome(state="failed", why="no score"))
     assert stream.entries() == [{"draw": 2, "epoch": 0, "prompt": c, "state": "failed", "why": "no score"}]
-    assert stream.entries() == []
 
 
 def test_a_prompt_that_was_solved_in_a_row_is_retired_and_what_stays_out_is_told_once() -> None:
@@ -156,7 +150,8 @@ class Growing(Curriculum):
 
     def plan(self, candidates: Candidates) -> EpochPlan:
         easy = [i for i in candidates.members if (candidates.difficulty(i) or 0.0) <= 0.5]
-        return EpochPlan(order=candidates.members if self.grown else easy or candidates.members)
+        order = candidates.members if self.grown else easy or candidates.members
+        return EpochPlan(order=list(numpy.array(order)))  # a plugin may plan with any kind of number
 
     def moves_on(self, step: int) -> bool:
         moves = not self.grown and (step >= 4 or self.num_solved >= 2)
@@ -167,7 +162,7 @@ class Growing(Curriculum):
         self.num_solved += pass_rate == 1
 
     def state(self) -> dict[str, Any]:
-        return vars(self)
+        return vars(self)  # the very dict that `measured` changes
 
     def restore(self, state: Any) -> None:
         vars(self).update(state)

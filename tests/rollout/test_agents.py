@@ -333,18 +333,16 @@ async def test_the_same_settings_give_the_same_random_numbers_whatever_the_order
     assert len({rollout.reward for rollout in rollouts}) == 60
 
 
-async def test_no_more_agents_run_at_the_same_time_than_are_wanted() -> None:
-    servers = FakeServers()
-
+# 2 tokens of each prompt and 8 of an answer: three fit
+@pytest.mark.parametrize(("budget", "most"), [(0, 5), (39, 3)])
+async def test_no_more_agents_run_at_the_same_time_than_are_wanted(budget: int, most: int) -> None:
     async def plays(task: Task, session: FakeSession) -> float:
         await asyncio.sleep(0.001)
         return 1.0
 
-    await played(plays, servers, num_prompts=40, concurrency=5)
-    assert (len(servers.sessions), servers.most_open) == (40, 5)
-    servers = FakeServers()  # 2 tokens of each prompt and 8 of an answer: three fit
-    await played(plays, servers, num_prompts=40, concurrency=5, budget=39)
-    assert (len(servers.sessions), servers.most_open) == (40, 3)
+    servers = FakeServers()
+    await played(plays, servers, num_prompts=40, concurrency=5, budget=budget)
+    assert (len(servers.sessions), servers.most_open) == (40, most)
 
 
 async def test_what_is_not_over_when_the_batch_must_be_has_failed_and_names_the_setting(

@@ -1,5 +1,6 @@
 """What the tests of the trainer build and read in common."""
 
+import gc
 import itertools
 import json
 import random
@@ -16,6 +17,8 @@ from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
+
+CPU = torch.device("cpu")
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
@@ -93,3 +96,18 @@ def peak_bytes(work: Callable[[], object]) -> int:
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in changes))
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """What holds the tensors of this process, but for model files mapped into the CPU's memory.
+
+    While the caller keeps it none of it can go, which parts of earlier trainers otherwise do at any time: DeepSpeed's
+    own globals refer to an engine until there is another.
+    """
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and value.device == CPU]
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return {key: storage for key, storage in found.items() if storage.resizable()}
+
+
+def bytes_besides(before: dict[int, torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for key, storage in storages().items() if key not in before)

@@ -175,8 +175,6 @@ def _kl_in_reward(sequence: TokenSequence, measured: Measured, algorithm: Algori
     """Return the KL estimate per sampled token, of the policy that sampled; 0 if it is not in the reward."""
     if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
         return torch.zeros(sum(sequence.mask), dtype=torch.float64)
-    if not measured.ref_logprobs:
-        raise ValueError(f"algorithm.kl={algorithm.kl} in the reward needs the reference's log-probs")
     sampled_n, reference_n = _sampled(sequence.logprobs, sequence), _sampled(measured.ref_logprobs, sequence)
     log_ratio_n = masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool))
     return kl_penalty(log_ratio_n, algorithm.kl)
@@ -193,8 +191,6 @@ def _by_token(
         if algorithm.baseline == "none":
             advantages.append(discounted_returns(rewards_n, discount=algorithm.discount))
             continue
-        if not row.measured.values:
-            raise ValueError("algorithm.baseline=critic needs the critic's values")
         values_n = _sampled(row.measured.values, row.sequence)
         a_n, returns_n = gae(rewards_n, values_n, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda)
         advantages.append(a_n)
@@ -206,7 +202,7 @@ def _by_token(
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
-    """Return the values at the sampled tokens, float64 [n]."""
+    """Return the values at the sampled tokens, float64 [n]; IndexError if nothing was measured."""
     return torch.tensor(values_t, dtype=torch.float64)[torch.tensor(sequence.mask)]
 
 

@@ -18,8 +18,7 @@ from hocket.types import Message
 F = TypeVar("F", bound=Callable[..., Any])
 
 TOOLS: Registry[Callable[..., Any]] = Registry("tool")
-MAX_EXPRESSION = 200
-"""Characters that the calculator reads."""
+MAX_EXPRESSION = 200  # characters
 
 
 def tool(function: F) -> F:
@@ -62,7 +61,7 @@ class Tools(Environment):
     async def _call(self, call: ToolCall) -> str:
         """Return the result, or what went wrong, as text."""
         try:
-            function = TOOLS.get(call.name) if call.name in self._functions else None
+            function = self._functions.get(call.name)
             if function is None:
                 return f"error: there is no tool {call.name!r}, only {', '.join(self._functions)}"
             arguments = json.loads(call.arguments)

@@ -49,7 +49,6 @@ class Reward:
     asks_for: tuple[str, ...] = ()
 
     def arguments(self, rollout: Rollout) -> dict[str, Any]:
-        """Return the arguments of a call."""
         return {name: _ARGUMENTS[name](rollout) for name in self.asks_for} | dict(self.options)
 
 
