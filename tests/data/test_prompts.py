@@ -15,8 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
-from hocket.data import Renderer, load_demonstrations, load_prompts
-from hocket.data.prompts import TooLongError
+from hocket.data.prompts import Renderer, TooLongError, load_demonstrations, load_prompts
 from hocket.errors import DataError
 from hocket.types import Prompt
 
@@ -200,7 +199,7 @@ def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refu
 
 def test_tasks_and_jsonl_load_no_data_library() -> None:
     code = (
-        "import sys; from hocket.data import load_prompts; from hocket.config import DataConfig\n"
+        "import sys; from hocket.data.prompts import load_prompts; from hocket.config import DataConfig\n"
         "from hocket.data.sources import read_rows; list(read_rows(DataConfig()))\n"
         "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'pandas', 'numpy') if m in sys.modules])"
     )

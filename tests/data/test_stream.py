@@ -6,10 +6,9 @@ from typing import Any
 import numpy
 import pytest
 
-from hocket.data import Candidates, Curriculum, EpochPlan, PromptStream
-from hocket.data.curriculum import CURRICULA, Sorted
+from hocket.data.curriculum import CURRICULA, Candidates, Curriculum, EpochPlan, Sorted
 from hocket.data.ledger import accounts
-from hocket.data.stream import Outcome
+from hocket.data.stream import Outcome, PromptStream
 from hocket.errors import DataError
 from hocket.types import Prompt
 
