@@ -69,8 +69,7 @@ class AdvantageConfig(Section):
     preset: PresetName | None = Field(None, description="Published algorithm (docs/algorithms.md); replaces defaults.")
     baseline: Baseline = Field(
         "mean",
-        description="Baseline subtracted from the reward: `mean` of the group, `leave_one_out` mean of the other "
-        "rollouts, `none`, or `critic` values. `none` and `critic` give per-token advantages.",
+        description="Baseline: `mean` of the group, `leave_one_out` mean of the others, `none`, or `critic` values.",
     )
     scale: Scale = Field(
         "group",
@@ -93,9 +92,7 @@ class LossKnobs(Section):
 
     ratio: Ratio = Field("token", description="Probability ratio per `token`, or its geometric mean per `sequence`.")
     clip: Clip = Field(
-        "ppo",
-        description="`ppo`: minimum of clipped and unclipped objective; `cispo`: clipped ratio as a constant weight of "
-        "the log-prob; `none`.",
+        "ppo", description="`ppo`: minimum of clipped and unclipped; `cispo`: clipped ratio as constant weight; `none`."
     )
     clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low. No effect with a correction.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
