@@ -47,9 +47,7 @@ def _row(source: str, remark: str = "", **changes: Any) -> Preset:
 
 PRESETS: Mapping[PresetName, Preset] = {
     "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
-    "dapo": _row(
-        "2503.14476", "length penalty, dynamic sampling", clip_high=0.28, overlong_share=0.2, oversampling=2.0
-    ),
+    "dapo": _row("2503.14476", "overlong_share, oversampling", clip_high=0.28, overlong_share=0.2, oversampling=2.0),
     "dr_grpo": _row("2503.20783", scale="none", aggregate="constant"),
     "bnpo": _row("TRL", "with a global token count"),
     "gspo": _row("2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean"),
@@ -163,10 +161,7 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         message = "dual_clip has no effect: set clip=ppo and correction=none, or leave it out"
         yield self.dual_clip is not None and (self.clip != "ppo" or corrected), message
         yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
-        yield (
-            off and for_kl,
-            "kl=off: kl_in, kl_coef, kl_target and reference have no effect; set kl or leave them out",
-        )
+        yield off and for_kl, "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out"
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
         yield self.kl == "k1" and not in_reward, "k1 in the loss has no expected gradient: set kl_in=reward, or kl=k2"
         yield in_reward and self.scale == "group", "with kl_in=reward set scale=batch or none: group cancels it"

@@ -130,9 +130,7 @@ class RewardSpec(Section, extra="allow"):
 
 class RewardsConfig(Section):
     functions: dict[str, RewardSpec] = Field(
-        default_factory=lambda: {"exact_match": RewardSpec(weight=1.0)},
-        min_length=1,
-        description="Reward functions: {NAME: weight} or {NAME: {weight: ..., argument: ...}}; weight is 1 by default.",
+        {"exact_match": RewardSpec()}, min_length=1, description="{NAME: weight} or {NAME: {weight: 1, argument: ...}}."
     )
     timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
     max_error_rate: float = Field(0.5, ge=0, le=1, description="Share of failed scores in a step that stops the run.")
