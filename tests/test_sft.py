@@ -31,7 +31,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append((data.source, tokenizer.eos_token_id, max_length))
         return ROWS
 
-    monkeypatch.setattr("hocket.data.load_demonstrations", load_demonstrations, raising=False)
+    monkeypatch.setattr("hocket.sft.load_demonstrations", load_demonstrations)
     return asked
 
 
@@ -123,7 +123,7 @@ def test_a_run_does_not_go_on_with_other_demonstrations(
     sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))  # with the same it does
     cut = [*ROWS[:2], ((2, 2, 8), (9, 10, 63))]
     for changed in (cut, ROWS[:2]):
-        monkeypatch.setattr("hocket.data.load_demonstrations", lambda *_, now=changed: now)
+        monkeypatch.setattr("hocket.sft.load_demonstrations", lambda *_, now=changed: now)
         with pytest.raises(DataError, match="can't resume: the demonstrations were"):
             sft.run(make_config(model, tmp_path, *settings, "trainer.steps=5"))
 

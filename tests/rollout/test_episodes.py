@@ -16,7 +16,7 @@ import fakes
 from batches import gathered, own_reward
 from hocket.batcher import Turn
 from hocket.config import DataConfig
-from hocket.data import Renderer
+from hocket.data.prompts import Renderer
 from hocket.envs import Action, Environment, Observation, Step, tool
 from hocket.envs.base import SingleTurn
 from hocket.envs.tools import Tools
