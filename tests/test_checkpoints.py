@@ -66,14 +66,7 @@ def test_a_checkpoint_is_the_state_after_its_step(tmp_path: Path, background: st
     train(config, loss=[float(step) for step in range(1, 10)] + [float("nan")])
     assert names(config) == ["step_000008", "step_000010"]  # 4 is older than the two that are kept
     folder = config.run_dir / "checkpoints" / "step_000008"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "COMPLETE",
-        "state.json",
-        "state_00000.safetensors",
-        "state_00001.safetensors",
-    ]
     tensors = SavedTensors(folder)
-    assert tensors.shapes() == {"a": [2], "b": [3]}
     assert (tensors.read("a").tolist(), tensors.read("b").tolist()) == ([8.0] * 2, [-8.0] * 3)
     saved = checkpoints.read(folder)
     assert (saved.step, saved.metrics, saved.trainer) == (8, {"loss": 8.0}, {"updates": 8})
@@ -95,13 +88,11 @@ def test_a_due_step_that_was_not_trained_is_made_up_for_by_the_next(tmp_path: Pa
     assert names(config) == ["step_000004", "step_000008", "step_000009", "step_000010"]
 
 
-def test_the_newest_are_kept_and_without_resume_nothing_is_looked_for(tmp_path: Path) -> None:
+def test_there_may_be_none_and_without_resume_none_is_looked_for(tmp_path: Path) -> None:
     train(make_config(tmp_path, "checkpoint.every_steps=0"))
     assert not (tmp_path / "runs").exists()
-    config = make_config(tmp_path, "checkpoint.every_steps=1", "checkpoint.keep=2")
-    train(config)
-    assert names(config) == ["step_000009", "step_000010"]
-    assert checkpoints.find(config, lambda line: None) is None
+    train(make_config(tmp_path))
+    assert checkpoints.find(make_config(tmp_path), lambda line: None) is None
 
 
 def test_what_a_killed_writer_leaves_is_no_checkpoint_and_goes_with_the_next(tmp_path: Path) -> None:

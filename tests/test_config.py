@@ -88,18 +88,15 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
     ("override", "value"),
     [
         ("trainer.learning_rate=1e-6", 1e-6),  # YAML 1.1 calls this a string
-        ("trainer.learning_rate=0.5", 0.5),
         ("trainer.zero_stage=null", None),
         ("trainer.betas=[0.9, 0.95]", (0.9, 0.95)),
         ("trainer.gradient_checkpointing=true", True),
-        ("trainer.micro_batch_tokens=auto", "auto"),
         ("trainer.micro_batch_tokens=100", 100),
         ("data.answer_pattern=#### x=(.*)", re.compile("#### x=(.*)")),
         ("run.dir=runs/exp #3", "runs/exp #3"),  # text is taken as it stands
         ("run.dir=2024_10", "2024_10"),
         ("run.dir=010/a", "010/a"),
         ("run.dir=~/runs/a", "/home/somebody/runs/a"),
-        ("model.path=~/models/m", "/home/somebody/models/m"),
     ],
 )
 def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +130,6 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
         ("rollout.group_size=1", "nothing to compare with: set 2 or more"),
         ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
-        ("server.token=short", "at least 8 plain ASCII characters"),
         ("run.dir=runs/.hidden", "in no hidden folder"),
         ("server.urls=localhost:8000", "should match pattern '^https?://'"),
         ("sync.timeout_s=600", "must exceed 3 · sync.timeout_s = 1800: ranks wait"),

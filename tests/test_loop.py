@@ -15,7 +15,7 @@ from hocket import config as config_module
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import Measured, shape
 from hocket.checkpoints import Checkpoints
-from hocket.data import PromptStream
+from hocket.data.stream import PromptStream
 from hocket.errors import RewardError
 from hocket.loop import Run
 from hocket.observe.console import Console

@@ -354,6 +354,7 @@ async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServ
 @pytest.mark.parametrize("failure", [SyncError("it and the trainer disagree"), error("unauthorized", 401)])
 async def test_weights_that_land_nowhere_end_the_run(servers: list[FakeServer], failure: Exception) -> None:
     async def bring_up(member: Member, health: Health) -> None:
+        member.mark_ready(health.session)
         raise failure
 
     async with make_pool(servers[:1]) as pool:
@@ -406,8 +407,8 @@ async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_fo
 BOUNDS = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}
 
 
-def opened(pool: ServerPool, seconds: float = 60) -> contextlib.AbstractAsyncContextManager[RecordedSession]:
-    return pool.session(SAMPLING, tokens=10, deadline=Deadline(seconds), **BOUNDS)
+def opened(pool: ServerPool) -> contextlib.AbstractAsyncContextManager[RecordedSession]:
+    return pool.session(SAMPLING, tokens=10, deadline=Deadline(60), **BOUNDS)
 
 
 async def test_sessions_go_to_the_server_with_the_fewest_tokens_and_end_with_their_body(

@@ -14,8 +14,9 @@ from hocket import tokenizer as tokenizers
 from hocket.batcher import Batcher
 from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig, read_settings
-from hocket.data import PromptStream, Renderer, load_prompts
 from hocket.data.curriculum import bind
+from hocket.data.prompts import Renderer, load_prompts
+from hocket.data.stream import PromptStream
 from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError

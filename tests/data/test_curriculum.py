@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from hocket.config import CurriculumConfig
-from hocket.data import Candidates, Curriculum
-from hocket.data.curriculum import PassRates, Shuffle, Sorted, bind
+from hocket.data.curriculum import Candidates, Curriculum, PassRates, Shuffle, Sorted, bind
 from hocket.errors import ConfigError
 from hocket.types import Prompt
 

@@ -119,17 +119,9 @@ def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_h
 ) -> None:
     rows = [dict.fromkeys(ROLLOUT, text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}} for text in HOSTILE[:4]]
     folder = write_run(tmp_path / "run", rollouts=rows)
-    records = [
-        {"step": 1, "reward/mean": 0.3, "train/loss": -1e9, "train/kl": 1e-300, "train/entropy": None},
-        {
-            "step": 2,
-            "reward/mean": 0.5,
-            "train/loss": 1e9,
-            "train/entropy": 0,
-            f"reward/{HOSTILE[0]}": 1,
-            "reward/b": 1,
-        },
-    ]
+    odd = {"train/loss": -1e9, "train/kl": 1e-300, "train/entropy": None}
+    named = {"train/loss": 1e9, "train/entropy": 0, f"reward/{HOSTILE[0]}": 1, "reward/b": 1}
+    records = [{"step": 1, "reward/mean": 0.3, **odd}, {"step": 2, "reward/mean": 0.5, **named}]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 3, "reward/me')
     page = drawn(folder)
     assert "0.300 → 0.500mean reward, before and after" in page.text

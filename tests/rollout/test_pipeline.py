@@ -12,7 +12,7 @@ import fakes
 from batches import ids, own_reward, played
 from hocket import config as config_module
 from hocket.config import Config
-from hocket.data import PromptStream
+from hocket.data.stream import PromptStream
 from hocket.errors import DataError, ServerError
 from hocket.observe.run_folder import lines_of
 from hocket.rollout.collect import Seat, collect

@@ -32,8 +32,7 @@ class Measured:
     values: tuple[float, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shaped:
+class Shaped(NamedTuple):
     """The scored rollouts of a group, with the rewards that they are trained on."""
 
     group: Group
@@ -47,8 +46,7 @@ class Shaped:
 def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     """Subtract the length penalties from a group's scores, and tell whether the group has a signal.
 
-    Equal rewards give none if advantages compare a reward with its group alone: not with baseline none or critic, or a
-    KL in the reward. Such a group would only shrink the gradient of the others.
+    Equal rewards have none if advantages depend on the group's rewards alone; they would shrink the others' gradient.
     """
     pairs = zip(group.rollouts, group.scores, strict=True)
     scored = [(rollout, score) for rollout, score in pairs if score.error is None and not math.isnan(score.total)]
@@ -63,9 +61,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
         reason = "no rollout to train: cut off, or nothing sampled"
     elif equal and algorithm.baseline in ("mean", "leave_one_out") and algorithm.kl_in == "loss":
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
-    return Shaped(
-        group=group, rollouts=rollouts, rewards=rewards, penalties=penalties, has_equal_rewards=equal, reason=reason
-    )
+    return Shaped(group, rollouts, rewards, penalties, equal, reason)
 
 
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
@@ -82,7 +78,7 @@ def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    """Return whether a sequence of a scored rollout is trained; mask_truncated leaves out those that were cut off."""
+    """Return whether a sequence of a scored rollout is trained."""
     return any(sequence.mask) and not (algorithm.mask_truncated and sequence.finish_reason == "length")
 
 

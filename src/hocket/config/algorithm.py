@@ -78,25 +78,14 @@ class AdvantageConfig(Section):
         "baseline none or critic, `batch` whitens over tokens.",
     )
     discount: float = Field(1.0, gt=0, le=1, description="Discount per token. Needs baseline none or critic.")
-    gae_lambda: float = Field(
-        1.0, ge=0, le=1, description="Lambda of GAE: 1 uses returns, 0 the critic's next value. Needs baseline critic."
-    )
-    overlong_share: float = Field(
-        0.0, ge=0, le=1, description="Penalty of 0 to -1 over this last share of rollout.max_tokens. 0 disables it."
-    )
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="Lambda of GAE: 1 uses returns. Needs baseline critic.")
+    overlong_share: float = Field(0.0, ge=0, le=1, description="Last share of max_tokens with a penalty of 0 to -1.")
     oversampling: float = Field(
-        1.0,
-        ge=1,
-        description="Dynamic sampling: draws up to oversampling x rollout.prompts_per_step prompts to replace groups "
-        "whose rewards are all equal. 1 disables it.",
+        1.0, ge=1, description="Dynamic sampling: up to this factor of prompts, in place of groups of equal rewards."
     )
     mask_truncated: bool = Field(False, description="Exclude truncated rollouts from the loss, not from the baseline.")
-    kl_target: float | None = Field(
-        None, gt=0, description="Target mean KL per token, to which kl_coef adapts. Default: fixed. Needs kl_in=reward."
-    )
-    reference: UserPath | None = Field(
-        None, description="Reference of the KL. Default: the model at the start, without its adapter (model.lora)."
-    )
+    kl_target: float | None = Field(None, gt=0, description="Target KL per token; kl_coef adapts. Needs kl_in=reward.")
+    reference: UserPath | None = Field(None, description="Reference of the KL. Default: the first model, no adapter.")
 
 
 class LossKnobs(Section):
@@ -108,9 +97,7 @@ class LossKnobs(Section):
         description="`ppo`: minimum of clipped and unclipped objective; `cispo`: clipped ratio as a constant weight of "
         "the log-prob; `none`.",
     )
-    clip_low: float = Field(
-        0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low. No effect with a correction (every ratio is 1)."
-    )
+    clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low. No effect with a correction.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
     dual_clip: float | None = Field(None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo.")
     aggregate: Aggregate = Field(
@@ -126,9 +113,7 @@ class LossKnobs(Section):
     )
     correction_low: float = Field(0.0, ge=0, description="Lower bound. Default: 0; mask 0.5, sequence_mask 0.99.")
     correction_high: float = Field(2.0, gt=0, description="Upper bound. Default: 2; mask 5, sequence_mask 1.01.")
-    kl: Kl = Field(
-        "off", description="KL penalty of x = log(policy / reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x, `off`."
-    )
+    kl: Kl = Field("off", description="KL penalty, x = log(policy/reference): `k1` x, `k2` x²/2, `k3` exp(-x) - 1 + x.")
     kl_in: KlIn = Field("loss", description="Place of the penalty: a term of the `loss`, or part of the `reward`.")
     kl_coef: float = Field(0.0, ge=0, description="Weight of the penalty; its start value with kl_target.")
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus. 0 disables it.")
