@@ -1,7 +1,6 @@
 """The reference policy against transformers' own log-probs, wherever it comes from and whatever the policy does."""
 
 import dataclasses
-import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from tests.trainer.builders import logprobs_of
 from hocket.algorithm.samples import Measured
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 
@@ -69,9 +67,9 @@ def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_do
         base = trainer.measure(rollouts)
     with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}", "model.lora={}") as trainer:
         assert trainer.models.engines.keys() == {"policy"}, "there is no second model"
-        rest = trainer.state(functools.partial(write_bucket, tmp_path))
+        builders.save(trainer, tmp_path / "state")
         norms = [trainer.step(samples)["train/grad_norm"] for _ in range(2)]
-        trainer.restore(SavedTensors(tmp_path), rest)
+        builders.load(trainer, tmp_path / "state")
         for norm in norms:
             assert trainer.measure(rollouts) == base
             assert trainer.step(samples)["train/grad_norm"] == norm > 0
