@@ -4,10 +4,14 @@ import ast
 import importlib
 import inspect
 import json
+import multiprocessing
 import os
+import threading
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -22,7 +26,6 @@ from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
-from hocket.types import InFlight
 
 NAMES = {
     "vllm.config": "CacheConfig.block_size CacheConfig.num_gpu_blocks DeviceConfig LoRAConfig.max_lora_rank "
@@ -128,6 +131,39 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     )
 
 
+class FakeCore:
+    """What vLLM runs in the engine's process."""
+
+    @staticmethod
+    def run_engine_core(*, answer: Any, dp_rank: int) -> None:
+        tied = any(thread.name == "die_with_server" for thread in threading.enumerate())
+        answer.send((dp_rank, os.getpgid(0) == os.getpid(), tied))
+
+
+class FakeLLM:
+    """Starts that process; the engine is what it says."""
+
+    @classmethod
+    def from_vllm_config(cls, config: Any) -> Any:
+        context = multiprocessing.get_context("fork")
+        receiver, answer = context.Pipe(duplex=False)
+        process = context.Process(target=FakeCore.run_engine_core, kwargs={"answer": answer, "dp_rank": 3})
+        process.start()
+        try:
+            return receiver.recv() if receiver.poll(60) else None
+        finally:
+            process.kill()
+            process.join(60)
+
+
+def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a CPU vLLM spawns its processes: the tests with real engines show no other way.
+    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", Mock())
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", FakeLLM)
+    monkeypatch.setattr("vllm.v1.engine.core.EngineCoreProc", FakeCore)
+    assert [vllm_api.start_engine(Namespace()) for _ in range(2)] == [(3, True, True)] * 2
+
+
 async def test_a_call_whose_log_probs_are_no_numbers_has_failed() -> None:
     async def outputs() -> Any:
         for value in (-0.5, float("nan")):
@@ -172,21 +208,6 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)  # the CPU's worker can't sleep
     assert arguments("launch.share_gpu=true").enable_sleep_mode
     assert not arguments().enable_sleep_mode
-
-
-async def test_what_becomes_of_requests_in_flight_is_said_in_vllm_s_words() -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    paused: list[Any] = []
-
-    async def pause_generation(**how: Any) -> None:
-        paused.append(how)
-
-    for in_flight in get_args(InFlight):
-        await vllm_api.pause(SimpleNamespace(pause_generation=pause_generation), in_flight)
-    assert paused == [{"mode": mode, "clear_cache": True} for mode in ("keep", "wait", "abort")]
-    known = get_args(inspect.signature(AsyncLLM.pause_generation).parameters["mode"].annotation)
-    assert {how["mode"] for how in paused} <= set(known)
 
 
 def test_an_adapter_lies_in_files_only_while_vllm_reads_them() -> None:
