@@ -15,12 +15,10 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from hocket import tokenizer
 from hocket.config import load
-from hocket.protocol import AdapterConfig, SamplingParams, SessionRequest, Toolbox
+from hocket.protocol import SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
@@ -208,28 +206,6 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)  # the CPU's worker can't sleep
     assert arguments("launch.share_gpu=true").enable_sleep_mode
     assert not arguments().enable_sleep_mode
-
-
-def test_an_adapter_lies_in_files_only_while_vllm_reads_them() -> None:
-    seen: list[Any] = []
-
-    class Worker:
-        def add_lora(self, request: Any) -> None:
-            folder = Path(request.lora_path)
-            tensors = load_file(folder / "adapter_model.safetensors")
-            described = AdapterConfig.model_validate_json((folder / "adapter_config.json").read_text())
-            mode = folder.stat().st_mode & 0o777
-            seen.append((request.lora_int_id, request.load_inplace, tensors, described, mode, folder))
-            raise RuntimeError("vLLM refuses it")
-
-    adapter = AdapterConfig(base_model_name_or_path="b", r=2, lora_alpha=4, target_modules=["q_proj"])
-    with pytest.raises(RuntimeError, match="vLLM refuses it"):
-        vllm_api.load_adapter(Worker(), iter([("a", torch.arange(4.0)[::2])]), adapter)
-    ((number, load_inplace, tensors, described, mode, folder),) = seen
-    # The same id for ever, as requests in flight must find the new adapter, which vLLM reads only when told to.
-    assert (number, load_inplace, described, mode) == (1, True, adapter, 0o700)
-    assert torch.equal(tensors["a"], torch.tensor([0.0, 2.0]))
-    assert not folder.exists()
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:
