@@ -227,8 +227,8 @@ async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) ->
     request = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as http:
 
-        async def ask(method: str, path: str, key: str) -> int:
-            headers = {"Authorization": f"Bearer {key}"}
+        async def ask(method: str, path: str, key: str, scheme: str = "Bearer") -> int:
+            headers = {"Authorization": f"{scheme} {key}"}
             return (await http.request(method, path, json=request, headers=headers)).status_code
 
         opened, other = [
@@ -238,6 +238,7 @@ async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) ->
         key, its = opened["key"], f"/sessions/{opened['id']}"
         assert await ask("GET", f"{its}/v1/models", key) == 200
         assert await ask("GET", f"{its}/v1/models", "the token") == 200
+        assert await ask("GET", f"{its}/v1/models", key, "Basic") == 401
         assert await ask("GET", f"/sessions/{other['id']}/v1/models", key) == 401
         assert await ask("GET", f"{its}/v1/%2e%2e/generate", key) == 404
         for method, path in (("GET", its), ("DELETE", its), ("POST", "/sessions"), ("POST", "/reload_weights")):
