@@ -175,16 +175,16 @@ def padded(config: configs.Config, *, trim: bool = False) -> Step:
             full = [[*values(row), *[filler] * (width - num_positions(row))] for row in rows]
             return torch.tensor(full, device=DEVICE)
 
-        ids, targets = tensor(lambda s: s.token_ids[:-1], 0), tensor(lambda s: s.token_ids[1:], 0)
+        ids, targets = tensor(lambda s: s.sequence.token_ids[:-1], 0), tensor(lambda s: s.sequence.token_ids[1:], 0)
         attention = tensor(lambda s: [1] * num_positions(s), 0)
         logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits.float()
         logprobs = logits.log_softmax(dim=-1).gather(-1, targets[..., None]).squeeze(-1)
-        mask = tensor(lambda s: s.mask[1:], False)
+        mask = tensor(lambda s: s.sequence.mask[1:], False)
         [[batch]] = pack(rows, micro_batch_tokens=10**9, num_ranks=1)
         batch = dataclasses.replace(
             batch,
             mask_bt=mask,
-            rollout_logprobs_bt=tensor(lambda s: s.rollout_logprobs[1:], 0.0),
+            rollout_logprobs_bt=tensor(lambda s: s.sequence.logprobs[1:], 0.0),
             advantages_bt=tensor(lambda s: s.advantages[1:], 0.0),
             sample_bt=torch.arange(len(rows), device=DEVICE)[:, None].expand_as(mask),
             num_tokens_global=num_tokens,

@@ -66,14 +66,7 @@ def test_a_checkpoint_is_the_state_after_its_step(tmp_path: Path, background: st
     train(config, loss=[float(step) for step in range(1, 10)] + [float("nan")])
     assert names(config) == ["step_000008", "step_000010"]  # 4 is older than the two that are kept
     folder = config.run_dir / "checkpoints" / "step_000008"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "COMPLETE",
-        "state.json",
-        "state_00000.safetensors",
-        "state_00001.safetensors",
-    ]
     tensors = SavedTensors(folder)
-    assert tensors.shapes() == {"a": [2], "b": [3]}
     assert (tensors.read("a").tolist(), tensors.read("b").tolist()) == ([8.0] * 2, [-8.0] * 3)
     saved = checkpoints.read(folder)
     assert (saved.step, saved.metrics, saved.trainer) == (8, {"loss": 8.0}, {"updates": 8})
@@ -95,24 +88,18 @@ def test_a_due_step_that_was_not_trained_is_made_up_for_by_the_next(tmp_path: Pa
     assert names(config) == ["step_000004", "step_000008", "step_000009", "step_000010"]
 
 
-def test_the_newest_are_kept_and_without_resume_nothing_is_looked_for(tmp_path: Path) -> None:
+def test_there_may_be_none_and_without_resume_none_is_looked_for(tmp_path: Path) -> None:
     train(make_config(tmp_path, "checkpoint.every_steps=0"))
     assert not (tmp_path / "runs").exists()
-    config = make_config(tmp_path, "checkpoint.every_steps=1", "checkpoint.keep=2")
-    train(config)
-    assert names(config) == ["step_000009", "step_000010"]
-    assert checkpoints.find(config, lambda line: None) is None
+    train(make_config(tmp_path))
+    assert checkpoints.find(make_config(tmp_path), lambda line: None) is None
 
 
-def test_what_a_killed_writer_leaves_is_no_checkpoint_and_goes_with_the_next(tmp_path: Path) -> None:
-    config = make_config(tmp_path, "checkpoint.every_steps=2", "checkpoint.resume=true")
-    train(make_config(tmp_path, "checkpoint.every_steps=2", "trainer.steps=2"))
+def test_what_a_killed_writer_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "checkpoint.every_steps=2")
     half = config.run_dir / "checkpoints" / ".step_000004.partial"
-    half.mkdir()
+    half.mkdir(parents=True)
     (half / "state_00000.safetensors").write_bytes(b"half")
-    found = checkpoints.find(config, lambda line: None)
-    assert found is not None
-    assert found.step == 2
     train(config, last=2)
     assert names(config) == ["step_000008", "step_000010"]
 
@@ -164,6 +151,10 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
     train(make_config(tmp_path, "checkpoint.every_steps=4"))
     newest = tmp_path / "runs/a/checkpoints/step_000010"
     (newest / "COMPLETE").unlink()
+    older = newest.with_name("step_000008") / "state.json"  # of a version without one of the settings
+    state = json.loads(older.read_text())
+    del state["config"]["model"]["max_length"], state["config"]["checkpoint"]
+    older.write_text(json.dumps(state))
     said: list[str] = []
     changes = ("trainer.steps=20", "server.urls=http://b:1", "trainer.learning_rate=1e-5")
     found = checkpoints.find(
@@ -193,13 +184,6 @@ def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, key: str, 
     train(make_config(tmp_path))
     with pytest.raises(ConfigError, match=rf"can't go on from .*step_000010: {key} was .* another run"):
         checkpoints.find(make_config(tmp_path, setting, "checkpoint.resume=true"), lambda line: None)
-
-
-def test_settings_that_were_not_there_yet_have_not_changed(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    before = config_module.as_dict(config)
-    del before["model"]["max_length"], before["checkpoint"]
-    assert config_module.changes(before, config) == {}
 
 
 def test_where_there_is_no_checkpoint_the_run_begins_again_and_nothing_is_lost(tmp_path: Path) -> None:

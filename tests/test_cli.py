@@ -12,17 +12,6 @@ import hocket
 from hocket.cli import main
 from hocket.config import read_settings
 
-HEAVY = {"torch", "transformers", "vllm", "deepspeed", "fastapi", "datasets", "httpx"}
-IMPORTED = f"""
-import sys
-from hocket.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit:
-    pass
-print("imported:", {HEAVY!r} & set(sys.modules))
-"""
-
 
 @pytest.mark.parametrize("command", sorted({*hocket.COMMANDS} - {"test"}))
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,60 +40,40 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
     for path in (tmp_path, tmp_path / "elsewhere"):
         assert main(["ledger", str(path)]) == 1
         assert capsys.readouterr().err.startswith(f"error: {path} is no run with a ledger")
-    lines: list[dict[str, object]] = [{"step": 0, "num_prompts": 3}]
-    lines += [
-        {"step": i + 1, "draw": i, "epoch": epoch, "prompt": prompt, "state": "trained"}
-        for i, (epoch, prompt) in enumerate([(0, "a"), (0, "b"), (1, "b"), (1, "c"), (2, "a")])
-    ]
+    draws = [{"step": 1, "draw": i, "epoch": i, "prompt": "a", "state": "trained"} for i in range(2)]
+    lines = [{"step": 0, "num_prompts": 2}, *draws]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prompts = {"epoch": 1, "num_prompts": 3, "in_flight": [{"draw": 5, "epoch": 0, "prompt": "c"}], "entries": []}
+    prompts = {"epoch": 1, "num_prompts": 2, "in_flight": [{"draw": 5, "epoch": 0, "prompt": "b"}], "entries": []}
     saved = {"step": 3, "config": {}, "metrics": {}, "trainer": {}, "parts": {"prompts": prompts}}
     (folder / "state.json").write_text(json.dumps(saved))
     assert main(["ledger", str(tmp_path)]) == 0
-    table = ["epoch 0: 3 prompts", "         2  trained", "         1  in flight", "epoch 1: 3 prompts"]
-    assert capsys.readouterr().out.splitlines()[:4] == table
-    shutil.rmtree(folder)  # now nothing tells that c is in flight,
-    assert main(["ledger", str(tmp_path)]) == 0
-    (tmp_path / "summary.json").touch()  # and here, that nothing is
+    table = ["epoch 0: 2 prompts", "         1  trained", "         1  in flight"]
+    assert capsys.readouterr().out.splitlines()[:3] == table
+    shutil.rmtree(folder)  # now nothing tells where b is
+    (tmp_path / "summary.json").touch()
     assert main(["ledger", str(tmp_path)]) == 1
-    assert "epoch 0: 1 prompts are not accounted for: c\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("args", [["train", "--help"], ["config", "trainer.steps=3"]])
-def test_help_and_config_import_no_heavy_package(args: list[str]) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORTED, *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"PYTHONPATH": "src"},
-        check=True,
-    )
-    assert result.stdout.endswith("imported: set()\n")
+    assert "epoch 0: 1 prompts are not accounted for: never named\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["config", "nowhere.yaml"], "can't read the config nowhere.yaml"),
-        (["config", "trainer.stepz=3"], "did you mean 'trainer.steps'"),
         (["config", "a.yaml", "b.yaml"], "one config file at most"),
         (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a"),
+        (["rollout", "run.dir=HERE"], "holds a run already; choose another run.dir"),
         (["generate", "-p", "a", "-n", "0"], "can't be asked for: Input should be greater than or equal to 1"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_1(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args) == 1
+def test_a_mistake_is_one_line_and_status_1(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    assert main([arg.replace("HERE", str(tmp_path)) for arg in args]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
     assert "Traceback" not in error
-
-
-def test_rollouts_do_not_go_into_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    assert main(["rollout", f"run.dir={tmp_path}"]) == 1
-    assert f"{tmp_path} holds a run already; choose another run.dir" in capsys.readouterr().err
 
 
 def test_settings_are_one_file_and_overrides_in_any_order() -> None:

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import get_args
 
-import pydantic
 import pytest
 import yaml
 
@@ -50,7 +49,6 @@ def test_every_preset_is_a_config_that_reads_back_and_a_row_of_the_table(tmp_pat
     ("overrides", "bounds"),
     [
         (["correction=truncate"], (0.0, 2.0)),
-        (["correction=mask"], (0.5, 5.0)),
         (["correction=sequence_mask"], (0.99, 1.01)),
         (["correction=mask", "correction_high=3"], (0.5, 3.0)),
     ],
@@ -89,18 +87,15 @@ def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> N
     ("override", "value"),
     [
         ("trainer.learning_rate=1e-6", 1e-6),  # YAML 1.1 calls this a string
-        ("trainer.learning_rate=0.5", 0.5),
         ("trainer.zero_stage=null", None),
         ("trainer.betas=[0.9, 0.95]", (0.9, 0.95)),
         ("trainer.gradient_checkpointing=true", True),
-        ("trainer.micro_batch_tokens=auto", "auto"),
         ("trainer.micro_batch_tokens=100", 100),
         ("data.answer_pattern=#### x=(.*)", re.compile("#### x=(.*)")),
         ("run.dir=runs/exp #3", "runs/exp #3"),  # text is taken as it stands
         ("run.dir=2024_10", "2024_10"),
         ("run.dir=010/a", "010/a"),
         ("run.dir=~/runs/a", "/home/somebody/runs/a"),
-        ("model.path=~/models/m", "/home/somebody/models/m"),
     ],
 )
 def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +109,6 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
     ("overrides", "answer"),
     [
         ("algorithm.preset=grop", "algorithm.preset: Input should be 'grpo', 'dapo'"),
-        ("algorithm.preset=[grpo]", "algorithm.preset: Input should be"),
         ("algorithm.correction=[]", "algorithm.correction: Input should be"),
         ("algorithm.baseline=none", "set scale to batch or none"),
         ("algorithm.discount=0.9", "discount is for baseline none or critic"),
@@ -123,35 +117,24 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("algorithm.dual_clip=3", "set clip=ppo and correction=none"),
         ("algorithm.correction_low=3", "correction_low must be below correction_high"),
         ("algorithm.kl_in=reward", "have no effect; set kl or leave them out"),
-        ("algorithm.reference=a", "kl=off: kl_in, kl_coef, kl_target and reference have no effect; set kl"),
         ("algorithm.kl=k2", "kl=k2 needs a weight"),
         ("algorithm.kl=k1 algorithm.kl_coef=0.1", "set kl_in=reward, or kl=k2"),
         ("algorithm.kl=k2 algorithm.kl_coef=0.1 algorithm.kl_target=1", "set kl_in=reward"),
         ("algorithm.kl=k1 algorithm.kl_coef=0.1 algorithm.kl_in=reward", "with kl_in=reward set scale=batch or none"),
-        ("algorithm.clip_low=1.5", "clip_low: Input should be less than or equal to 1"),
         ("trainer.stps=3", "unknown key 'trainer.stps'; did you mean 'trainer.steps'?"),
         ("trainr.steps=3", "unknown key 'trainr'; did you mean 'trainer'?"),
         ("eval.data.sauce=x", "unknown key 'eval.data.sauce'; did you mean 'eval.data.source'?"),
         ("zzzz=1", "`python run.py config --reference` lists every key"),
         ("model.lora.rnk=8", "did you mean 'model.lora.rank'"),
-        ("trainer.steps=0", "trainer.steps: Input should be greater than or equal to 1"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
-        ("trainer.micro_batch_tokens=most", "micro_batch_tokens"),
         ("rollout.group_size=1", "nothing to compare with: set 2 or more"),
         ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
-        ("server.token=short", "at least 8 plain ASCII characters"),
-        ("model.max_length=256", "leaves no room for a prompt"),
-        ("model.lora.targets=[]", "model.lora.targets"),
-        ("run.dir=runs/.hidden", "may begin with a dot"),
-        ("server.urls=localhost:8000", "must begin with http:// or https://"),
-        ("server.urls=[http://a:1,http://a:1/]", "the same server is named twice"),
-        ("sync.backend=mpi", "'disk' or 'nccl'"),
+        ("run.dir=runs/.hidden", "in no hidden folder"),
+        ("server.urls=localhost:8000", "should match pattern '^https?://'"),
         ("sync.timeout_s=600", "must exceed 3 · sync.timeout_s = 1800: ranks wait"),
         ("pipeline.replay=runs/default", "this run's own folder"),
         ("trainer.steps", "overrides look like section.key=value"),
-        ("=3", "overrides look like section.key=value"),
         ("trainer.steps=[1", "not valid YAML"),
-        ("data.answer_pattern=(", "data.answer_pattern: Input should be a valid regular expression"),
         ("data.answer_pattern=x", "data: answer_pattern needs a group (...) around the answer"),
         ("data.answer_pattern=(x) data.answer_column=null", "data: answer_pattern needs answer_column"),
         ("data.system_prompt=x data.chat_template=false", "data: system_prompt needs chat_template: true"),
@@ -175,29 +158,17 @@ def test_a_mistake_is_answered_with_its_name_or_the_fix(overrides: str, answer: 
         config.load(None, overrides.split(" ")[1:])
 
 
-def test_every_mistake_of_a_file_is_listed_with_the_file(tmp_path: Path) -> None:
+def test_mistakes_are_listed_with_the_file_and_one_that_is_no_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "trainer: {steps: 0, sed: 1}\n")
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 2
-    assert all(line.startswith(f"{tmp_path}/run.yaml: ") for line in lines)
-
-
-def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
+    assert str(caught.value).count(f"{tmp_path}/run.yaml: ") == 2
     for text, answer in (
         ("- a\n", "must be a mapping of sections, got list"),
-        ("a: [\n", "not valid YAML"),
+        ("a: [\n", "can't read the config"),
         ("trainer: 3\n", "'trainer' is not a section"),
     ):
         with pytest.raises(ConfigError, match=answer):
             load(tmp_path, text, "trainer.steps=1")
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
-        config.load(tmp_path / "nowhere.yaml")
-
-
-def test_the_config_does_not_change() -> None:
-    with pytest.raises(pydantic.ValidationError):
-        config.Config().trainer.steps = 3  # type: ignore[misc]
 
 
 def test_a_reward_may_be_a_weight_alone_or_have_arguments() -> None:
@@ -214,16 +185,12 @@ def test_a_pass_rate_is_that_of_the_accuracy_if_it_is_trained_else_of_the_first_
         assert config.load(None, [f"curriculum={curriculum}"]).uses_pass_rates is uses
 
 
-def test_a_dump_is_read_back_as_the_same_config_and_holds_no_secret(tmp_path: Path) -> None:
-    original = config.load(ROOT / "config/quickstart.yaml", ["trainer.learning_rate=3e-7", "rollout.stop=['\\n', 'é']"])
-    assert load(tmp_path, config.dump(original)) == original
-    assert "0123456789secret" not in config.dump(config.load(overrides=["server.token=0123456789secret"]))
-
-
 def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCKET_TOKEN", "from-environment")
     assert config.Config().token == "from-environment"
-    assert config.load(overrides=["server.token=from-config"]).token == "from-config"
+    loaded = config.load(overrides=["server.token=from-config"])
+    assert loaded.token == "from-config"
+    assert "from-config" not in config.dump(loaded)
     monkeypatch.setenv("HOCKET_TOKEN", "")
     assert config.Config().token is None
     for weak in ("short", "pässwörter", "two\nlines"):
@@ -235,17 +202,14 @@ def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(mo
 @pytest.mark.parametrize(
     ("overrides", "urls"),
     [
-        ([], ("http://127.0.0.1:8000",)),
         (["server.host=::1", "server.port=9"], ("http://[::1]:9",)),
         (["server.urls=https://gpu.example/hocket/"], ("https://gpu.example/hocket",)),
-        (["server.urls=[http://a:1, http://b:2/]"], ("http://a:1", "http://b:2")),
+        (["server.urls=[http://a:1, http://b:2/, http://a:1/]"], ("http://a:1", "http://b:2")),
         (["server.urls=[]", "server.port=9"], ("http://127.0.0.1:9",)),
     ],
 )
 def test_the_servers_are_those_named_or_the_one_of_this_config(overrides: list[str], urls: tuple[str, ...]) -> None:
     assert config.load(overrides=overrides).server_urls == urls
-    own = "http://[::1]:9" if "server.host=::1" in overrides else "http://127.0.0.1:"
-    assert config.load(overrides=overrides).own_url.startswith(own)
 
 
 def test_versions_are_published_under_the_parent_of_the_run_folder_symlinks_resolved(tmp_path: Path) -> None:
@@ -255,20 +219,10 @@ def test_versions_are_published_under_the_parent_of_the_run_folder_symlinks_reso
     assert config.load(None, [f"run.dir={tmp_path}/link"]).sync_root == tmp_path / "real"
 
 
-def test_the_reference_has_one_row_for_every_key() -> None:
-    rows = {line.split("`")[1]: line for line in config.reference().splitlines() if line.startswith("| `")}
-    assert len(rows) == config.reference().count("\n| `")
-    assert {"trainer.steps", "rollout.group_size", "plugins", "server.port", "model.lora.rank"} <= rows.keys()
-    assert {f"algorithm.{key}" for key in config.AlgorithmConfig.model_fields} <= rows.keys()
-    assert rows["trainer.learning_rate"].split("`")[3] == "1.0e-06"
-
-
 def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> None:
     assert config.Config().model.lora is None
-    everything = config.LoraConfig(rank=16, alpha=32.0, targets="all-linear")
-    assert load(tmp_path, "model: {lora: {}}").model.lora == everything
-    assert load(tmp_path, "model: {lora: null}", "model.lora.rank=16").model.lora == everything
+    assert load(tmp_path, "model: {lora: {}}").model.lora == config.LoraConfig()
     for one in ("q_proj", "[q_proj]"):
-        named = config.load(None, [f"model.lora.targets={one}"])
-        assert named.model.lora == everything.model_copy(update={"targets": ("q_proj",)})
+        named = load(tmp_path, "model: {lora: null}", f"model.lora.targets={one}")
+        assert named.model.lora == config.LoraConfig(targets=("q_proj",))
         assert load(tmp_path, config.dump(named)) == named

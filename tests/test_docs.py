@@ -27,16 +27,7 @@ def test_the_reference_pages_are_up_to_date() -> None:
     ):
         written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         assert written.endswith(content + "\n"), f"refresh docs/{page}.md: python3 run.py config {option}"
-
-
-def test_every_setting_has_a_description() -> None:
-    for section, field in config.Config.model_fields.items():
-        model = field.annotation
-        if isinstance(model, type) and issubclass(model, config.Section):
-            for key, item in model.model_fields.items():
-                assert item.description, f"{section}.{key}"
-        else:
-            assert field.description, section
+        assert "| None |" not in content  # each setting has a description
 
 
 def test_readme_and_architecture_name_no_file_that_is_not_there() -> None:

@@ -27,7 +27,7 @@ def test_a_machine_with_everything_is_ready(
     monkeypatch.setattr(doctor, "libraries", lambda: ())
     assert doctor.run() == 0
     out = capsys.readouterr().out
-    for label in ("python", "build", "device", "cores", "memory", "disk", "port", "runs", "verdict"):
+    for label in ("python", "build", "device", "cores", "memory", "disk", "port", "verdict"):
         assert f"\n{label}" in f"\n{out}"
     assert f"{sys.version_info.major}.{sys.version_info.minor}." in out
     assert out.splitlines()[-1] == "verdict    ready: python3 run.py quickstart"
@@ -37,13 +37,11 @@ def test_what_is_missing_is_an_error_with_a_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "missing", lambda build, command: ["httpx>=1"])
-    monkeypatch.setattr("os.access", lambda path, mode: False)
     monkeypatch.setattr(doctor, "psutil", None)  # then the rest is still reported
     assert doctor.run() == 1
     out = capsys.readouterr().out
     assert "missing: httpx>=1\n" in out
     assert "fix:  packages are missing" in out
-    assert "runs can't be written" in out
     assert out.splitlines()[-1].endswith("to fix")
     assert "\nport" not in out
 
@@ -54,19 +52,16 @@ def test_torch_is_really_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("probe", "error"),
-    [
-        ("import os; os.abort()", "torch is broken"),
-        ("raise ImportError('libcudart.so.13: cannot open')", "torch is broken"),
-        ("import time; time.sleep(600)", "torch hangs"),
-    ],
+    "probe", ["import os; os.abort()", "raise ImportError('libcudart.so.13')", "import time; time.sleep(600)"]
 )
-def test_a_broken_torch_does_not_break_the_doctor(monkeypatch: pytest.MonkeyPatch, probe: str, error: str) -> None:
+def test_a_broken_torch_does_not_break_the_doctor(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], probe: str
+) -> None:
     monkeypatch.setattr(doctor, "PROBE", probe)
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.5 if "sleep" in probe else 60.0)
     (finding,) = doctor.devices()
-    assert error in finding.error
-    assert "libcudart" not in probe or "libcudart.so.13: cannot open" in finding.text
+    assert "torch hangs or is broken" in finding.error
+    assert ("libcudart.so.13" in capfd.readouterr().err) == ("libcudart" in probe)
 
 
 def test_a_full_gpu_is_noted_and_a_driver_that_torch_cannot_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,18 +91,12 @@ def test_a_taken_port_names_its_holder() -> None:
     [
         (["python3", "run.py", "serve"], True),
         (["/x/.venv/bin/python", "-u", "/x/run.py", "--local_rank=0", "train", "a.yaml"], True),
-        (["/x/.venv/bin/python", "-m", "hocket", "serve", "config/quickstart.yaml"], True),
-        (["python3.12", "-u", "-m", "hocket", "--local_rank=1", "train"], True),
         (["/x/.venv/bin/python", "/x/.venv/bin/hocket", "train"], True),
         (["python3", "/x/bin/torchrun", "--nproc-per-node", "4", "run.py", "train", "a.yaml"], True),
         (["VLLM::EngineCore"], True),
         (["python3", "run.py", "doctor"], False),
-        (["python3", "-m", "hocket", "doctor"], False),
         (["python3", "-m", "pytest", "hocket", "train"], False),
-        (["python3", "hocket", "train"], False),
-        (["vim", "notes about run.py"], False),
         (["tmux", "new", "python3", "run.py", "serve"], False),
-        (["grep", "serve", "run.py"], False),
         ([], False),
     ],
 )

@@ -14,7 +14,6 @@ from hocket import sft
 from hocket.config import DataConfig
 from hocket.errors import ConfigError, DataError
 from hocket.observe.run_folder import RunFolder
-from hocket.types import TokenSequence, TrainSample
 
 ROWS = [((1, 2, 3), (4, 5, 63)), ((6,), (7, 63)), ((2, 2), (8, 9, 10, 63))]
 
@@ -32,7 +31,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append((data.source, tokenizer.eos_token_id, max_length))
         return ROWS
 
-    monkeypatch.setattr("hocket.data.load_demonstrations", load_demonstrations, raising=False)
+    monkeypatch.setattr("hocket.sft.load_demonstrations", load_demonstrations)
     return asked
 
 
@@ -49,13 +48,6 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_unmasked_tokens() -> None:
     output.loss.backward()
     torch.testing.assert_close(output.loss, torch.tensor(0.75))
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.25, -0.25, 0.0]]))
-
-
-def test_only_the_response_is_trained() -> None:
-    assert sft.demonstration((1, 2), (3, 4, 5)) == TrainSample(
-        sequence=TokenSequence(token_ids=(1, 2, 3, 4, 5), mask=(False, False, True, True, True), logprobs=(0.0,) * 5),
-        advantages=(0.0,) * 5,
-    )
 
 
 def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
@@ -129,9 +121,9 @@ def test_a_run_does_not_go_on_with_other_demonstrations(
     settings = ("trainer.steps=3", "checkpoint.every_steps=2", "checkpoint.resume=true")
     sft.run(make_config(model, tmp_path, *settings))
     sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))  # with the same it does
-    token, cut = [*ROWS[:2], ((2, 2), (8, 9, 3, 63))], [*ROWS[:2], ((2, 2, 8), (9, 10, 63))]
-    for changed in (token, cut, ROWS[:2]):
-        monkeypatch.setattr("hocket.data.load_demonstrations", lambda *_, now=changed: now)
+    cut = [*ROWS[:2], ((2, 2, 8), (9, 10, 63))]
+    for changed in (cut, ROWS[:2]):
+        monkeypatch.setattr("hocket.sft.load_demonstrations", lambda *_, now=changed: now)
         with pytest.raises(DataError, match="can't resume: the demonstrations were"):
             sft.run(make_config(model, tmp_path, *settings, "trainer.steps=5"))
 

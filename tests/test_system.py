@@ -1,13 +1,12 @@
 """What is asked of the operating system: files that are whole, threads, free memory."""
 
 import asyncio
-import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from hocket.system import atomic_folder, flush, free_memory, remove_folder, run_in_thread, write_atomically
+from hocket.system import atomic_folder, free_memory, remove_folder, run_in_thread, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,17 +23,6 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="no space"):
         write_atomically(path, "newer")
     assert path.read_text(encoding="utf-8") == "new é?"
-
-
-def test_files_and_folders_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[str] = []
-    monkeypatch.setattr("os.fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    (tmp_path / "a").touch()
-    flush(tmp_path / "a")
-    flush(tmp_path)
-    assert flushed == [str(tmp_path / "a"), str(tmp_path)]
-    with pytest.raises(FileNotFoundError):
-        flush(tmp_path / "b")
 
 
 def test_a_folder_appears_as_a_whole_or_not_at_all(tmp_path: Path) -> None:

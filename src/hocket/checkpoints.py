@@ -8,9 +8,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from hocket.config import Config, as_dict, changes
 from hocket.errors import ConfigError, TrainerError
@@ -50,10 +50,8 @@ class Saved:
     def restore(self, parts: Mapping[str, Part]) -> None:
         """Restore every part. Raise ConfigError where the run had other parts."""
         if parts.keys() != self.parts.keys():
-            raise ConfigError(
-                f"{self.folder} has states of {', '.join(self.parts)}, this run has {', '.join(parts)}; resume with "
-                "the command that wrote it, or choose another run.dir"
-            )
+            there, here = ", ".join(self.parts), ", ".join(parts)
+            raise ConfigError(f"{self.folder} has states of {there}, this run has {here}; choose another run.dir")
         for name, part in parts.items():
             part.restore(self.parts[name])
 
@@ -90,16 +88,14 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     changed = changes(saved.config, config)
     for key, (before, now) in changed.items():
         if f"{key}.".startswith(_SAME):
-            raise ConfigError(
-                f"can't go on from {saved.folder}: {key} was {before!r}, and {now!r} makes it another run; set it as "
-                "it was, or choose another run.dir"
-            )
+            advice = "set it as it was, or choose another run.dir"
+            raise ConfigError(f"can't go on from {folders[-1]}: {key} was {before!r}, {now!r} is another run; {advice}")
     said = [f"; {key} was {before!r} and is {now!r}" for key, (before, now) in changed.items()]
     say(f"going on from {saved.folder}{''.join(said)}")
     return saved
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run; its end as a context manager waits for one that is being written.
 
     With checkpoint.async a thread writes the files while training goes on, one checkpoint at a time; its errors are
@@ -113,9 +109,6 @@ class Checkpoints:
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._thread.shutdown()

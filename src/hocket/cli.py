@@ -12,7 +12,7 @@ from pydantic import ValidationError
 import hocket
 from hocket import config as config_module
 from hocket import doctor, launch
-from hocket.config import read_settings
+from hocket.config import Config, read_settings
 from hocket.errors import ConfigError, HocketError
 from hocket.observe import metrics
 
@@ -27,6 +27,8 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args([arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))])
     command: Callable[[argparse.Namespace], int | None] = args.run
     try:
+        if "settings" in args:
+            args.config, args.arguments = read_settings(args.settings, args.default)
         return command(args) or 0
     except HocketError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -49,10 +51,10 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(folder, type=Path)
         if takes_settings:
             command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, default=QUICKSTART if name == "quickstart" else None)
         return command
 
-    add("quickstart", _quickstart)
+    add("quickstart", lambda args: launch.quickstart(args.config, args.arguments))
     add("serve", _serve)
     add("train", _train)
     add("rollout", _rollout)
@@ -74,45 +76,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quickstart(args: argparse.Namespace) -> int:
-    if not args.settings and not Path(QUICKSTART).is_file():
-        raise ConfigError(f"there is no {QUICKSTART} here: run this in a clone of the repository, or name a CONFIG")
-    return launch.quickstart(*read_settings(args.settings, QUICKSTART))
-
-
 def _serve(args: argparse.Namespace) -> None:
-    config, _ = read_settings(args.settings)
     from hocket.server.main import serve
 
-    serve(config)
+    serve(args.config)
 
 
 def _train(args: argparse.Namespace) -> None:
-    config, _ = read_settings(args.settings)
     from hocket.commands import train
 
-    train(config)
+    train(args.config)
 
 
 def _rollout(args: argparse.Namespace) -> None:
-    config, arguments = read_settings(args.settings)
     from hocket.commands import roll_out
 
-    roll_out(config, arguments)
+    roll_out(args.config, args.arguments)
 
 
 def _sft(args: argparse.Namespace) -> None:
-    config, _ = read_settings(args.settings)
     from hocket import sft
 
-    sft.run(config)
+    sft.run(args.config)
 
 
 def _generate(args: argparse.Namespace) -> None:
-    config, _ = read_settings(args.settings)
     from hocket.client import ServerClient
     from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, SamplingParams
 
+    config: Config = args.config
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
@@ -137,18 +129,16 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    config, arguments = read_settings(args.settings)
     from hocket.commands import evaluate_checkpoint
 
-    found = evaluate_checkpoint(config, arguments)
+    found = evaluate_checkpoint(args.config, args.arguments)
     print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
 
 
 def _export(args: argparse.Namespace) -> None:
-    base = read_settings(args.settings)[0].model.path if args.settings else None
     from hocket.commands import export
 
-    export(args.FOLDER, args.OUTPUT, base=base)
+    export(args.FOLDER, args.OUTPUT, base=args.config.model.path if args.settings else None)
     print(f"wrote {args.OUTPUT}; serve it with: python3 run.py serve model.path={args.OUTPUT}")
 
 
@@ -174,4 +164,4 @@ def _config(args: argparse.Namespace) -> None:
     elif args.presets:
         print(config_module.preset_table())
     else:
-        print(config_module.dump(read_settings(args.settings)[0]), end="")
+        print(config_module.dump(args.config), end="")

@@ -1,10 +1,10 @@
 """The commands that bring hocket's parts together in this process: train, rollout and eval."""
 
 import asyncio
-import functools
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -14,8 +14,9 @@ from hocket import tokenizer as tokenizers
 from hocket.batcher import Batcher
 from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig, read_settings
-from hocket.data import PromptStream, Renderer, load_prompts
 from hocket.data.curriculum import bind
+from hocket.data.prompts import Renderer, load_prompts
+from hocket.data.stream import PromptStream
 from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
@@ -27,7 +28,7 @@ from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.agents import Agents
-from hocket.rollout.collect import Plan, Play, collect
+from hocket.rollout.collect import Play, collect
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
@@ -111,7 +112,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         stream=stream,
         play=play,
         scorer=scorer,
-        shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
+        shape=partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
         batches=(lambda new_batch: replay) if replay else parts.pipeline,
         evaluation=parts.evaluation(() if replay else held_out, play, eval_scorer),
         publisher=publisher,
@@ -210,7 +211,7 @@ class Parts:
             limit = min(longest, data.max_prompt_tokens or longest)
             self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
         if not prompts:
-            advice = "lower rollout.max_tokens, or raise trainer.micro_batch_tokens"
+            advice = "lower rollout.max_tokens, or raise model.max_length and trainer.micro_batch_tokens"
             raise ConfigError(f"{what}: no prompt of {data.source} is short enough; {advice}")
         return prompts
 
@@ -230,7 +231,7 @@ class Parts:
         made, env = self.environment(), self.config.env
         ask = Batcher(servers, tools=made.toolbox).ask
         if type(made) is environments.SingleTurn:  # prompts leave room for a turn, and the engine queues turns itself
-            return functools.partial(single_turn, ask=ask)
+            return partial(single_turn, ask=ask)
         limits = Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s)
         budget = TokenBudget(lambda: sum(member.kv_tokens for member in servers.members))
         if isinstance(made, Agent):
@@ -240,14 +241,10 @@ class Parts:
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
         """Return the pipeline of the batches that `new_batch` gathers."""
-        config, max_staleness = self.config, self.config.pipeline.max_staleness
-        steps, seed, oversampling = config.trainer.steps, config.trainer.seed, config.algorithm.oversampling
-
-        def plan(step: int) -> Plan:
-            return plan_step(step, config.rollout, seed=seed, oversampling=oversampling, max_staleness=max_staleness)
-
-        progress = self.console.progress
-        return Pipeline(new_batch, plan, steps=steps, max_staleness=max_staleness, progress=progress)
+        config, trainer, ahead = self.config.rollout, self.config.trainer, self.config.pipeline.max_staleness
+        oversampling = self.config.algorithm.oversampling
+        plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
+        return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
 
     def evaluation(self, prompts: Sequence[Prompt], play: Play, scorer: RewardScorer) -> Evaluation:
         """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
@@ -288,7 +285,7 @@ class Parts:
             check_every=config.sync.canary_every,
             trainer_turn=trainer_turn,
         )
-        servers.bring_up = functools.partial(bring_up, publisher, trainer.check_same_model, say)
+        servers.bring_up = partial(bring_up, publisher, trainer.check_same_model, say)
         return publisher
 
     @asynccontextmanager
@@ -304,15 +301,10 @@ class Parts:
         async def check(member: Member, health: Health) -> None:
             serves = f"the server at {member.url} serves {health.model}"
             if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
-                raise ConfigError(
-                    f"{serves}, whose tokenizer is not that of model.path={model}; name the same model, or another "
-                    "server.port"
-                )
+                raise ConfigError(f"{serves}, whose tokenizer is not that of model.path={model}; name the same model")
             if not server.urls and Path(health.model).resolve() != Path(model).resolve():
-                raise ConfigError(
-                    f"{serves}, not model.path={model}; to measure {health.model} set server.urls=[{member.url}], "
-                    "else another server.port"
-                )
+                advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
+                raise ConfigError(f"{serves}, not model.path={model}; {advice}")
             self.console.say(f"{serves}, version {health.version}")
             member.mark_ready(health.session)
 

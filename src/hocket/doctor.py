@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hocket import environment
+from hocket.system import free_memory
 
 psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 PORT = 8000
@@ -46,7 +47,7 @@ class Finding(NamedTuple):
 def run() -> int:
     """Print the report; return 1 where something needed is missing, else 0."""
     errors = 0
-    for check in (packages, devices, libraries, resources, *([memory, port, processes] if psutil else [])):
+    for check in (packages, devices, libraries, resources, *([port, processes] if psutil else [])):
         for label, text, error, note in check():
             advice = f"\n  fix:  {error}" if error else f"\n  note: {note}" if note else ""
             print(f"{label:<10} {text}{advice}", flush=True)
@@ -71,16 +72,12 @@ def devices() -> Iterator[Finding]:
     """Ask torch for its GPUs, in a process of its own: a broken driver may end or hang it."""
     if _version("torch") is None:
         return
+    command = [sys.executable, "-c", PROBE]
     try:
-        answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        fix = "torch hangs: look at `nvidia-smi` and `dmesg`, or set HOCKET_DEVICE=cpu"
-        yield Finding("device", f"torch did not answer within {PROBE_TIMEOUT_S:.0f} s", error=fix)
-        return
-    if answer.returncode:
-        last = (answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1]
-        fix = "torch is broken: delete .venv and run this again"
-        yield Finding("device", f"torch can't be imported: {last}", error=fix)
+        answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROBE_TIMEOUT_S)
+    except subprocess.SubprocessError as error:
+        fix = "torch hangs or is broken: look at `nvidia-smi` and `dmesg`, set HOCKET_DEVICE=cpu, or make .venv anew"
+        yield Finding("device", f"torch does not answer ({type(error).__name__})", error=fix)
         return
     built_for, gpus = json.loads(answer.stdout.strip().splitlines()[-1])
     for index, (name, free, total) in enumerate(gpus):
@@ -107,23 +104,13 @@ def libraries() -> Iterator[Finding]:
 
 
 def resources() -> Iterator[Finding]:
-    """Count cores, and look whether runs can be written here."""
+    """Count cores; look at memory and disk."""
     yield Finding("cores", str(len(os.sched_getaffinity(0))))
-    free = shutil.disk_usage(Path.cwd()).free / 1e9
-    fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
-    yield Finding("disk", f"{free:.1f} GB free in {Path.cwd()}", error=fix if free < NEEDED_GB else "")
-    runs = Path.cwd() / "runs"
-    can = os.access(runs if runs.exists() else Path.cwd(), os.W_OK)
-    fix = f"{runs} can't be written: work in another folder, or set run.dir"
-    yield Finding("runs", f"{runs} {'can' if can else 'cannot'} be written", error="" if can else fix)
-
-
-def memory() -> Iterator[Finding]:
-    """Look at the memory that is free."""
-    found = psutil.virtual_memory()
+    memory, disk = free_memory() / 1e9, shutil.disk_usage(Path.cwd()).free / 1e9
     note = f"less than {NEEDED_MEMORY_GB:.0f} GB of memory are free: close other programs"
-    text = f"{found.available / 1e9:.1f} of {found.total / 1e9:.1f} GB free"
-    yield Finding("memory", text, note=note if found.available < NEEDED_MEMORY_GB * 1e9 else "")
+    yield Finding("memory", f"{memory:.1f} GB free", note=note if memory < NEEDED_MEMORY_GB else "")
+    fix = f"less than {NEEDED_GB:.0f} GB of disk are free: make room"
+    yield Finding("disk", f"{disk:.1f} GB free in {Path.cwd()}", error=fix if disk < NEEDED_GB else "")
 
 
 def port(number: int = PORT) -> Iterator[Finding]:

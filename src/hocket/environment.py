@@ -53,13 +53,7 @@ def ensure(command: str, *, install: bool = True) -> None:
         return
     if sys.platform != "linux":
         raise SetupError(f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows")
-    lacks = ", ".join(missing(builds()[0], command)[:5])
-    if "LOCAL_RANK" in os.environ or "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
-        raise SetupError(
-            f"{sys.executable} was started by a launcher but lacks {lacks}. "
-            f"Run `python3 run.py doctor` once, then launch with {VENV}/bin/torchrun or {VENV}/bin/deepspeed"
-        )
-    _install(command, inside, lacks)
+    _install(command, inside)
     if not inside:
         _enter()
 
@@ -100,7 +94,7 @@ def _files(build: str, command: str) -> list[str]:
     return [*FILES[build], *([DEV_FILE] if command == "test" else [])]
 
 
-def _install(command: str, inside: bool, lacks: str) -> None:
+def _install(command: str, inside: bool) -> None:
     """Make .venv, make it anew, or complete it; one process at a time."""
     import fcntl  # not on Windows
 
@@ -115,6 +109,7 @@ def _install(command: str, inside: bool, lacks: str) -> None:
         if complete and not inside:  # another process was faster
             return
         if not state and VENV.exists():
+            lacks = ", ".join(missing(builds()[0], command)[:5])
             raise SetupError(f"{VENV} was not made by run.py and lacks {lacks}: move it away, or install into it")
         build = state["build"] if state.get("build") in builds() else builds()[0]
         if not complete or state["build"] != build:

@@ -29,7 +29,7 @@ def die_with_launcher() -> None:
         die_with_parent(int(parent), signal.SIGTERM)
 
 
-class Child:
+class Child(subprocess.Popen[bytes]):
     """Run a hocket command in a process of its own, which ends when this process does.
 
     `command` is what follows `python`, `env` is added to this process's variables; without `log` it shares the output.
@@ -40,7 +40,7 @@ class Child:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") if log is not None else contextlib.nullcontext() as output:
-            self._process = subprocess.Popen(
+            super().__init__(
                 [sys.executable, *command],
                 env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
@@ -49,24 +49,18 @@ class Child:
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the parent alone, which stops its children
             )
 
-    def poll(self) -> int | None:
-        """Return the exit status, None while it runs."""
-        return self._process.poll()
-
     def stop(self, first: signal.Signals = signal.SIGTERM) -> int:
         """End the process and return its exit status; STOP_TIMEOUT_S after `first`, its process group is killed."""
-        if self._process.poll() is None:
-            self._process.send_signal(first)
+        self.send_signal(first)  # nothing if it has ended
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_TIMEOUT_S)
+            self.wait(STOP_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):  # the whole group has ended
-            os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait(STOP_TIMEOUT_S)
+            os.killpg(self.pid, signal.SIGKILL)
+        return self.wait(STOP_TIMEOUT_S)
 
     def refuse_dead(self) -> None:
         """Raise ServerError with the end of the log if the process, a server, has ended."""
-        status = self.poll()
-        if status is not None:
+        if (status := self.poll()) is not None:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log else []
             text = "\n".join([f"the server ended with status {status}; the end of {self.log}:", *lines[-NUM_LINES:]])
             raise ServerError(text, code="unreachable")

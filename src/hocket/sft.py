@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hocket import checkpoints, data
+from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossOutput
 from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config
+from hocket.data.prompts import load_demonstrations
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
@@ -40,7 +41,7 @@ def run(config: Config) -> None:
     if output.exists() and not is_model and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another sft.output, or remove it")
     max_length = tokenizers.context_length(config.model)
-    rows = data.load_demonstrations(config.data, tokenizers.load(config.model.path), max_length)
+    rows = load_demonstrations(config.data, tokenizers.load(config.model.path), max_length)
     samples = [demonstration(*row) for row in rows]
     last, steps, batch_size = saved.step if saved else 0, config.trainer.steps, config.sft.batch_size
     with (
@@ -101,8 +102,8 @@ class Demonstrations:
     """The part of a run that refuses to resume a checkpoint on other demonstrations."""
 
     def __init__(self, samples: Sequence[TrainSample]) -> None:
-        hashed = seed_of(*((sample.sequence.token_ids, sample.sequence.mask) for sample in samples))
-        self._state = {"num_samples": len(samples), "hash": hashed}
+        rows = ((sample.sequence.token_ids, sample.sequence.mask) for sample in samples)
+        self._state = {"num_samples": len(samples), "hash": seed_of(*rows)}
 
     def state(self) -> dict[str, int]:
         """Return the identity of the demonstrations."""
@@ -111,7 +112,5 @@ class Demonstrations:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raise DataError unless `state` is of the same demonstrations."""
         if state != self._state:
-            raise DataError(
-                f"can't resume: the demonstrations were {state} and are {self._state} now; use the same data section, "
-                "files and tokenizer, or start a new run"
-            )
+            advice = "use the same data section, files and tokenizer, or start a new run"
+            raise DataError(f"can't resume: the demonstrations were {state} and are {self._state} now; {advice}")

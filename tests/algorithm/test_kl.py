@@ -23,8 +23,6 @@ def test_the_three_estimators_and_their_gradients_by_hand() -> None:
         penalty.sum().backward()
         torch.testing.assert_close(penalty.detach(), torch.tensor(values))
         torch.testing.assert_close(x.grad, torch.tensor(gradients))
-    with pytest.raises(ValueError, match="k4"):
-        kl_penalty(torch.zeros(1), "k4")  # type: ignore[arg-type]
 
 
 def test_log_ratios_are_bounded_and_masked_before_anything_can_become_nan() -> None:
@@ -35,15 +33,13 @@ def test_log_ratios_are_bounded_and_masked_before_anything_can_become_nan() -> N
     torch.testing.assert_close(numerator.grad, torch.tensor([math.exp(0.5), 0.0, 0.0]))
 
 
-def test_a_fixed_coefficient_stays() -> None:
+def test_a_fixed_coefficient_stays_and_an_adaptive_one_follows_the_distance_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     controller = KlController(AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.3))
     controller.update(100.0, 1000)
-    assert controller.coef == 0.3
     controller.restore({"coef": 0.9})  # a run that goes on with another coefficient
     assert controller.coef == 0.3
-
-
-def test_an_adaptive_coefficient_follows_the_distance_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kl, "HORIZON", 1000)
     config = AlgorithmConfig(kl="k1", kl_in="reward", scale="none", kl_coef=0.5, kl_target=0.1)
     controller = KlController(config)

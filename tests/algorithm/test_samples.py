@@ -51,14 +51,14 @@ def score(reward: float | None) -> Score:
     return Score(total=0.0, error="broke") if reward is None else Score(total=reward)
 
 
-def group(name: str, rewards: list[float | None]) -> Group:
-    """Rollouts of one token each, which is 10, 11, …"""
-    rollouts = tuple(make_rollout(-0.5, name=name, first=10 + i) for i in range(len(rewards)))
+def of_rollouts(*rollouts: Rollout, rewards: list[float | None], name: str = "g") -> Group:
     return Group(id=name, rollouts=rollouts, scores=tuple(map(score, rewards)))
 
 
-def of_rollouts(*rollouts: Rollout, rewards: list[float | None]) -> Group:
-    return Group(id="g", rollouts=rollouts, scores=tuple(map(score, rewards)))
+def group(name: str, rewards: list[float | None]) -> Group:
+    """Rollouts of one token each, which is 10, 11, …"""
+    rollouts = (make_rollout(-0.5, name=name, first=10 + i) for i in range(len(rewards)))
+    return of_rollouts(*rollouts, rewards=rewards, name=name)
 
 
 def shaped(groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT) -> list[Shaped]:
@@ -130,8 +130,8 @@ def scored(*parts: dict[str, float] | None) -> Group:
     return Group(id="g", rollouts=tuple(make_rollout(-0.5) for _ in parts), scores=tuple(scores))
 
 
-def fate_of(group: Group, reward: str = "right", *, skipped: bool = False) -> Outcome:
-    return fate(shaped([group])[0], reward=reward, skipped=skipped)
+def fate_of(group: Group, *, skipped: bool = False) -> Outcome:
+    return fate(shaped([group])[0], reward="right", skipped=skipped)
 
 
 def test_a_fate_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_trained() -> None:
@@ -220,23 +220,13 @@ def test_ppo_passes_over_tokens_of_the_environment() -> None:
     assert white.returns == sample.returns
 
 
-def test_what_was_not_measured_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="critic's values"):
-        sampled([group("a", [0.0, 1.0])], settings("preset=ppo"))
-    with pytest.raises(ValueError, match="reference's log-probs"):
-        sampled([group("a", [0.0, 1.0])], settings("preset=reinforce_pp"), (), 0.01)
-
-
-def test_the_overlong_penalty_grows_over_the_last_part_of_the_longest_turn() -> None:
+def test_the_overlong_penalty_grows_over_the_end_of_the_longest_turn_and_is_taken_from_the_reward() -> None:
     for length, penalty in ((1, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0)):
         assert overlong_penalty(make_rollout(*[-1.0] * length), 0.4, 10) == pytest.approx(penalty)
         assert overlong_penalty(make_rollout(*[-1.0] * length), 0.0, 10) == 0.0
     turns = [*[-1.0] * 5, None, *[-1.0] * 8, None, None, -1.0]  # 14 tokens, but no turn with more than 8
     for rollout in (make_rollout(*turns), joined(make_rollout(*turns), make_rollout(-0.5))):
         assert overlong_penalty(rollout, 0.4, 10) == pytest.approx(0.5)
-
-
-def test_the_overlong_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
     algorithm = settings("overlong_share=0.4", "scale=none")
     equal = of_rollouts(make_rollout(-1.0), make_rollout(*[-1.0] * 8), rewards=[1.0, 1.0])
     assert kept([equal], algorithm) == ["g"]  # rewards 1 and 1 − 0.5

@@ -15,9 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
-from hocket.data import Renderer, load_demonstrations, load_prompts
-from hocket.data.prompts import TooLongError
-from hocket.errors import ConfigError, DataError
+from hocket.data.prompts import Renderer, TooLongError, load_demonstrations, load_prompts
+from hocket.errors import DataError
 from hocket.types import Prompt
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +40,7 @@ def load(source: str, tokenizer: Any, *, max_prompt_tokens: int = 100, **setting
 
 
 def check_rows(prompts: tuple[Prompt, ...]) -> None:
-    assert [(p.text, p.answer, p.meta) for p in prompts] == [
-        ("Sort: ba", "ab", {"level": 1}),
-        ("Sort: dc", "cd", {"level": 2}),
-    ]
+    assert [{"prompt": p.text, "answer": p.answer, **p.meta} for p in prompts] == ROWS
     assert len({p.id for p in prompts}) == 2
 
 
@@ -64,12 +60,12 @@ def test_a_hugging_face_folder_and_a_saved_data_set_are_read_by_split(
     folder.mkdir()
     write_jsonl(*ROWS, name="folder/train.jsonl")
     check_rows(load(f"hf:{folder}", tokenizer))
-    with pytest.raises(DataError, match=r"can't load hf:.*split test"):
+    with pytest.raises(DataError, match=r"can't load hf:.*data\.split test"):
         load(f"hf:{folder}", tokenizer, split="test")
     saved = tmp_path / "saved"
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(saved))
     check_rows(load(f"hf:{saved}", tokenizer))
-    with pytest.raises(DataError, match="has the splits train, not 'test'"):
+    with pytest.raises(DataError, match=r"can't load hf:.*data\.split test"):
         load(f"hf:{saved}", tokenizer, split="test")
 
 
@@ -81,13 +77,6 @@ def test_a_prompt_is_rendered_as_the_chat_template_says(tokenizer: Any, write_js
     assert plain.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: ba"})
     assert tokenizer.decode(turns.token_ids) == "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>"
     assert (turns.text, turns.answer) == ("c", None)
-
-
-def test_the_template_s_beginning_of_sequence_is_the_only_one(bos_tokenizer: Any, write_jsonl: Write) -> None:
-    (prompt,) = load(write_jsonl({"prompt": "a b"}), bos_tokenizer, answer_column=None)
-    assert prompt.token_ids == (0, 8, 3, 4, 2, 9)  # <s> user a b <eot> assistant
-    expected = bos_tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], add_generation_prompt=True)
-    assert list(prompt.token_ids) == expected["input_ids"]
 
 
 def test_plain_text_has_one_beginning_of_sequence(bos_tokenizer: Any, write_jsonl: Write) -> None:
@@ -117,20 +106,16 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, wri
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ('{"prompt": "x"', "not valid JSON"),
+        ('{"prompt": "x"', "Expecting ',' delimiter"),
         ("[1]", "must be a JSON object, got list"),
         ({"question": "x", "answer": "y"}, "no column 'prompt', only 'question', 'answer'"),
         ({"prompt": "x"}, "no column 'answer', only 'prompt'; data.answer_column: null where there is no answer"),
         ({"prompt": " \n", "answer": "y"}, "column 'prompt' is empty"),
-        ({"prompt": [], "answer": "y"}, "column 'prompt' is empty"),
         ({"prompt": 3, "answer": "y"}, "column 'prompt' must be text or a list of messages, got 3"),
-        ({"prompt": ["x"], "answer": "y"}, "message 0 of column 'prompt' must be"),
         ({"prompt": [{"role": "user", "content": None}], "answer": "y"}, "message 0 of column 'prompt' must be"),
         ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"}, "ends with an assistant message"),
         ({"prompt": [{"role": "judge", "content": "x"}], "answer": "y"}, "the chat template refuses the messages"),
-        ({"prompt": "x", "answer": None}, "column 'answer' must be text or a number, got None"),
         ({"prompt": "x", "answer": True}, "column 'answer' must be text or a number, got True"),
-        ({"prompt": "x", "answer": ["y"]}, "column 'answer' must be text or a number, got ['y']"),
         ({"prompt": "x", "answer": ""}, "column 'answer' is empty"),
     ],
 )
@@ -166,10 +151,6 @@ def test_a_source_that_is_none_says_why(tokenizer: Any, write_jsonl: Write, tmp_
     ):
         with pytest.raises(DataError, match=message):
             load(source, tokenizer)
-    with pytest.raises(DataError, match="splits train and test"):
-        load("task:sort", tokenizer, split="validation")
-    with pytest.raises(ConfigError, match=r"no task 'sorting' \(did you mean 'sort'\?\)"):
-        load("task:sorting", tokenizer)
 
 
 def test_a_difficulty_is_a_number_of_its_own_column(tokenizer: Any, write_jsonl: Write) -> None:
@@ -177,10 +158,9 @@ def test_a_difficulty_is_a_number_of_its_own_column(tokenizer: Any, write_jsonl:
     assert [(p.difficulty, p.meta) for p in loaded] == [(1.0, {"level": 1}), (2.0, {"level": 2})]
     assert load(write_jsonl(*ROWS), tokenizer)[0].difficulty is None
     source = write_jsonl(ROWS[0], ROWS[1] | {"level": "hard"}, {"prompt": "a", "answer": "b"})
-    with pytest.raises(DataError) as caught:
+    said = r"(?s):2: column 'level' \(data.difficulty_column\) must be a number, got 'hard'.*:3: no column 'level'"
+    with pytest.raises(DataError, match=said):
         load(source, tokenizer, difficulty_column="level")
-    assert "rows.jsonl:2: column 'level' (data.difficulty_column) must be a number, got 'hard'" in str(caught.value)
-    assert "rows.jsonl:3: no column 'level', only 'prompt', 'answer'" in str(caught.value)
     demonstrations = write_jsonl({"prompt": "a", "response": "b"})
     assert load_demonstrations(DataConfig(source=demonstrations, difficulty_column="level"), tokenizer, 20)
 
@@ -188,7 +168,8 @@ def test_a_difficulty_is_a_number_of_its_own_column(tokenizer: Any, write_jsonl:
 def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, write_jsonl: Write) -> None:
     source = write_jsonl({"prompt": "a b", "response": "c d"})
     rows = load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
-    assert rows == [([0, 8, 3, 4, 2, 9], [5, 6, 2])]  # ... <eot>, though the tokenizer's EOS is </s>
+    # <s> user a b <eot> assistant, c d <eot>: one <s>, and the template's end of a turn, not the tokenizer's EOS
+    assert rows == [([0, 8, 3, 4, 2, 9], [5, 6, 2])]
     chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
     assert rows[0][0] + rows[0][1] == bos_tokenizer.apply_chat_template(chat)["input_ids"]
     bos_tokenizer.chat_template = None
@@ -198,7 +179,7 @@ def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, wr
     assert load_demonstrations(plain, bos_tokenizer, 20) == [([0, 3, 4], [5, 6, 1])]
 
 
-def test_over_long_demonstrations_are_left_out_and_counted(
+def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refused(
     tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = write_jsonl(*({"prompt": "a", "response": "b" * n} for n in (1, 5, 6)))
@@ -208,18 +189,14 @@ def test_over_long_demonstrations_are_left_out_and_counted(
     assert "left out 1 of 3 demonstrations" in caplog.text
     with pytest.raises(DataError, match=r"raise model\.max_length"):
         load_demonstrations(DataConfig(source=source), tokenizer, 5)
-
-
-@pytest.mark.parametrize("response", ["", None, 3])
-def test_a_demonstration_needs_a_response(tokenizer: Any, write_jsonl: Write, response: Any) -> None:
-    source = write_jsonl({"prompt": "a", "response": response})
-    with pytest.raises(DataError, match=f"rows.jsonl:1: column 'response' must be text, got {response!r}"):
+    source = write_jsonl({"prompt": "a", "response": ""}, {"prompt": "a", "response": 3})
+    with pytest.raises(DataError, match=r"(?s)column 'response' must be text, got ''.*got 3"):
         load_demonstrations(DataConfig(source=source), tokenizer, 10)
 
 
 def test_tasks_and_jsonl_load_no_data_library() -> None:
     code = (
-        "import sys; from hocket.data import load_prompts; from hocket.config import DataConfig\n"
+        "import sys; from hocket.data.prompts import load_prompts; from hocket.config import DataConfig\n"
         "from hocket.data.sources import read_rows; list(read_rows(DataConfig()))\n"
         "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'pandas', 'numpy') if m in sys.modules])"
     )
@@ -251,24 +228,17 @@ def test_the_tokens_between_two_turns_are_those_of_a_whole_rendering(tokenizer: 
     assert [*prompt, *answer, *rendering.following(HINT, ended=None)] == whole  # cut off: the end of turn is added
     other = tokenizer.pad_token_id  # another end than the template's is kept, and the template's follows it
     assert rendering.following(HINT, ended=other) == rendering.following(HINT, ended=None)
-
-
-def test_a_template_without_an_end_of_turn_works_too(tokenizer: Any) -> None:
     told = tokenizer.decode(renderer(NO_END).following(HINT, ended=tokenizer.eos_token_id))
     assert told == "\nuser: cab\nuser: b\nassistant: "
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
+def test_what_can_not_be_rendered_is_refused_with_the_reason() -> None:
+    for template, said in (
         (None, "messages need data.chat_template"),
         ("{{ messages[-1].content }}", "does not show what the model said"),
-        ("{{ raise_exception('no') }}", "refuses the messages: no"),
-    ],
-)
-def test_what_can_not_be_rendered_is_refused_with_the_reason(template: str | None, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        renderer(template).following(HINT, ended=None)
+    ):
+        with pytest.raises(ValueError, match=said):
+            renderer(template).following(HINT, ended=None)
 
 
 def test_a_text_that_is_far_too_long_for_so_many_tokens_is_refused_before_it_is_encoded() -> None:

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
-from hocket.data import Renderer
+from hocket.data.prompts import Renderer
 from hocket.data.sources import TASKS
 from hocket.envs.base import bind
 from hocket.errors import DataError

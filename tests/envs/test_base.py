@@ -3,7 +3,7 @@
 import pytest
 
 from hocket.envs import Action, Environment, Step, environment
-from hocket.envs.base import ENVIRONMENTS, Observation, bind
+from hocket.envs.base import Observation, bind
 from hocket.errors import ConfigError
 from hocket.types import Prompt
 
@@ -43,17 +43,11 @@ async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the
         ("tools", {"tools": ["calculat"], "parser": "hermes"}, r"no tool 'calculat' \(did you mean 'calculate'\?\)"),
         ("tools", {"tools": "calculate", "parser": "hermes"}, r"must be a list of names"),
         ("tools", {"tools": ["calculate"], "parser": "hermes", "call_timeout_s": 0}, "call_timeout_s must be above 0"),
-        ("single_turn", {"guesses": 3}, "no option 'guesses'"),
     ],
 )
 def test_wrong_names_and_options_are_refused_before_anything_is_loaded(name: str, options: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         bind(name, options)
-
-
-def test_a_name_can_not_be_taken_twice() -> None:
-    with pytest.raises(ConfigError, match="'guess' is registered twice"):
-        ENVIRONMENTS.register("guess")(Environment)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Tools: what the model is shown, what it is told, and that nothing it writes can hurt."""
 
-import asyncio
 import threading
 from typing import Any
 
@@ -16,14 +15,9 @@ release, both = threading.Event(), threading.Barrier(2)
 
 
 @tool
-def slow_of_tests(seconds: float) -> str:
-    """Sleeps.
-
-    Args:
-        seconds: How long.
-    """
-    release.wait(seconds)
-    return "slept"
+def slow_of_tests() -> None:
+    """Waits."""
+    release.wait(60)
 
 
 @tool
@@ -47,7 +41,6 @@ async def weather_of_tests(city: str, days: int = 1) -> dict[str, Any]:
         city: Where.
         days: How many.
     """
-    await asyncio.sleep(0.05)
     return {"city": city, "sun": [True] * days}
 
 
@@ -111,7 +104,7 @@ async def test_calls_run_at_the_same_time_and_answer_in_order_with_their_ids() -
         ("calculate", '{"expression": "1/0"}', "error: ZeroDivisionError"),
         ("calculate", '{"expression": 5}', "error: TypeError"),
         ("exit_of_tests", "{}", "error: SystemExit: 3"),
-        ("slow_of_tests", '{"seconds": 60}', "error: no result within 0.2 s"),
+        ("slow_of_tests", "{}", "error: no result within 0.2 s"),
     ],
 )
 async def test_whatever_goes_wrong_is_told_to_the_model(name: str, arguments: str, said: str) -> None:

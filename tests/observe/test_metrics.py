@@ -67,13 +67,6 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize(("bound", "share", "alarmed"), [(2, 0.0, []), (1, 1 / 3, ["staleness/over_bound"])])
-def test_only_staleness_beyond_the_bound_is_a_cause_for_alarm(bound: int, share: float, alarmed: list[str]) -> None:
-    group = group_of(*(rollout(2, "stop", version) for version in (3, 4, 5)))
-    metrics = staleness_metrics([group], version=5, bound=bound)
-    assert (metrics["staleness/over_bound"], list(alarms(metrics))) == (pytest.approx(share), alarmed)
-
-
 def test_an_episode_of_several_sequences_is_one_with_all_their_tokens_and_turns() -> None:
     episode = (rollout(5, "stop", 3, turns=2), rollout(1, "length", 4), rollout(2, "stop", 5))
     joined = dataclasses.replace(episode[0], sequences=tuple(one.sequences[0] for one in episode))

@@ -119,17 +119,9 @@ def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_h
 ) -> None:
     rows = [dict.fromkeys(ROLLOUT, text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}} for text in HOSTILE[:4]]
     folder = write_run(tmp_path / "run", rollouts=rows)
-    records = [
-        {"step": 1, "reward/mean": 0.3, "train/loss": -1e9, "train/kl": 1e-300, "train/entropy": None},
-        {
-            "step": 2,
-            "reward/mean": 0.5,
-            "train/loss": 1e9,
-            "train/entropy": 0,
-            f"reward/{HOSTILE[0]}": 1,
-            "reward/b": 1,
-        },
-    ]
+    odd = {"train/loss": -1e9, "train/kl": 1e-300, "train/entropy": None}
+    named = {"train/loss": 1e9, "train/entropy": 0, f"reward/{HOSTILE[0]}": 1, "reward/b": 1}
+    records = [{"step": 1, "reward/mean": 0.3, **odd}, {"step": 2, "reward/mean": 0.5, **named}]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 3, "reward/me')
     page = drawn(folder)
     assert "0.300 → 0.500mean reward, before and after" in page.text
@@ -169,18 +161,10 @@ def test_every_charted_metric_is_in_the_table(tmp_path: Path) -> None:
     assert set(names) <= {metric.name for metric in TABLE}
 
 
-@pytest.mark.parametrize(
-    ("text", "records"),
-    [
-        ("\nnot json\n[1]\n", []),
-        ('{"step": null}\n{"reward/mean": 1}\n', [{"step": None}, {"reward/mean": 1}]),
-        ('{"step": 1, "x": NaN, "y": -Infinity}\n{"st', [{"step": 1, "x": None, "y": None}]),
-    ],
-)
-def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path, text: str, records: list[Any]) -> None:
+def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path) -> None:
     assert report(tmp_path).data["records"] == []
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert report(tmp_path).data["records"] == records
+    (tmp_path / "metrics.jsonl").write_text('\nnot json\n[1]\n{"step": null, "x": NaN, "y": -Infinity}\n{"st')
+    assert report(tmp_path).data["records"] == [{"step": None, "x": None, "y": None}]
 
 
 def test_samples_are_best_and_worst_of_the_groups_that_differ_most() -> None:

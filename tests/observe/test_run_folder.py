@@ -63,9 +63,8 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
         "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345], "mask": [0, 0, 1, 0, 1],
     }  # fmt: skip
     assert summary == json.loads((run / "summary.json").read_text())
-    assert summary == {
-        "before": 0.25, "after": 0.5, "steps": 2, "train_seconds": 3.5, "seed": 0, "final_version": 2,
-    }  # fmt: skip
+    timed = {"steps": 2, "train_seconds": 3.5, "seed": 0, "final_version": 2}
+    assert summary == {"before": 0.25, "after": 0.5, **timed}
     assert config_module.load(run / "config.yaml").run.dir == config.run.dir
     assert "12345678" not in (run / "config.yaml").read_text()
 

@@ -46,10 +46,6 @@ def picky(completion, meta):
         os._exit(7)
     if completion == "forge":
         os.write(int(sys.argv[1]), b"[1]\\n")
-    if completion == "nan":
-        return float("nan")
-    if completion == "none":
-        return None
     return {"good": 0.5, "better": 0.25}
 
 @reward("slow_judge")
@@ -85,12 +81,13 @@ async def test_the_total_is_weighted_and_the_parts_are_not(scorer_of: Scorers, m
     assert (score.parts, score.error) == (parts | {"slow_judge": 0.75}, None)
 
 
-async def test_a_failing_reward_is_an_error_and_never_zero(scorer_of: Scorers, make_rollout: Make) -> None:
+async def test_a_failing_reward_is_an_error_and_never_zero(
+    scorer_of: Scorers, make_rollout: Make, plugin: Path
+) -> None:
     scorer = scorer_of({"exact_match": 1.0, "picky": 1.0}, timeout_s=60)
+    line = PLUGIN[: PLUGIN.index("raise KeyError")].count("\n") + 1
     for text, error in (
-        ("raise", "picky: KeyError: 'no such word' ("),
-        ("nan", "picky: returned nan, which is not a finite number"),
-        ("none", "picky: returned None instead of a number"),
+        ("raise", f"picky: KeyError: 'no such word' ({plugin}:{line})"),
         ("exit", "picky: its worker process ended with exit code 7"),
         ("forge", "picky: its worker process answered with something else than a result"),
         ("unpicklable", "picky: AttributeError: Can't pickle local object"),
@@ -152,22 +149,19 @@ async def test_an_async_reward_that_hangs_is_cancelled_and_one_that_ignores_that
     await _until(lambda: not _tasks_of("slow_judge"))
 
 
-async def test_after_a_cancelled_score_the_next_one_gets_its_own_answer(scorer_of: Scorers, make_rollout: Make) -> None:
-    scorer = scorer_of({"vowels": 1.0}, timeout_s=60)
-    for _ in range(3):
-        cancelled = [asyncio.create_task(scorer.score(make_rollout("aaa" * 100))) for _ in range(8)]
-        await asyncio.sleep(0.001)
-        for task in cancelled:
-            task.cancel()
-        assert (await scorer.score(make_rollout("a"))).total == 1.0
-
-
-def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop(scorer_of: Scorers, make_rollout: Make) -> None:
+def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop_after_cancelled_ones(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
     functions = {"exact_match": 1.0, "vowels": {"weight": 1.0, "share": 0.5}, "slow_judge": 1.0, "pid": 1.0}
     scorer = scorer_of(functions, timeout_s=60)
     rollouts = [make_rollout("a" * i, answer="a" * 30) for i in range(100)]
 
     async def scores() -> list[Score]:
+        cancelled = [asyncio.create_task(scorer.score(make_rollout("aaa" * 100))) for _ in range(8)]
+        for _ in range(2):  # then each has asked a worker
+            await asyncio.sleep(0)
+        for task in cancelled:
+            task.cancel()
         return await asyncio.gather(*(scorer.score(rollout) for rollout in rollouts))
 
     for _ in range(2):

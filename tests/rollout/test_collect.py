@@ -22,19 +22,6 @@ async def score_of(rollout: Rollout) -> Score:
     return Score(total=float(rollout.text))
 
 
-async def test_groups_hold_their_rollouts_in_order_whatever_ends_first() -> None:
-    async def play(prompt: Prompt, seat: Seat) -> Rollout:
-        await asyncio.sleep((6 - seat.number) / 100)
-        assert seat.group == seat.id.rpartition("/")[0]
-        return await at_once(prompt, seat)
-
-    batch = await gathered(PROMPTS[:3], play, score_of, group_size=2)
-    assert [group.id for group in batch.groups] == ["s/0", "s/1", "s/2"]
-    assert [r.id for r in batch.groups[1].rollouts] == ["s/1/0", "s/1/1"]
-    assert [s.total for s in batch.groups[1].scores] == [2.0, 3.0]
-    assert [group.draw for group in batch.groups] == [0, 1, 2]
-
-
 async def test_each_rollout_is_scored_as_it_ends_while_others_are_played() -> None:
     scored, go_on = [], asyncio.Event()
 
@@ -70,7 +57,7 @@ async def test_the_batch_is_the_shortest_beginning_of_the_stream_that_has_enough
     )
     enough = next((n for n in range(5, 20) if sum(p.id not in dull for p in PROMPTS[:n]) == 5), 20)
     assert ids(batch) == [prompt.id for prompt in PROMPTS[:enough]]
-    assert batch.num_drawn == enough
+    assert [(group.id, group.draw) for group in batch.groups] == [(f"s/{i}", i) for i in range(enough)]
 
 
 async def test_a_stream_that_ends_gives_a_smaller_batch_or_an_empty_one() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import functools
 import math
 import random
 import threading
@@ -17,14 +16,16 @@ import fakes
 from batches import gathered, own_reward
 from hocket.batcher import Turn
 from hocket.config import DataConfig
-from hocket.data import Renderer
+from hocket.data.prompts import Renderer
 from hocket.envs import Action, Environment, Observation, Step, tool
-from hocket.envs.base import SingleTurn, bind
+from hocket.envs.base import SingleTurn
+from hocket.envs.tools import Tools
 from hocket.errors import ServerError
 from hocket.protocol import Completion, ToolCall
+from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.system import seed_of
-from hocket.types import Group, Message, Prompt
+from hocket.types import Group, Message, Prompt, Rollout
 
 END, ASSISTANT = 1, 4
 """Of checkpoints/tiny-tools: the token that ends a turn, and the one that begins the model's."""
@@ -96,7 +97,7 @@ class Wordy(Environment):
 
 
 async def played(
-    make: Callable[[], Environment],
+    make: Callable[[], Environment] | None,  # None: single turns
     renderer: Renderer,
     engine: FakeEngine,
     *,
@@ -107,7 +108,12 @@ async def played(
 ) -> list[Group]:
     """Returns the groups in the order of their prompts, each of whose tokens names the prompt."""
     limits, tokens = limits or Limits(max_turns=6, max_length=256, timeout_s=5.0), TokenBudget(lambda: budget)
-    play = lambda prompt, seat: Episode(prompt, seat, make, engine.ask, renderer, limits, tokens).play()  # noqa: E731
+
+    async def play(prompt: Prompt, seat: Seat) -> Rollout:
+        if make is None:
+            return await single_turn(prompt, seat, ask=engine.ask)
+        return await Episode(prompt, seat, make, engine.ask, renderer, limits, tokens).play()
+
     chats: list[tuple[Message, ...]] = [({"role": "user", "content": f"{i:03}"},) for i in range(num_prompts)]
     token_ids = renderer.encode([renderer.render(chat) for chat in chats])
     prompts = [
@@ -197,7 +203,7 @@ async def test_three_hundred_episodes_with_failures_hangs_and_cancellations_are_
     assert ids == [f"s/{i}/{j}" for i in range(75) for j in range(4)]  # each once, in its place
     scores = [score for group in groups for score in group.scores]
     errors = [score.error for score in scores if score.error is not None]
-    assert 30 < len(errors) < 270
+    assert 30 < len(errors) < 300
     for cause in ("KeyError", "SystemExit", "env.timeout_s=1 had", "was cancelled", "returned str", "close raised"):
         assert any(cause in error for error in errors), cause
     for rollout, score in ((r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)):
@@ -214,7 +220,8 @@ class Endless(Unruly):
         await asyncio.sleep(0)
 
 
-async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer: Renderer) -> None:
+@pytest.mark.parametrize("single", [False, True])
+async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer: Renderer, single: bool) -> None:
     seven = tuple(renderer.encode([renderer.render(({"role": "user", "content": "007"},))])[0])
     closed: collections.Counter[int] = collections.Counter()
 
@@ -222,23 +229,24 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
         async def ask(self, turn: Turn) -> Completion:
             if seven != turn.token_ids[: len(seven)]:
                 return await super().ask(turn)
-            while closed[1] < 11:
-                await asyncio.sleep(0.01)
-            turn.deadline._at = 0.0  # it passes while the others are done
+            turn.deadline._at = 0.0
             raise ServerError("it has not finished in time", code="timeout")
 
-    groups = await played(lambda: Endless(closed), renderer, Stuck(), num_prompts=12)
-    errors = [score.error for group in groups for score in group.scores]
-    assert len([error for error in errors if error and "within 60 s (rollout.timeout_s): it has not" in error]) == 1
-    assert closed == {1: 12}
+    groups = await played(None if single else lambda: Endless(closed), renderer, Stuck(), num_prompts=12)
+    (late,) = [group.rollouts[0] for group in groups if "rollout.timeout_s" in str(group.scores[0].error)]
+    error = "the episode was not over within 60 s (rollout.timeout_s): it has not finished in time"
+    assert (late.prompt.id, late.error, late.sequences[0].turns, late.num_sampled) == ("p7", error, 0, 0)
+    assert late.sequences[0].token_ids == late.prompt.token_ids
+    assert closed == ({} if single else {1: 12})
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_dead_server_ends_all_episodes_and_closes_their_environments(renderer: Renderer) -> None:
+@pytest.mark.parametrize("single", [False, True])
+async def test_a_dead_server_ends_all_episodes_and_closes_their_environments(renderer: Renderer, single: bool) -> None:
     closed: collections.Counter[int] = collections.Counter()
     with pytest.raises(ServerError, match="the engine died"):
-        await played(lambda: Endless(closed), renderer, FakeEngine(fail_after=40), num_prompts=30)
-    assert closed == {1: 30}
+        await played(None if single else lambda: Endless(closed), renderer, FakeEngine(fail_after=20), num_prompts=30)
+    assert closed == ({} if single else {1: 30})
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -251,31 +259,28 @@ async def test_the_same_run_twice_is_the_same_whatever_the_order(renderer: Rende
     assert runs[0] == runs[1]
 
 
-async def test_episodes_wait_until_there_is_room_for_their_tokens(renderer: Renderer) -> None:
-    begun, most, closed = list[str](), 0, 0
+@pytest.mark.parametrize(("budget", "at_once"), [(50, 3), (10, 1)])
+async def test_episodes_wait_until_there_is_room_for_their_tokens(
+    renderer: Renderer, budget: int, at_once: int
+) -> None:
+    """A prompt has 6 tokens and a turn 8; one episode that is larger than the bound is played alone."""
+    begun, under_way, most = list[str](), 0, 0
 
-    class Counting(Environment):
+    class Counting(SingleTurn):
         async def reset(self, prompt: Prompt, seed: int) -> None:
-            nonlocal most
+            nonlocal under_way, most
             begun.append(prompt.id)
-            most = max(most, len(begun) - closed)
+            under_way += 1
+            most = max(most, under_way)
             await asyncio.sleep(0.001)
 
-        async def step(self, action: Action) -> Step:
-            return Step(done=True)
-
         async def close(self) -> None:
-            nonlocal closed
-            closed += 1
+            nonlocal under_way
+            under_way -= 1
 
-    # A prompt has 6 tokens and a turn 8: 14 each, so that 50 tokens hold three episodes at a time.
-    await played(Counting, renderer, FakeEngine(), num_prompts=20, budget=50)
+    await played(Counting, renderer, FakeEngine(), num_prompts=20, budget=budget)
     assert begun == [f"p{i}" for i in range(20)]
-    assert most == 3
-    # One that is larger than the bound is played alone.
-    begun, most, closed = [], 0, 0
-    await played(Counting, renderer, FakeEngine(), num_prompts=5, budget=10)
-    assert (len(begun), most) == (5, 1)
+    assert most == at_once
 
 
 async def test_a_turn_that_was_cut_off_may_go_on_and_one_that_ended_is_not_ended_twice(renderer: Renderer) -> None:
@@ -345,37 +350,27 @@ async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(
     @tool
     async def hang_of_episodes() -> None:
         """Hangs."""
-        clock.now += 0.05
-        await asyncio.sleep(3600)
+        clock.now += 30.0
+        raise TimeoutError  # as call_timeout_s does
 
     class Caller(FakeEngine):
         async def ask(self, turn: Turn) -> Completion:
             call = ToolCall(name="hang_of_episodes", arguments="{}")
             return (await super().ask(turn)).model_copy(update={"tool_calls": (call,)})
 
-    make = bind("tools", {"tools": ["hang_of_episodes"], "parser": "hermes", "call_timeout_s": 0.05})
-    limits = Limits(max_turns=7, max_length=10_000, timeout_s=0.3)  # 7 · 0.05 s are more
+    class Patient(Tools):
+        async def truncated(self) -> float:
+            await asyncio.sleep(0)  # fails if no time is left
+            return 0.0
+
+    make = lambda: Patient(tools=["hang_of_episodes"], parser="hermes", call_timeout_s=30.0)  # noqa: E731
+    limits = Limits(max_turns=4, max_length=10_000, timeout_s=50.0)
     (group,) = await played(make, renderer, Caller(), num_prompts=1, limits=limits)
     (sequence,) = group.rollouts[0].sequences
     assert group.scores[0].error is None
     told = [message["content"] for message in sequence.dialogue if message["role"] == "tool"]
-    assert told == ["error: no result within 0.05 s"] * 6  # nobody reads the seventh
-    assert (sequence.turns, sequence.finish_reason) == (7, "length")
-
-
-class Talkative(Environment):
-    """Says a text that is far too long, as messages or as it stands, before a turn or after it."""
-
-    def __init__(self, first: bool, kind: str) -> None:
-        self.first = first
-        long = "lorem ipsum " * 250_000
-        self.says: Any = {"text": long} if kind == "text" else {"messages": [{"role": "tool", "content": long}]}
-
-    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        return Observation(**self.says) if self.first else None
-
-    async def step(self, action: Action) -> Step:
-        return Step(**self.says)
+    assert told == ["error: no result within 30 s"] * 3  # nobody reads the fourth
+    assert (sequence.turns, sequence.finish_reason) == (4, "length")
 
 
 @pytest.mark.parametrize("kind", ["text", "messages"])
@@ -384,6 +379,15 @@ async def test_what_no_sequence_can_hold_cuts_the_episode_off_and_is_never_encod
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch, first: bool, kind: str
 ) -> None:
     encoded: list[int] = []
+    long = "lorem ipsum " * 250_000
+    says: Any = {"text": long} if kind == "text" else {"messages": [{"role": "tool", "content": long}]}
+
+    class Talkative(Environment):
+        async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+            return Observation(**says) if first else None
+
+        async def step(self, action: Action) -> Step:
+            return Step(**says)
 
     def count(texts: list[str], **options: Any) -> Any:
         encoded.extend(map(len, texts))
@@ -393,7 +397,7 @@ async def test_what_no_sequence_can_hold_cuts_the_episode_off_and_is_never_encod
         setattr(count, name, getattr(renderer._tokenizer, name))
     tokenizer = renderer._tokenizer
     monkeypatch.setattr(renderer, "_tokenizer", count)
-    (group,) = await played(lambda: Talkative(first, kind), renderer, FakeEngine(), num_prompts=1)
+    (group,) = await played(Talkative, renderer, FakeEngine(), num_prompts=1)
     assert max(encoded) < 1000
     rollout, error = group.rollouts[0], group.scores[0].error
     if (first, kind) == (True, "messages"):
@@ -433,30 +437,14 @@ async def test_other_episodes_go_on_while_a_text_is_encoded(
 
 async def test_an_environment_without_rewards_leaves_them_to_the_reward_functions(renderer: Renderer) -> None:
     (group,) = await played(SingleTurn, renderer, FakeEngine(), num_prompts=1)
-    (rollout,), prompt = group.rollouts, group.rollouts[0].prompt
-    short = await gathered([prompt], functools.partial(single_turn, ask=FakeEngine().ask), own_reward)
-    assert short.groups == [group]  # the short way gives the same
-    assert (rollout.id, rollout.reward, rollout.sequences[0].turns, group.scores[0].total) == ("s/0/0", None, 1, 1.0)
-    done, told = sampled(seed_of(77, 0, 1), 8), len(prompt.token_ids)
-    assert rollout.sequences[0].token_ids == (*prompt.token_ids, *done.token_ids)
-    assert rollout.sequences[0].mask == (*[False] * told, *[True] * len(done.token_ids))
-    assert rollout.sequences[0].logprobs == (*[0.0] * told, *done.logprobs)
+    assert await played(None, renderer, FakeEngine(), num_prompts=1) == [group]  # the short way gives the same
+    (rollout,), (sequence,), told = group.rollouts, group.rollouts[0].sequences, group.rollouts[0].prompt.token_ids
+    assert (rollout.id, rollout.reward, sequence.turns, group.scores[0].total) == ("s/0/0", None, 1, 1.0)
+    done = sampled(seed_of(77, 0, 1), 8)
+    assert sequence.token_ids == (*told, *done.token_ids)
+    assert sequence.mask == (*[False] * len(told), *[True] * len(done.token_ids))
+    assert sequence.logprobs == (*[0.0] * len(told), *done.logprobs)
     assert (rollout.text, rollout.finish_reason) == (done.text, done.finish_reason)
-
-
-async def test_a_single_turn_that_is_late_fails_alone_and_any_other_failure_of_a_server_is_raised() -> None:
-    class Dead(FakeEngine):
-        async def ask(self, turn: Turn) -> Completion:
-            await asyncio.sleep(turn.deadline.left_s if turn.deadline.seconds < 1 else 0)
-            raise ServerError("it died", code="timeout")
-
-    play, prompt = functools.partial(single_turn, ask=Dead().ask), Prompt(id="p", token_ids=(5, 6))
-    batch = await gathered([prompt], play, own_reward, timeout_s=0.05)
-    (late,) = batch.groups[0].rollouts
-    assert late.error == "the episode was not over within 0.05 s (rollout.timeout_s): it died"
-    assert (late.sequences[0].token_ids, late.num_sampled, late.sequences[0].turns) == ((5, 6), 0, 0)
-    with pytest.raises(ServerError, match="it died"):
-        await gathered([prompt], play, own_reward)
 
 
 async def test_a_budget_is_first_come_first_served_and_forgets_who_has_given_up_waiting() -> None:

@@ -1,5 +1,6 @@
 """What the tests of the trainer build and read in common."""
 
+import gc
 import itertools
 import json
 import random
@@ -14,8 +15,11 @@ from hocket import config as config_module
 from hocket.trainer.guards import NUMBERS
 from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
+
+CPU = torch.device("cpu")
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str, loss: BatchLoss | None = None) -> Trainer:
@@ -63,6 +67,29 @@ def logprobs_of(folder: str | Path, rollouts: Sequence[TokenSequence], temperatu
     return found
 
 
+def save(trainer: Trainer, folder: Path) -> None:
+    """Writes the state to a new folder."""
+    folder.mkdir(parents=True)
+    rest = trainer.state(lambda bucket: write_bucket(folder, bucket))
+    (folder / "rest.json").write_text(json.dumps(rest))
+
+
+def load(trainer: Trainer, folder: Path) -> None:
+    trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
+
+
+def weights_of(trainer: Trainer, max_bytes: int = 1 << 30) -> dict[str, torch.Tensor]:
+    """Returns copies of the weights as they are streamed."""
+    found: dict[str, torch.Tensor] = {}
+    trainer.stream(max_bytes, lambda bucket: found.update((name, tensor.clone()) for name, tensor in bucket))
+    return found
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tensors are the same to the last bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics that neither time nor the packing decides."""
     left_out = ("time/train", "train/mfu", "train/tokens_per_s", "train/positions_per_s", "train/micro_batches")
@@ -93,3 +120,18 @@ def peak_bytes(work: Callable[[], object]) -> int:
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in changes))
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """What holds the tensors of this process, but for model files mapped into the CPU's memory.
+
+    While the caller keeps it none of it can go, which parts of earlier trainers otherwise do at any time: DeepSpeed's
+    own globals refer to an engine until there is another.
+    """
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and value.device == CPU]
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return {key: storage for key, storage in found.items() if storage.resizable()}
+
+
+def bytes_besides(before: dict[int, torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for key, storage in storages().items() if key not in before)

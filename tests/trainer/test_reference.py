@@ -35,13 +35,14 @@ def assert_close(measured: Sequence[Measured], expected: Sequence[Sequence[float
         torch.testing.assert_close(torch.tensor(one.ref_logprobs), torch.tensor(other), atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize(("stage", "tokens"), [(0, 19), (1, 1000), (3, 19)])
+# In 32 bits only ZeRO-3 makes a difference to a frozen model.
+@pytest.mark.parametrize(("stage", "tokens", "temperature"), [(1, 1000, 1.0), (3, 19, 2.0)])
 def test_the_start_stays_the_reference_while_the_policy_moves(
-    ranks: Ranks, tied_model: str, stage: int, tokens: int, tmp_path: Path
+    ranks: Ranks, tied_model: str, stage: int, tokens: int, temperature: float, tmp_path: Path
 ) -> None:
     settings = (f"trainer.zero_stage={stage}", f"trainer.micro_batch_tokens={tokens}", "trainer.logprob_chunk_tokens=7")
-    expected = logprobs_of(tied_model, ROLLOUTS)
-    with make_trainer(ranks, tied_model, *settings) as trainer:
+    expected = logprobs_of(tied_model, ROLLOUTS, temperature)
+    with make_trainer(ranks, tied_model, *settings, f"rollout.temperature={temperature}") as trainer:
         for _ in range(3):
             assert_close(trainer.measure(ROLLOUTS), expected)
             trainer.step(make_samples())
@@ -50,47 +51,35 @@ def test_the_start_stays_the_reference_while_the_policy_moves(
     assert_close(measured, expected)
     moved = max(
         abs(a - b)
-        for one, other in zip(logprobs_of(tmp_path / "policy", ROLLOUTS), expected, strict=True)
+        for one, other in zip(logprobs_of(tmp_path / "policy", ROLLOUTS, temperature), expected, strict=True)
         for a, b in zip(one, other, strict=True)
     )
     assert moved > 0.5
     assert all(not one.values for one in measured)
 
 
-def test_log_probs_are_those_of_the_temperature_that_was_sampled_with(ranks: Ranks, tied_model: str) -> None:
-    with make_trainer(ranks, tied_model, "rollout.temperature=2") as trainer:
-        measured = trainer.measure(ROLLOUTS)
-    assert_close(measured, logprobs_of(tied_model, ROLLOUTS, temperature=2.0))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 3])  # ZeRO-3 gathers the weights of each layer
 def test_the_base_of_an_adapter_is_its_reference_to_the_last_bit_and_training_does_not_notice(
-    ranks: Ranks, untied_model: str, stage: int
+    ranks: Ranks, untied_model: str, stage: int, tmp_path: Path
 ) -> None:
+    samples, rollouts = make_samples()[:3], ROLLOUTS[:3]
     with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}") as trainer:
-        base = trainer.measure(ROLLOUTS)
-    norms = {}
-    for looks in (True, False):
-        with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}", "model.lora={}") as trainer:
-            assert trainer.models.engines.keys() == {"policy"}, "there is no second model"
-            norms[looks] = []
-            for _ in range(3):
-                if looks:
-                    assert trainer.measure(ROLLOUTS) == base
-                norms[looks].append(trainer.step(make_samples())["train/grad_norm"])
-            if looks:
-                assert trainer.measure(ROLLOUTS) == base
-    assert norms[True] == norms[False]
-    assert min(norms[True]) > 0
+        base = trainer.measure(rollouts)
+    with make_trainer(ranks, untied_model, f"trainer.zero_stage={stage}", "model.lora={}") as trainer:
+        assert trainer.models.engines.keys() == {"policy"}, "there is no second model"
+        builders.save(trainer, tmp_path / "state")
+        norms = [trainer.step(samples)["train/grad_norm"] for _ in range(2)]
+        builders.load(trainer, tmp_path / "state")
+        for norm in norms:
+            assert trainer.measure(rollouts) == base
+            assert trainer.step(samples)["train/grad_norm"] == norm > 0
+        assert trainer.measure(rollouts) == base
 
 
-def test_another_model_can_be_the_reference_beside_an_adapter_too(
-    ranks: Ranks, tied_model: str, untied_model: str
-) -> None:
-    for settings in ((), ("model.lora={}",)):
-        with make_trainer(ranks, tied_model, f"algorithm.reference={untied_model}", *settings) as trainer:
-            trainer.step(make_samples())
-            assert_close(trainer.measure(ROLLOUTS), logprobs_of(untied_model, ROLLOUTS))
+def test_another_model_can_be_the_reference_beside_an_adapter(ranks: Ranks, tied_model: str, untied_model: str) -> None:
+    with make_trainer(ranks, tied_model, f"algorithm.reference={untied_model}", "model.lora={}") as trainer:
+        trainer.step(make_samples())
+        assert_close(trainer.measure(ROLLOUTS), logprobs_of(untied_model, ROLLOUTS))
 
 
 @pytest.mark.parametrize(("preset", "key"), [("reinforce_pp", "algorithm.reference"), ("ppo", "critic.path")])
@@ -99,7 +88,7 @@ def test_a_model_with_another_vocabulary_is_refused(ranks: Ranks, tied_model: st
         make_trainer(ranks, tied_model, f"algorithm.preset={preset}", f"{key}=checkpoints/tiny-sort")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])  # cast by ZeRO-0, as it is, and spread by ZeRO-3
 def test_in_16_bits_a_policy_that_has_not_moved_agrees_with_its_reference_to_the_last_bit(
     ranks: Ranks, untied_model: str, stage: int
 ) -> None:

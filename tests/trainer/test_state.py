@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer import builders
 from tests.trainer.builders import make_samples
 from transformers import AutoModelForCausalLM
 
@@ -75,6 +76,16 @@ def test_a_model_made_of_a_checkpoint_is_what_the_trainer_publishes(
     assert len({file.stat().st_mode for file in (tmp_path / "model").iterdir()}) == 1
     with pytest.raises(ConfigError, match="exists already"):
         export(folder, tmp_path / "model", base=None)
+    state = json.loads((folder / "state.json").read_text())
+    state["config"]["model"]["path"] = str(tmp_path / "moved")
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"moved"):
+        export(folder, tmp_path / "again", base=None)
+    with pytest.raises(TrainerError, match=r"of another model than .*model\.path"):
+        export(folder, tmp_path / "again", base="checkpoints/tiny-sort")
+    assert not list(tmp_path.glob("*again*"))
+    export(folder, tmp_path / "again", base=path)
+    assert (tmp_path / "again" / "config.json").exists()
 
 
 def test_a_checkpoint_of_an_adapter_is_merged_into_its_base(ranks: Ranks, untied_model: str, tmp_path: Path) -> None:
@@ -90,56 +101,29 @@ def test_a_checkpoint_of_an_adapter_is_merged_into_its_base(ranks: Ranks, untied
     assert not list(tmp_path.glob(".*")), "something half written is left"
 
 
-def test_a_model_that_has_moved_is_named_and_another_one_refused(
-    ranks: Ranks, tied_model: str, untied_model: str, tmp_path: Path
+def test_the_state_of_another_model_or_a_damaged_one_is_refused_and_what_was_given_stays_as_it_is(
+    ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tied_model, tmp_path)
-    with Trainer(config, ranks=ranks) as trainer:
-        folder = save(trainer, config)
-    state = json.loads((folder / "state.json").read_text())
-    state["config"]["model"]["path"] = str(tmp_path / "moved")
-    (folder / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ConfigError, match=r"moved"):
-        export(folder, tmp_path / "model", base=None)
-    with pytest.raises(TrainerError, match=r"of another model than .*model\.path"):
-        export(folder, tmp_path / "model", base=untied_model)
-    assert not list(tmp_path.glob("*model*"))
-    export(folder, tmp_path / "model", base=tied_model)
-    assert (tmp_path / "model" / "config.json").exists()
-
-
-def test_the_state_of_another_model_or_a_damaged_one_is_refused_and_the_trainer_goes_on(
-    ranks: Ranks, tied_model: str, untied_model: str, tmp_path: Path
-) -> None:
+    monkeypatch.setattr("hocket.trainer.trainer.BUCKET_BYTES", 10_000)
     folders = {name: tmp_path / name for name in ("other", "wide", "damaged")}
     for folder in folders.values():
         folder.mkdir()
-    with Trainer(make_config(untied_model, tmp_path), ranks=ranks) as trainer:
-        trainer.state(lambda bucket: write_bucket(folders["other"], bucket))
+    kept: list[dict[str, torch.Tensor]] = []
     with Trainer(make_config(tied_model, tmp_path), ranks=ranks) as trainer:
-        rest = trainer.state(
-            lambda bucket: write_bucket(folders["wide"], {name: t.flatten() for name, t in bucket.items()})
-        )
+        rest = trainer.state(lambda bucket: kept.append(dict(bucket)))
+        before = [{name: tensor.clone() for name, tensor in bucket.items()} for bucket in kept]
+        for bucket in kept:
+            write_bucket(folders["wide"], {name: tensor.flatten() for name, tensor in bucket.items()})
+            write_bucket(folders["other"], {name.replace("layers.1", "layers.2"): t for name, t in bucket.items()})
         (folders["damaged"] / "state_00000.safetensors").write_bytes(b"\1" * 100)
-        with pytest.raises(TrainerError, match=r"another model: policy/exp_avg/model\.lm_head\.weight is"):
+        with pytest.raises(TrainerError, match=r"another model: policy/exp_avg/model\.model\.layers\.1\..* is missing"):
             trainer.restore(SavedTensors(folders["other"]), rest)
         with pytest.raises(TrainerError, match=r"another model: .* is \[2048\] there, \[64, 32\] here"):
             trainer.restore(SavedTensors(folders["wide"]), rest)
         with pytest.raises(TrainerError, match="is damaged"):
             SavedTensors(folders["damaged"])
         assert not trainer.step(make_samples())["train/skipped"]
-
-
-def test_the_state_comes_in_buckets_that_stay_as_they_are(
-    ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hocket.trainer.trainer.BUCKET_BYTES", 10_000)
-    with Trainer(make_config(tied_model, tmp_path), ranks=ranks) as trainer:
-        kept: list[dict[str, torch.Tensor]] = []
-        trainer.state(lambda bucket: kept.append(dict(bucket)))
-        before = [{name: tensor.clone() for name, tensor in bucket.items()} for bucket in kept]
         largest = max(p.numel() * 4 for p in trainer.policy.parameters())
-        trainer.step(make_samples())
     assert len(kept) > 5
     for bucket, expected in zip(kept, before, strict=True):
         assert sum(tensor.nbytes for tensor in bucket.values()) < 10_000 + largest
@@ -156,12 +140,12 @@ def test_a_schedule_goes_on_with_the_settings_of_now_and_skipped_steps_are_count
     with Trainer(make_config(tied_model, tmp_path, *schedule), ranks=ranks) as trainer:
         steps = [trainer.step(samples) for samples in (make_samples(), make_samples(), bad)]
         assert [step["train/skipped"] for step in steps] == [0, 0, 1]
-        rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))
+        builders.save(trainer, tmp_path / "state")
         assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.5e-2)
     longer = ("trainer.schedule=linear", "trainer.steps=8", "trainer.learning_rate=3e-2")
     with Trainer(make_config(tied_model, tmp_path, *longer), ranks=ranks) as trainer:
-        trainer.restore(SavedTensors(tmp_path), rest)
+        builders.load(trainer, tmp_path / "state")
         assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.75 * 3e-2)
-        trainer.restore(SavedTensors(tmp_path), rest)
+        builders.load(trainer, tmp_path / "state")
         with pytest.raises(TrainerError, match="2 steps in a row"):
             trainer.step(bad)

@@ -20,9 +20,7 @@ def kl_penalty(log_ratio: Tensor, estimator: Kl) -> Tensor:
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    if estimator == "k3":
-        return torch.expm1(-log_ratio) + log_ratio
-    raise ValueError(f"unknown estimator of the KL divergence: {estimator!r}")
+    return torch.expm1(-log_ratio) + log_ratio
 
 
 class KlController:

@@ -32,8 +32,7 @@ class Measured:
     values: tuple[float, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shaped:
+class Shaped(NamedTuple):
     """The scored rollouts of a group, with the rewards that they are trained on."""
 
     group: Group
@@ -47,8 +46,7 @@ class Shaped:
 def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     """Subtract the length penalties from a group's scores, and tell whether the group has a signal.
 
-    Equal rewards give none if advantages compare a reward with its group alone: not with baseline none or critic, or a
-    KL in the reward. Such a group would only shrink the gradient of the others.
+    Equal rewards have none if advantages depend on the group's rewards alone; they would shrink the others' gradient.
     """
     pairs = zip(group.rollouts, group.scores, strict=True)
     scored = [(rollout, score) for rollout, score in pairs if score.error is None and not math.isnan(score.total)]
@@ -63,9 +61,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
         reason = "no rollout to train: cut off, or nothing sampled"
     elif equal and algorithm.baseline in ("mean", "leave_one_out") and algorithm.kl_in == "loss":
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
-    return Shaped(
-        group=group, rollouts=rollouts, rewards=rewards, penalties=penalties, has_equal_rewards=equal, reason=reason
-    )
+    return Shaped(group, rollouts, rewards, penalties, equal, reason)
 
 
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
@@ -82,7 +78,7 @@ def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -
 
 
 def is_trained(sequence: TokenSequence, algorithm: AlgorithmConfig) -> bool:
-    """Return whether a sequence of a scored rollout is trained; mask_truncated leaves out those that were cut off."""
+    """Return whether a sequence of a scored rollout is trained."""
     return any(sequence.mask) and not (algorithm.mask_truncated and sequence.finish_reason == "length")
 
 
@@ -175,8 +171,6 @@ def _kl_in_reward(sequence: TokenSequence, measured: Measured, algorithm: Algori
     """Return the KL estimate per sampled token, of the policy that sampled; 0 if it is not in the reward."""
     if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
         return torch.zeros(sum(sequence.mask), dtype=torch.float64)
-    if not measured.ref_logprobs:
-        raise ValueError(f"algorithm.kl={algorithm.kl} in the reward needs the reference's log-probs")
     sampled_n, reference_n = _sampled(sequence.logprobs, sequence), _sampled(measured.ref_logprobs, sequence)
     log_ratio_n = masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool))
     return kl_penalty(log_ratio_n, algorithm.kl)
@@ -193,8 +187,6 @@ def _by_token(
         if algorithm.baseline == "none":
             advantages.append(discounted_returns(rewards_n, discount=algorithm.discount))
             continue
-        if not row.measured.values:
-            raise ValueError("algorithm.baseline=critic needs the critic's values")
         values_n = _sampled(row.measured.values, row.sequence)
         a_n, returns_n = gae(rewards_n, values_n, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda)
         advantages.append(a_n)
@@ -206,7 +198,7 @@ def _by_token(
 
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
-    """Return the values at the sampled tokens, float64 [n]."""
+    """Return the values at the sampled tokens, float64 [n]; IndexError if nothing was measured."""
     return torch.tensor(values_t, dtype=torch.float64)[torch.tensor(sequence.mask)]
 
 

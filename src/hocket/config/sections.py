@@ -14,7 +14,10 @@ from pydantic import Field
 from hocket.types import InFlight
 
 UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
-Names = Annotated[tuple[str, ...], pydantic.BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]  # or one
+_or_one = pydantic.BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Names = Annotated[tuple[str, ...], _or_one]
+Url = Annotated[str, Field(pattern="^https?://"), pydantic.AfterValidator(lambda url: url.rstrip("/"))]
+Urls = Annotated[tuple[Url, ...], _or_one, pydantic.AfterValidator(lambda urls: tuple(dict.fromkeys(urls)))]
 MAX_LORA_RANK = 512
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -49,9 +52,7 @@ class RunConfig(Section):
 class LoraConfig(Section):
     rank: int = Field(16, ge=1, le=MAX_LORA_RANK, description="Rank of each layer's update.")
     alpha: float = Field(32.0, gt=0, description="Factor of the update, times rank: it is scaled by alpha / rank.")
-    quantize: Literal["nf4"] | None = Field(
-        None, description="4-bit frozen weights in the trainer alone (QLoRA); needs a GPU and bitsandbytes."
-    )
+    quantize: Literal["nf4"] | None = Field(None, description="QLoRA: frozen 4-bit weights; needs GPU, bitsandbytes.")
     targets: Literal["all-linear"] | Annotated[Names, Field(min_length=1)] = Field(
         "all-linear", description="Adapted layers: `all-linear` (all but the output head), or names, e.g. [q_proj]."
     )
@@ -63,9 +64,7 @@ class ModelConfig(Section):
     max_length: int | None = Field(None, ge=2, description="Maximum tokens, prompt included. Default: the model's own.")
     random_init: bool = Field(False, description="Random initial weights; path needs only a config and a tokenizer.")
     float32_head: bool = Field(False, description="Logits in float32 on server and trainer, whatever the dtype.")
-    lora: LoraConfig | None = Field(
-        None, description="LoRA: trains and publishes an adapter; {} for defaults. It needs 10x the learning rate."
-    )
+    lora: LoraConfig | None = Field(None, description="LoRA adapter ({} for defaults); needs 10x the learning rate.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.lora is not None and self.random_init, "lora adapts loaded weights; with random_init there are none"
@@ -88,9 +87,7 @@ class DataConfig(Section):
     system_prompt: str | None = Field(None, description="System message before every text prompt.")
     chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
     max_prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Maximum prompt tokens; longer ones are dropped. Default: what rollout.max_tokens leaves.",
+        None, ge=1, description="Maximum prompt tokens; longer are dropped. Default: what rollout.max_tokens leaves."
     )
     limit: int | None = Field(None, ge=1, description="Number of rows used, from the first. Default: all.")
 
@@ -102,9 +99,7 @@ class DataConfig(Section):
 
 
 class CurriculumConfig(Section, extra="allow"):
-    name: str = Field(
-        "shuffle", description="Order of the prompts: `shuffle`, `sorted` or a plugin's; other keys are its options."
-    )
+    name: str = Field("shuffle", description="Order of prompts: `shuffle`, `sorted` or a plugin's, with its options.")
     retire_after: int = Field(0, ge=0, description="Epochs in a row, all solved, that retire a prompt. 0 disables it.")
 
 
@@ -119,13 +114,9 @@ class RolloutConfig(Section):
 
 
 class EnvConfig(Section, extra="allow"):
-    name: str = Field(
-        "single_turn", description="`single_turn`, `guess`, `tools`, `agent` or a plugin's; other keys are its options."
-    )
+    name: str = Field("single_turn", description="`single_turn`, `guess`, `tools`, `agent`, or a plugin with options.")
     max_turns: int = Field(16, ge=1, description="Maximum turns of an episode, or model calls of an agent.")
-    timeout_s: float = Field(
-        60.0, gt=0, description="Seconds for the environment's own work in an episode, or for a whole agent episode."
-    )
+    timeout_s: float = Field(60.0, gt=0, description="Seconds of the environment's work, or of an agent, per episode.")
 
 
 class RewardSpec(Section, extra="allow"):
@@ -139,9 +130,7 @@ class RewardSpec(Section, extra="allow"):
 
 class RewardsConfig(Section):
     functions: dict[str, RewardSpec] = Field(
-        default_factory=lambda: {"exact_match": RewardSpec(weight=1.0)},
-        min_length=1,
-        description="Reward functions: {NAME: weight} or {NAME: {weight: ..., argument: ...}}; weight is 1 by default.",
+        {"exact_match": RewardSpec()}, min_length=1, description="{NAME: weight} or {NAME: {weight: 1, argument: ...}}."
     )
     timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
     max_error_rate: float = Field(0.5, ge=0, le=1, description="Share of failed scores in a step that stops the run.")
@@ -177,12 +166,8 @@ class SftConfig(Section):
 
 
 class PipelineConfig(Section):
-    max_staleness: int = Field(
-        0, ge=0, le=64, description="Batches generated ahead, i.e. a rollout's maximum age in steps. 0 is on-policy."
-    )
-    replay: UserPath | None = Field(
-        None, description="Run folder whose rollouts are trained on instead of new ones, without a server (debugging)."
-    )
+    max_staleness: int = Field(0, ge=0, le=64, description="Maximum age of a rollout: batches ahead. 0 is on-policy.")
+    replay: UserPath | None = Field(None, description="Run folder whose rollouts are trained on, without a server.")
 
 
 class SyncConfig(Section):
@@ -192,54 +177,30 @@ class SyncConfig(Section):
     root: UserPath | None = Field(None, description="Folder that both sides see, above run.dir. Default: its parent.")
     keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
-    in_flight: InFlight = Field(
-        "keep", description="Running requests when weights change: `keep` continues, `drain` ends them first, `abort`."
-    )
+    in_flight: InFlight = Field("keep", description="Requests during a sync: `keep` continues, `drain` waits, `abort`.")
     delta: bool = Field(
-        False,
-        description="Publication of changed weights only: a few per cent in bfloat16 at the learning rates of RL. "
-        "Needs backend disk, and room for another copy of the model in the trainer's memory and each server's $TMPDIR.",
+        False, description="Changed weights only, a few per cent in bfloat16. Needs backend disk, room for a copy."
     )
     upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
     bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
-    canary_every: int = Field(
-        20, ge=0, description="Versions between comparisons of both sides' log-probs, after the first. 0 disables them."
-    )
+    canary_every: int = Field(20, ge=0, description="Versions between comparisons of both sides' log-probs. 0: none.")
     max_logprob_gap: float = Field(0.1, gt=0, description="Mean absolute difference in them that stops the run.")
 
 
 class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="Address of the server; any but loopback needs a token.")
     port: int = Field(8000, ge=1, le=65535, description="Port of the server.")
-    urls: Names = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
+    urls: Urls = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
     token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds that the trainer waits for a server to be up.")
     silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
     gpu_memory_utilization: float = Field(
-        0.85,
-        gt=0,
-        le=1,
-        description="Share of GPU memory for weights and KV cache. A trainer on the same GPU needs the rest; with "
-        "launch.share_gpu it needs 1 to 2 GiB.",
+        0.85, gt=0, le=1, description="Share of GPU memory for weights and KV cache. With launch.share_gpu leave 2 GiB."
     )
     kv_cache_mib: int | None = Field(None, ge=16, description="KV cache in MiB. Default: share on a GPU, 256 on a CPU.")
     max_concurrent: int = Field(256, ge=1, description="Maximum sequences that the engine decodes at the same time.")
-    tool_parser: str | None = Field(
-        None,
-        description="vLLM's tool-call format (hermes, ...) for /v1's clients; the environment `tools` has its own.",
-    )
-
-    @pydantic.field_validator("urls")
-    @classmethod
-    def _are_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} must begin with http:// or https://")
-        urls = tuple(url.rstrip("/") for url in value)
-        if len(set(urls)) < len(urls):
-            raise ValueError("the same server is named twice")
-        return urls
+    tool_parser: str | None = Field(None, description="vLLM's tool-call format (hermes, ...) of /v1, not env `tools`.")
 
 
 class HeldOutConfig(DataConfig):
@@ -263,12 +224,8 @@ class CheckpointConfig(Section):
         50, ge=0, description="Steps between checkpoints (12 bytes per parameter), besides the end. 0 disables them."
     )
     keep: int = Field(2, ge=1, description="Number of newest checkpoints kept on disk.")
-    in_background: bool = Field(
-        False, alias="async", description="Checkpoints are written during training, from a copy in rank 0's memory."
-    )
-    resume: bool = Field(
-        False, description="Start from the newest complete checkpoint in run.dir, if any: the same command continues."
-    )
+    in_background: bool = Field(False, alias="async", description="Written from a copy while training goes on.")
+    resume: bool = Field(False, description="Continue from the newest complete checkpoint in run.dir, if there is one.")
 
 
 class ObserveConfig(Section):
@@ -280,6 +237,4 @@ class LaunchConfig(Section):
     trainers: int = Field(1, ge=1, description="Number of trainer processes that quickstart starts.")
     server_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's server.")
     trainer_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's trainer.")
-    share_gpu: bool = Field(
-        False, description="One GPU for both sides, which release its memory in turn; start both with it."
-    )
+    share_gpu: bool = Field(False, description="One GPU for both sides, which take turns on it; start both with it.")

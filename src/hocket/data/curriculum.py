@@ -1,6 +1,6 @@
-"""Choose the prompts of an epoch and their order: a curriculum is a class registered under a name.
+"""Choose the prompts of an epoch and their order (docs/curriculum.md).
 
-docs/curriculum.md has an example. The same state has to make the same plan: a resumed run plans its epoch again.
+The same state has to make the same plan: a resumed run plans its epoch again.
 """
 
 import dataclasses

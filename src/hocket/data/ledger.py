@@ -8,17 +8,15 @@
 """
 
 import collections
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 STATES = ("trained", "filtered", "failed", "retired", "skipped", "in flight", "missing", "pending")  # as listed
 NUM_SHOWN = 10
 NUM_EPOCHS = 4
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class Account(NamedTuple):
     """One epoch: every prompt is counted once in `states`, under a state and its reason ("failed: no score")."""
 
     epoch: int
@@ -67,15 +65,7 @@ def accounts(
             states["pending or in flight" if stream is None and not ended else "pending"] = unknown
         if twice := {prompt for prompt, num in times.items() if num > 1}:
             problems.append(_problem(len(twice), "accounted for more than once", twice))
-        found.append(
-            Account(
-                epoch=epoch,
-                finished=over or not unknown,
-                num_prompts=num_prompts,
-                states=dict(states),
-                problems=tuple(problems),
-            )
-        )
+        found.append(Account(epoch, over or not unknown, num_prompts, dict(states), tuple(problems)))
     return found
 
 

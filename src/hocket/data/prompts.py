@@ -5,6 +5,7 @@ without adding any; plain text gets the one that the tokenizer puts before text,
 """
 
 import functools
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,7 @@ def load_prompts(
 ) -> tuple[tuple[Prompt, ...], int]:
     """Return the prompts of `data.source`, and how many were dropped because they are too long; none is ever cut.
 
-    The limit is the lower one of max_prompt_tokens and data.max_prompt_tokens; the chat template shows `tools` to the
-    model. Raise DataError if the source or a row can't be used.
+    Raise DataError if the source or a row can't be used. The chat template shows `tools` to the model.
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     prompts = _load(data, Renderer(data, tokenizer, tools))
@@ -42,10 +42,9 @@ def load_prompts(
 
 
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:
-    """Return (prompt ids, response ids) of every row; the response ends with the token that ends the model's turn.
+    """Return (prompt ids, response ids) of every row of at most max_length tokens.
 
-    The prompt is rendered as for sampling. Rows of more than max_length tokens are left out with a warning. Raise
-    DataError as load_prompts does, and if no row is short enough.
+    The prompt is rendered as for sampling, and the response ends with the token that ends the model's turn.
     """
     renderer = Renderer(data, tokenizer)
     end = renderer.end_of_turn()
@@ -67,19 +66,16 @@ def _load(data: DataConfig, renderer: "Renderer", *, with_response: bool = False
             rows.append((place, *renderer.row(columns, with_response=with_response)))
         except ValueError as error:
             problems[place] = str(error)
-    if not rows and not problems:
-        raise DataError(f"{data.source} has no rows")
-    token_ids = renderer.encode_prompts([text for _, text, _ in rows])
-    empty = [place for (place, _, _), ids in zip(rows, token_ids, strict=True) if not ids]
-    num_rows = len(rows) + len(problems)
-    problems |= dict.fromkeys(empty, "the tokenizer makes no token of the prompt")
     if problems:
         unit = "line" if data.source.endswith(".jsonl") else "row, from 0"
-        what = f"{len(problems)} of {num_rows} rows of {data.source}"
+        what = f"{len(problems)} of {len(rows) + len(problems)} rows of {data.source}"
         lines = [f"  {place}: {problem}" for place, problem in problems.items()]
         if len(lines) > NUM_SHOWN:
             lines[NUM_SHOWN:] = [f"  ... and {len(lines) - NUM_SHOWN} more"]
         raise DataError("\n".join([f"{what} can't be used; repair or remove them ({unit}):", *lines]))
+    if not rows:
+        raise DataError(f"{data.source} has no rows")
+    token_ids = renderer.encode_prompts([text for _, text, _ in rows])
     is_file = not data.source.startswith(("task:", "hf:"))
     return [
         Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields)
@@ -88,27 +84,23 @@ def _load(data: DataConfig, renderer: "Renderer", *, with_response: bool = False
 
 
 class Renderer:
-    """Render rows and messages with the chat template of a Hugging Face tokenizer, and encode them.
-
-    `tools` (kept as an attribute) are functions, as OpenAI's API describes one, that the template shows to the model.
-    """
+    """Render rows and messages with the chat template of a Hugging Face tokenizer, and encode them."""
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         if data.chat_template and tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template; set data.chat_template: false for plain text")
         if tools and not data.chat_template:
             raise DataError("tools are shown by the chat template; set data.chat_template: true")
-        self._data = data
-        self.tools = tuple(tools)
-        self._tokenizer = tokenizer
+        self._data, self._tokenizer = data, tokenizer
+        self._tools = list(tools) or None
 
     def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
         """Return the text of one row, and the fields of its Prompt. Raise ValueError with the fault of the row.
 
-        `with_response`: the row is a demonstration; it needs a response, which stays in `meta`, and no answer.
+        `with_response`: the row needs a response, which stays in `meta`, and no answer.
         """
-        if isinstance(columns, ValueError):
-            raise columns
+        if isinstance(columns, bytes):
+            columns = json.loads(columns)
         if not isinstance(columns, Mapping):
             raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
         data = self._data
@@ -127,7 +119,6 @@ class Renderer:
         }
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of rendered prompts."""
         token_ids = self.encode(texts)
         bos = self._tokenizer.bos_token_id
         if self._data.chat_template or bos is None or self._tokenizer("")["input_ids"][:1] != [bos]:
@@ -137,11 +128,8 @@ class Renderer:
     def encode(self, texts: Sequence[str], *, at_most: float = math.inf) -> list[list[int]]:
         """Return the token ids of each text, with no special token that is not written in it.
 
-        Raise TooLongError if a text is certainly longer than `at_most` tokens, before encoding it takes seconds; texts
-        that pass may still have more tokens.
+        Raise TooLongError, before encoding takes seconds, if a text is certainly longer than `at_most` tokens.
         """
-        if not texts:
-            return []
         if any(len(text) > at_most * self._most_characters for text in texts):
             raise TooLongError(f"a text has more than {at_most} tokens")
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -155,7 +143,7 @@ class Renderer:
             raise ValueError("messages need data.chat_template: true; without one there is plain text alone")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(self.tools) or None, add_generation_prompt=True, tokenize=False
+                list(messages), tools=self._tools, add_generation_prompt=True, tokenize=False
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
@@ -163,8 +151,8 @@ class Renderer:
 
     @functools.cached_property
     def _most_characters(self) -> int:
-        """Return the most characters that one token stands for; of four, a tokenizer may compose or leave out three."""
-        return 4 * max(map(len, self._tokenizer.get_vocab()))  # a byte is written as at least one character
+        # A byte is written as at least one character; of four, a tokenizer may compose or leave out three.
+        return 4 * max(map(len, self._tokenizer.get_vocab()))
 
     def following(self, messages: Sequence[Message], *, ended: int | None, at_most: float = math.inf) -> list[int]:
         """Return the tokens between a turn of the model and its next one, in which it receives `messages`.

@@ -22,11 +22,9 @@ from hocket.types import Message
 
 AGENTS: Registry[Callable[..., Any]] = Registry("agent")
 agent = AGENTS.register  # decorator: @agent("name") on a function; a plain one gets a thread, an async one is awaited
-TAIL_BYTES = 1 << 16
-"""Bytes that are read from the end of a program's output."""
+TAIL_BYTES = 1 << 16  # read from the end of a program's output
 MAX_OUTPUT_MIB = 256
-LOOK_S = 1.0
-"""Seconds between checks of the size of a program's output."""
+LOOK_S = 1.0  # between checks of its size
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +43,7 @@ class Task:
 
 @environment("agent")
 class Agent(Environment):
-    """The user's own code; it returns the reward as a number, or what the rewards score as text.
-
-    Without either, the rewards score what the model said last.
+    """The user's own code: it returns the reward, a text for the rewards to score, or None to score the last turn.
 
     Options:
         function: name of a registered function.

@@ -81,12 +81,9 @@ class Step(Observation):
 class Environment:
     """Base of every environment: one episode, whose state is the instance's own."""
 
-    toolbox: Toolbox | None = None
-    """The tools that the chat template shows to the model, and how it calls them."""
-    gives_reward = True
-    """Whether the sum of its rewards is the reward "environment" of a rollout."""
-    step_timeout_s: float = 0.0
-    """Seconds that each step may take by a deadline of its own; only what is beyond counts against env.timeout_s."""
+    toolbox: Toolbox | None = None  # the tools that the chat template shows to the model, and how it calls them
+    gives_reward = True  # the sum of its rewards is the reward `env` of a rollout
+    step_timeout_s: float = 0.0  # each step has a deadline of its own; env.timeout_s counts only what is beyond
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
         """Start the episode and return what the model sees beside the prompt, or None.
@@ -118,7 +115,6 @@ class SingleTurn(Environment):
     gives_reward = False
 
     async def step(self, action: Action) -> Step:
-        """End the episode."""
         return Step(done=True)
 
 
@@ -126,31 +122,22 @@ class SingleTurn(Environment):
 class Guess(Environment):
     """The model finds the prompt's answer, a whole number, from the hints "higher" and "lower".
 
-    The reward is 1 for finding it; else how near the last guess was, from 0 to `near`. What is no number ends the
-    episode without a reward.
-
-    Options:
-        guesses: how many the model has.
-        near: reward of a last guess right beside the number; it falls to 0 at a distance of `width`.
-        width: see `near`.
+    The reward is 1 for finding it; else `near` for a last guess right beside it, falling to 0 at a distance of `width`.
+    What is no number ends the episode without a reward.
     """
 
     def __init__(self, guesses: int = 5, near: float = 0.0, width: int = 10) -> None:
         if guesses < 1 or width < 1:
             raise ValueError(f"guesses and width must be at least 1, got {guesses} and {width}")
-        self.left = guesses
-        self.near, self.width = near, width
-        self.number = 0
+        self.left, self.near, self.width, self.number = guesses, near, width, 0
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        """Read the number."""
         if prompt.answer is None:
             raise ValueError("the prompt has no answer to guess; set data.answer_column")
         self.number = int(prompt.answer)
         return None
 
     async def step(self, action: Action) -> Step:
-        """Give a hint, or end the episode."""
         try:
             guess = int(action.text)
         except ValueError:
@@ -164,7 +151,6 @@ class Guess(Environment):
 
 
 bind = functools.partial(ENVIRONMENTS.bind, section="env", keys=EnvConfig.model_fields)
-"""Return a function that makes environments of a name with options, after it has made one; raises ConfigError."""
 
 
 def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:

@@ -18,8 +18,7 @@ from hocket.types import Message
 F = TypeVar("F", bound=Callable[..., Any])
 
 TOOLS: Registry[Callable[..., Any]] = Registry("tool")
-MAX_EXPRESSION = 200
-"""Characters that the calculator reads."""
+MAX_EXPRESSION = 200  # characters
 
 
 def tool(function: F) -> F:
@@ -49,7 +48,6 @@ class Tools(Environment):
         self._num_calls = 0
 
     async def step(self, action: Action) -> Step:
-        """Run the calls that the model wrote, all at once; without a call the episode is over."""
         if not action.tool_calls:
             return Step(done=True)
         return Step(messages=await asyncio.gather(*(self._message(call) for call in action.tool_calls)))
@@ -60,9 +58,8 @@ class Tools(Environment):
         return {"role": "tool", "tool_call_id": name, "name": call.name, "content": await self._call(call)}
 
     async def _call(self, call: ToolCall) -> str:
-        """Return the result, or what went wrong, as text."""
         try:
-            function = TOOLS.get(call.name) if call.name in self._functions else None
+            function = self._functions.get(call.name)
             if function is None:
                 return f"error: there is no tool {call.name!r}, only {', '.join(self._functions)}"
             arguments = json.loads(call.arguments)
@@ -108,16 +105,15 @@ def _value(node: ast.AST) -> Any:
     """Return the value of a parsed expression; a model's text is never run as code."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in _OPERATORS:
+        operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
+        return _OPERATORS[type(node.op)](*map(_value, operands))
     raise ValueError(f"can't compute {ast.unparse(node)!r}: only numbers with + - * / // % and brackets")
 
 
 @functools.cache
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Describe the function as OpenAI's API does. Raise ConfigError if hints or docstring are missing."""
+    """Describe the function as OpenAI's API does."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 

@@ -49,7 +49,6 @@ class Reward:
     asks_for: tuple[str, ...] = ()
 
     def arguments(self, rollout: Rollout) -> dict[str, Any]:
-        """Return the arguments of a call."""
         return {name: _ARGUMENTS[name](rollout) for name in self.asks_for} | dict(self.options)
 
 
@@ -59,9 +58,8 @@ REWARDS: Registry[Reward] = Registry("reward")
 def reward(name: str, *, inline: bool = False, imports: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Decorate a function to register it as the reward `name`.
 
-    A plain function is called in a worker process, which can be killed if it hangs: define it at the top level of its
-    file; the worker loads the packages in `imports` before the first call. `inline` calls it in the training process
-    instead, faster and without a deadline. An async function is called in the event loop.
+    A plain function is called in a worker process, which can be killed if it hangs, and which loads `imports` before
+    the first call; `inline`: in the training process, without a deadline. An async one is called in the event loop.
     """
 
     def add(function: F) -> F:

@@ -44,9 +44,7 @@ def think_format(completion: str) -> float:
 def env(rollout: Rollout) -> float:
     """Return the environment's reward: the sum over the turns, and over the end if a limit cut the episode off."""
     if rollout.reward is None:
-        raise ValueError(
-            "the episode has no reward: set env.name, have an agent return a number, or name another reward"
-        )
+        raise ValueError("the episode has no reward: set env.name, let the agent return one, or name another reward")
     return rollout.reward
 
 

@@ -30,7 +30,6 @@ from hocket.types import Group, Rollout, Score
 
 MAX_WORKERS = 4
 START_TIMEOUT_S = 120.0
-_KILL_TIMEOUT_S = 10.0
 _MAIN = "from hocket.rewards.scorer import work; work()"
 
 
@@ -51,16 +50,13 @@ class RewardScorer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Kill all workers, also busy ones; their callers get an error. May be called from any thread."""
+        """Kill all workers; callers of busy ones get an error. May be called from any thread."""
         self._unusable = "the rewards are closed"
         for worker in list(self._workers.values()):
             worker.kill()
 
     async def score(self, rollout: Rollout) -> Score:
-        """Return the weighted sum of the rewards; the parts are each reward's unweighted value and "reward/part".
-
-        If a reward fails, the total is nan and `error` gives the reason for each that did.
-        """
+        """Return the weighted sum of the rewards and their unweighted parts; an error if one of them fails."""
         if rollout.error is not None:
             return no_score(rollout.error)
         if len(self._rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
@@ -132,7 +128,7 @@ class Worker:
     def ask(self, request: bytes, timeout_s: float) -> Score:
         """Send a pickled (reward name, arguments) and return the answer; the first answer, to b"", is about loading.
 
-        A process that hangs, ends, or answers anything but a score is killed, and the score is an error.
+        The worker is killed unless it answers in time with a score.
         """
         deadline, answer = time.monotonic() + timeout_s, b""
         try:
@@ -156,13 +152,12 @@ class Worker:
         return no_score(problem)
 
     def kill(self) -> None:
-        """End the process and all that it started."""
         if self.ended:
             return  # by now the pid may be another process's
         self.ended = True
         with contextlib.suppress(ProcessLookupError):  # it ended by itself and left nothing
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=_KILL_TIMEOUT_S)
+        self._process.wait(timeout=10)
         self._socket.close()
 
 
@@ -192,7 +187,7 @@ def _load(modules: Sequence[str]) -> float:
 
 
 def _module_of(reward: Reward) -> str:
-    """Return the module or file that a worker loads to find the reward; raise ConfigError if there is none."""
+    """Return the module or file that a worker loads to find the reward."""
     module, name = reward.function.__module__, reward.function.__qualname__
     if module == "__main__" or "<locals>" in name:
         raise ConfigError(

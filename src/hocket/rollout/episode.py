@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hocket.batcher import Turn
-from hocket.data import Renderer
-from hocket.data.prompts import TooLongError
+from hocket.data.prompts import Renderer, TooLongError
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
