@@ -49,7 +49,6 @@ def test_every_preset_is_a_config_that_reads_back_and_a_row_of_the_table(tmp_pat
     ("overrides", "bounds"),
     [
         (["correction=truncate"], (0.0, 2.0)),
-        (["correction=mask"], (0.5, 5.0)),
         (["correction=sequence_mask"], (0.99, 1.01)),
         (["correction=mask", "correction_high=3"], (0.5, 3.0)),
     ],
@@ -165,13 +164,11 @@ def test_mistakes_are_listed_with_the_file_and_one_that_is_no_config_is_refused(
     assert str(caught.value).count(f"{tmp_path}/run.yaml: ") == 2
     for text, answer in (
         ("- a\n", "must be a mapping of sections, got list"),
-        ("a: [\n", "not valid YAML"),
+        ("a: [\n", "can't read the config"),
         ("trainer: 3\n", "'trainer' is not a section"),
     ):
         with pytest.raises(ConfigError, match=answer):
             load(tmp_path, text, "trainer.steps=1")
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
-        config.load(tmp_path / "nowhere.yaml")
 
 
 def test_a_reward_may_be_a_weight_alone_or_have_arguments() -> None:
@@ -188,14 +185,12 @@ def test_a_pass_rate_is_that_of_the_accuracy_if_it_is_trained_else_of_the_first_
         assert config.load(None, [f"curriculum={curriculum}"]).uses_pass_rates is uses
 
 
-def test_a_dump_holds_no_secret() -> None:
-    assert "0123456789secret" not in config.dump(config.load(overrides=["server.token=0123456789secret"]))
-
-
 def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCKET_TOKEN", "from-environment")
     assert config.Config().token == "from-environment"
-    assert config.load(overrides=["server.token=from-config"]).token == "from-config"
+    loaded = config.load(overrides=["server.token=from-config"])
+    assert loaded.token == "from-config"
+    assert "from-config" not in config.dump(loaded)
     monkeypatch.setenv("HOCKET_TOKEN", "")
     assert config.Config().token is None
     for weak in ("short", "pässwörter", "two\nlines"):
@@ -226,10 +221,8 @@ def test_versions_are_published_under_the_parent_of_the_run_folder_symlinks_reso
 
 def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> None:
     assert config.Config().model.lora is None
-    everything = config.LoraConfig(rank=16, alpha=32.0, targets="all-linear")
-    assert load(tmp_path, "model: {lora: {}}").model.lora == everything
-    assert load(tmp_path, "model: {lora: null}", "model.lora.rank=16").model.lora == everything
+    assert load(tmp_path, "model: {lora: {}}").model.lora == config.LoraConfig()
     for one in ("q_proj", "[q_proj]"):
-        named = config.load(None, [f"model.lora.targets={one}"])
-        assert named.model.lora == everything.model_copy(update={"targets": ("q_proj",)})
+        named = load(tmp_path, "model: {lora: null}", f"model.lora.targets={one}")
+        assert named.model.lora == config.LoraConfig(targets=("q_proj",))
         assert load(tmp_path, config.dump(named)) == named
