@@ -65,10 +65,7 @@ class AdvantageConfig(Section):
     """Knobs between the rewards and the advantages (algorithm/advantages.py, samples.py)."""
 
     preset: PresetName | None = Field(None, description="Published algorithm (docs/algorithms.md); replaces defaults.")
-    baseline: Baseline = Field(
-        "mean",
-        description="Baseline: `mean` of the group, `leave_one_out` mean of the others, `none`, or `critic` values.",
-    )
+    baseline: Baseline = Field("mean", description="`mean` of the group, `leave_one_out`, `none`, or `critic` values.")
     scale: Scale = Field(
         "group",
         description="Divisor of the advantage: standard deviation of the `group`, of the `batch`, or `none`. With "
@@ -77,9 +74,7 @@ class AdvantageConfig(Section):
     discount: float = Field(1.0, gt=0, le=1, description="Discount per token. Needs baseline none or critic.")
     gae_lambda: float = Field(1.0, ge=0, le=1, description="Lambda of GAE: 1 uses returns. Needs baseline critic.")
     overlong_share: float = Field(0.0, ge=0, le=1, description="Last share of max_tokens with a penalty of 0 to -1.")
-    oversampling: float = Field(
-        1.0, ge=1, description="Dynamic sampling: up to this factor of prompts, in place of groups of equal rewards."
-    )
+    oversampling: float = Field(1.0, ge=1, description="Dynamic sampling: prompts drawn at most / prompts_per_step.")
     mask_truncated: bool = Field(False, description="Exclude truncated rollouts from the loss, not from the baseline.")
     kl_target: float | None = Field(None, gt=0, description="Target KL per token; kl_coef adapts. Needs kl_in=reward.")
     reference: UserPath | None = Field(None, description="Reference of the KL. Default: the first model, no adapter.")
@@ -89,9 +84,7 @@ class LossKnobs(Section):
     """Knobs of the policy loss (algorithm/losses.py)."""
 
     ratio: Ratio = Field("token", description="Probability ratio per `token`, or its geometric mean per `sequence`.")
-    clip: Clip = Field(
-        "ppo", description="`ppo`: minimum of clipped and unclipped; `cispo`: clipped ratio as constant weight; `none`."
-    )
+    clip: Clip = Field("ppo", description="`ppo`: min(clipped, unclipped); `cispo`: clipped as fixed weight; `none`.")
     clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low. No effect with a correction.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
     dual_clip: float | None = Field(None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo.")
