@@ -71,8 +71,7 @@ def test_only_a_call_that_ended_well_has_a_completion() -> None:
     with session.serving(good), session.serving(broken):
         assert set(session.running) == {good.request_id, broken.request_id}
         for call in (good, broken):
-            call.add([7], [-0.5], "x")
-            call.add([8, 9], [-0.25, -1.0], "yz")
+            call.token_ids, call.logprobs, call.text = [7, 8, 9], [-0.5, -0.25, -1.0], "xyz"
         good.finish_reason, good.versions = "stop", ((4, 0, 3),)
     assert session.running == []
     completion = good.recorded().completion

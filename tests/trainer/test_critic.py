@@ -23,7 +23,8 @@ ROLLOUTS = builders.make_rollouts(12, longest=14, seed=3)
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
-    return builders.make_trainer(ranks, model, "algorithm.preset=ppo", "critic.learning_rate=3e-3", *settings)
+    defaults = ("algorithm.preset=ppo", "critic.learning_rate=3e-3", "trainer.micro_batch_tokens=1000")
+    return builders.make_trainer(ranks, model, *defaults, *settings)
 
 
 def expected_of(rollout: TokenSequence) -> float:

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -47,12 +47,6 @@ class SampledCall:
     text: str = ""
     finish_reason: FinishReason = "abort"
     versions: tuple[VersionSpan, ...] | None = None  # None until it has ended well
-
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], text: str) -> None:
-        """Append newly sampled tokens."""
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.text += text
 
     def recorded(self) -> AgentCall:
         """Return the call for the trainer."""
