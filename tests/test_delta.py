@@ -102,12 +102,3 @@ def test_files_are_patched_in_place_whichever_holds_the_tensor(tmp_path: Path) -
     found = load_file(files / "model-1.safetensors") | load_file(files / "model-2.safetensors")
     assert found.keys() == new.keys()
     assert all(torch.equal(raw(found[name]), raw(tensor)) for name, tensor in new.items())
-
-
-def test_a_change_of_a_tensor_that_no_file_holds_is_an_error(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
-    folder = tmp_path / "delta"
-    folder.mkdir()
-    delta.save({"b": delta.encode(torch.zeros(4), torch.ones(4))}, folder)
-    with pytest.raises(KeyError, match="no tensor 'b' to change"):
-        delta.patch(tmp_path, folder)

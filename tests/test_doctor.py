@@ -91,7 +91,6 @@ def test_a_taken_port_names_its_holder() -> None:
     [
         (["python3", "run.py", "serve"], True),
         (["/x/.venv/bin/python", "-u", "/x/run.py", "--local_rank=0", "train", "a.yaml"], True),
-        (["/x/.venv/bin/python", "-m", "hocket", "serve", "config/quickstart.yaml"], True),
         (["/x/.venv/bin/python", "/x/.venv/bin/hocket", "train"], True),
         (["python3", "/x/bin/torchrun", "--nproc-per-node", "4", "run.py", "train", "a.yaml"], True),
         (["VLLM::EngineCore"], True),

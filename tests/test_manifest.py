@@ -84,17 +84,6 @@ def test_a_versions_sum_covers_every_property_in_any_order(change: dict[str, obj
     assert total_checksum({"a": original}) != total_checksum({"b": original})
 
 
-def test_a_manifest_is_read_back(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        manifest.read(tmp_path)
-    specs = manifest.specs([("w", torch.ones(2, 3, dtype=torch.bfloat16))])
-    checksum = manifest.write(tmp_path, 4, specs, base="b")
-    found = manifest.read(tmp_path)
-    assert (found.version, found.tensors, found.checksum, found.base) == (4, specs, checksum, "b")
-    assert (found.tensors["w"].dtype, found.tensors["w"].shape) == ("bfloat16", [2, 3])
-    assert (tmp_path / manifest.COMPLETE_FILE).is_file()
-
-
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": "1"}', "[" * 100_000])
 def test_a_malformed_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / manifest.MANIFEST_FILE).write_text(text)

@@ -50,10 +50,8 @@ class Saved:
     def restore(self, parts: Mapping[str, Part]) -> None:
         """Restore every part. Raise ConfigError where the run had other parts."""
         if parts.keys() != self.parts.keys():
-            raise ConfigError(
-                f"{self.folder} has states of {', '.join(self.parts)}, this run has {', '.join(parts)}; resume with "
-                "the command that wrote it, or choose another run.dir"
-            )
+            there, here = ", ".join(self.parts), ", ".join(parts)
+            raise ConfigError(f"{self.folder} has states of {there}, this run has {here}; choose another run.dir")
         for name, part in parts.items():
             part.restore(self.parts[name])
 
@@ -90,10 +88,8 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     changed = changes(saved.config, config)
     for key, (before, now) in changed.items():
         if f"{key}.".startswith(_SAME):
-            raise ConfigError(
-                f"can't go on from {saved.folder}: {key} was {before!r}, and {now!r} makes it another run; set it as "
-                "it was, or choose another run.dir"
-            )
+            advice = "set it as it was, or choose another run.dir"
+            raise ConfigError(f"can't go on from {folders[-1]}: {key} was {before!r}, {now!r} is another run; {advice}")
     said = [f"; {key} was {before!r} and is {now!r}" for key, (before, now) in changed.items()]
     say(f"going on from {saved.folder}{''.join(said)}")
     return saved

@@ -301,15 +301,10 @@ class Parts:
         async def check(member: Member, health: Health) -> None:
             serves = f"the server at {member.url} serves {health.model}"
             if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
-                raise ConfigError(
-                    f"{serves}, whose tokenizer is not that of model.path={model}; name the same model, or another "
-                    "server.port"
-                )
+                raise ConfigError(f"{serves}, whose tokenizer is not that of model.path={model}; name the same model")
             if not server.urls and Path(health.model).resolve() != Path(model).resolve():
-                raise ConfigError(
-                    f"{serves}, not model.path={model}; to measure {health.model} set server.urls=[{member.url}], "
-                    "else another server.port"
-                )
+                advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
+                raise ConfigError(f"{serves}, not model.path={model}; {advice}")
             self.console.say(f"{serves}, version {health.version}")
             member.mark_ready(health.session)
 

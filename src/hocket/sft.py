@@ -102,8 +102,8 @@ class Demonstrations:
     """The part of a run that refuses to resume a checkpoint on other demonstrations."""
 
     def __init__(self, samples: Sequence[TrainSample]) -> None:
-        hashed = seed_of(*((sample.sequence.token_ids, sample.sequence.mask) for sample in samples))
-        self._state = {"num_samples": len(samples), "hash": hashed}
+        rows = ((sample.sequence.token_ids, sample.sequence.mask) for sample in samples)
+        self._state = {"num_samples": len(samples), "hash": seed_of(*rows)}
 
     def state(self) -> dict[str, int]:
         """Return the identity of the demonstrations."""
@@ -112,7 +112,5 @@ class Demonstrations:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raise DataError unless `state` is of the same demonstrations."""
         if state != self._state:
-            raise DataError(
-                f"can't resume: the demonstrations were {state} and are {self._state} now; use the same data section, "
-                "files and tokenizer, or start a new run"
-            )
+            advice = "use the same data section, files and tokenizer, or start a new run"
+            raise DataError(f"can't resume: the demonstrations were {state} and are {self._state} now; {advice}")

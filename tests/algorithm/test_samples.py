@@ -51,14 +51,14 @@ def score(reward: float | None) -> Score:
     return Score(total=0.0, error="broke") if reward is None else Score(total=reward)
 
 
-def group(name: str, rewards: list[float | None]) -> Group:
-    """Rollouts of one token each, which is 10, 11, …"""
-    rollouts = tuple(make_rollout(-0.5, name=name, first=10 + i) for i in range(len(rewards)))
+def of_rollouts(*rollouts: Rollout, rewards: list[float | None], name: str = "g") -> Group:
     return Group(id=name, rollouts=rollouts, scores=tuple(map(score, rewards)))
 
 
-def of_rollouts(*rollouts: Rollout, rewards: list[float | None]) -> Group:
-    return Group(id="g", rollouts=rollouts, scores=tuple(map(score, rewards)))
+def group(name: str, rewards: list[float | None]) -> Group:
+    """Rollouts of one token each, which is 10, 11, …"""
+    rollouts = (make_rollout(-0.5, name=name, first=10 + i) for i in range(len(rewards)))
+    return of_rollouts(*rollouts, rewards=rewards, name=name)
 
 
 def shaped(groups: Sequence[Group], algorithm: AlgorithmConfig = DEFAULT) -> list[Shaped]:

@@ -20,7 +20,6 @@ def stream(epoch: int, *in_flight: tuple[int, int, str], entries: Any = ()) -> d
 
 
 def count(num: int, rows: list[dict[str, Any]], state: dict[str, Any] | None, *, ended: bool = False) -> list[Account]:
-    """The accounts of a run over so many prompts."""
     return accounts([{"step": 0, "num_prompts": num}, *rows], state, ended=ended)
 
 

@@ -161,18 +161,10 @@ def test_every_charted_metric_is_in_the_table(tmp_path: Path) -> None:
     assert set(names) <= {metric.name for metric in TABLE}
 
 
-@pytest.mark.parametrize(
-    ("text", "records"),
-    [
-        ("\nnot json\n[1]\n", []),
-        ('{"step": null}\n{"reward/mean": 1}\n', [{"step": None}, {"reward/mean": 1}]),
-        ('{"step": 1, "x": NaN, "y": -Infinity}\n{"st', [{"step": 1, "x": None, "y": None}]),
-    ],
-)
-def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path, text: str, records: list[Any]) -> None:
+def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path) -> None:
     assert report(tmp_path).data["records"] == []
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert report(tmp_path).data["records"] == records
+    (tmp_path / "metrics.jsonl").write_text('\nnot json\n[1]\n{"step": null, "x": NaN, "y": -Infinity}\n{"st')
+    assert report(tmp_path).data["records"] == [{"step": None, "x": None, "y": None}]
 
 
 def test_samples_are_best_and_worst_of_the_groups_that_differ_most() -> None:

@@ -6,11 +6,9 @@ import dataclasses
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,9 +19,10 @@ import httpx
 import psutil
 import pytest
 
+from processes import free_port, wait_for
+
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 COMMAND = (sys.executable, "-m", "hocket", "serve")
-START_TIMEOUT_S = 300
 VOCAB_SIZE = 96
 MAX_LENGTH = 512
 TOKEN = "correct-horse"
@@ -166,21 +165,14 @@ def wrap(app: Any, engine: Any, *, token: str | None = None, max_body_bytes: int
     return assemble(app, engine, host="127.0.0.1", token=token, max_body_bytes=max_body_bytes)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @dataclasses.dataclass
 class Server:
     """A running server process."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     client: httpx.Client
     model: Any
     root: Path
-    lines: list[str]
     next_version: int = 1
 
     def generate(self, **body: Any) -> dict[str, Any]:
@@ -191,12 +183,12 @@ class Server:
     def health(self) -> dict[str, Any]:
         return dict(self.client.get("/health").json())
 
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
-        while not condition(health := self.health()):
-            assert time.monotonic() < deadline, health
-            time.sleep(0.05)
-        return health
+    def output(self) -> str:
+        return (self.root.parent / "log").read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        found = wait_for(lambda: condition(health := self.health()) and health, "the server's state", 60)
+        return dict(found)
 
     def reload(self, version: int, name: str) -> httpx.Response:
         return self.client.post("/reload_weights", json={"version": version, "source": {"kind": "disk", "name": name}})
@@ -367,32 +359,23 @@ def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), tok
         "server.kv_cache_mib=64",
         *overrides,
     ]
-    process = subprocess.Popen(
-        [*COMMAND, *settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # as in a terminal of its own
-        env=os.environ | {"PYTHONPATH": str(SOURCE), "HOCKET_TOKEN": token},
-    )
-    lines: list[str] = []
-    ready = threading.Event()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if "ready on" in line:
-                ready.set()
-        ready.set()
-
-    threading.Thread(target=read, daemon=True).start()
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*COMMAND, *settings],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # as in a terminal of its own
+            env=os.environ | {"PYTHONPATH": str(SOURCE), "HOCKET_TOKEN": token},
+        )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, headers=headers)
-    server = Server(process, client, model, folder / "runs", lines)
-    if not ready.wait(START_TIMEOUT_S) or process.poll() is not None:
+    server = Server(process, client, model, folder / "runs")
+    try:
+        wait_for(lambda: process.poll() is not None or "ready on" in server.output(), "the server is ready")
+        assert process.poll() is None, "it ended"
+    except AssertionError as error:
         process.kill()
-        pytest.fail("the server did not start:\n" + "".join(lines))
+        pytest.fail(f"{error}; it said:\n{server.output()}")
     return server
 
 

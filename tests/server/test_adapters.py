@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,40 +126,38 @@ def change_config(folder: Path, **change: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
-SPOILERS: dict[str, Any] = {
-    "missing tensor": (drop_a_tensor, "is missing"),
-    "another rank": (lambda folder: change_config(folder, r=5), "has shape"),
-    "another kind of adapter": (lambda folder: change_config(folder, use_dora=True), "can't read adapter_config.json"),
-    "a layer the model has not": (lambda folder: change_config(folder, target_modules=["x"]), "has no tensor"),
-    "no config": (lambda folder: (folder / manifest.ADAPTER_FILE).unlink(), "has no tensor 'base_model."),
-    "a rank too high": (lambda folder: None, "takes adapters up to rank 8"),
-}
+SPOILERS: list[tuple[Any, str]] = [
+    (drop_a_tensor, "is missing"),
+    (lambda folder: change_config(folder, r=5), "has shape"),
+    (lambda folder: change_config(folder, use_dora=True), "can't read adapter_config.json"),
+    (lambda folder: change_config(folder, target_modules=["x"]), "has no tensor"),
+    (lambda folder: (folder / manifest.ADAPTER_FILE).unlink(), "has no tensor 'base_model."),
+]
 
 
-@pytest.mark.parametrize("kind", SPOILERS)
-def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_serves_on(servers: Any, kit: Any, kind: str) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_serves_on(servers: Any, kit: Any) -> None:
     server = servers("tied float32 lora")
     held = make_adapter(server.model, seed=31)
     load_by_disk(server, kit, held)
     before = server.health()
-    folder = server.root / "bad"
-    shutil.rmtree(folder, ignore_errors=True)
-    publish(make_adapter(server.model, seed=32, rank=9 if kind == "a rank too high" else 4), folder, 1000)
-    spoil, reason = SPOILERS[kind]
-    spoil(folder)
-    response = server.reload(1000, "bad")
-    assert response.status_code == 409, response.text
-    assert reason in response.json()["error"]["message"]
-    assert server.health() == before
+    for number, (spoil, reason) in enumerate(SPOILERS):
+        folder = server.root / f"bad{number}"
+        publish(make_adapter(server.model, seed=32), folder, 1000)
+        spoil(folder)
+        response = server.reload(1000, folder.name)
+        assert response.status_code == 409, response.text
+        assert reason in response.json()["error"]["message"]
+        assert server.health() == before
     assert max(server.gaps(model=held.model)) < 1e-4
 
 
-def test_a_server_without_room_for_adapters_refuses_them_and_says_how_to_start_it(server: Any) -> None:
-    publish(make_adapter(server.model, seed=41), server.root / "adapter", 1000)
-    response = server.reload(1000, "adapter")
-    assert (response.status_code, response.json()["error"]["code"]) == (409, "rank_too_high")
-    assert "model.lora.rank=4" in response.json()["error"]["hint"]
-    assert max(server.gaps()) < 1e-4
+def test_a_server_without_room_for_an_adapter_refuses_it_and_says_how_to_start_it(servers: Any) -> None:
+    for name, rank in (("tied float32", 4), ("tied float32 lora", 9)):
+        server = servers(name)
+        publish(make_adapter(server.model, seed=41, rank=rank), server.root / "adapter", 1000)
+        response = server.reload(1000, "adapter")
+        assert (response.status_code, response.json()["error"]["code"]) == (409, "rank_too_high")
+        assert f"model.lora.rank={rank}" in response.json()["error"]["hint"]
 
 
 def test_whole_weights_drop_the_adapter_and_then_no_adapter_of_the_old_ones_is_taken(servers: Any, kit: Any) -> None:

@@ -10,18 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 import fakes
-from hocket.protocol import (
-    Completion,
-    ErrorBody,
-    GenerateRequest,
-    GenerateResponse,
-    GroupRequest,
-    GroupResponse,
-    Health,
-    ReloadRequest,
-    ReloadResponse,
-    SessionRequest,
-)
+from hocket.protocol import Completion, ErrorBody, GenerateRequest, Health, SessionRequest
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.generate import Job, Sampler
@@ -36,7 +25,6 @@ class FakeEngine(Engine):
         self.sampler: Any = self
         self.reason: ErrorBody | None = None
         self.break_after: int | None = None
-        self.joined: GroupRequest | None = None
 
     def _reason(self) -> ErrorBody | None:
         return self.reason
@@ -61,13 +49,6 @@ class FakeEngine(Engine):
             end: dict[str, Any] = {"text": str(job.prompt), "finish_reason": "length", "versions": ((3, 0, 1),)}
             yield job, Completion(token_ids=(job.index,), logprobs=(-0.5,), **end)
 
-    async def reload(self, request: ReloadRequest) -> ReloadResponse:
-        return ReloadResponse(version=request.version, seconds=0.1, num_tensors=2, checksum="c", session="s")
-
-    async def join_group(self, request: GroupRequest) -> GroupResponse:
-        self.joined = request
-        return GroupResponse(session=request.session, workers=1)
-
 
 @pytest.fixture(scope="module")
 def sampler(kit: Any) -> Any:
@@ -87,21 +68,11 @@ async def http(kit: Any, engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient
 
 
 async def test_completions_come_back_in_the_order_of_the_request(http: httpx.AsyncClient) -> None:
-    response = await http.post("/generate", json={"prompts": ["a", "b"], "n": 3})
-    answer = GenerateResponse.model_validate_json(response.content)
-    assert [[(c.text, *c.token_ids) for c in row] for row in answer.completions] == [
+    answer = (await http.post("/generate", json={"prompts": ["a", "b"], "n": 3})).json()
+    assert [[(c["text"], *c["token_ids"]) for c in row] for row in answer["completions"]] == [
         [("0", 0), ("0", 1), ("0", 2)],
         [("1", 0), ("1", 1), ("1", 2)],
     ]
-    assert (answer.version, answer.model) == (3, "fake")
-
-
-async def test_a_stream_has_a_line_per_completion_as_it_finishes_and_an_end(http: httpx.AsyncClient) -> None:
-    response = await http.post("/generate", json={"prompts": ["a", "b"], "stream": True})
-    lines = [json.loads(line) for line in response.text.splitlines()]
-    assert [(line["prompt"], line["index"]) for line in lines[:-1]] == [(1, 0), (0, 0)]
-    assert lines[-1] == {"done": True, "version": 3, "model": "fake", "error": None}
-    assert response.headers["content-type"] == "application/x-ndjson"
 
 
 async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
@@ -112,18 +83,15 @@ async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
     assert whole.status_code == 503
     assert whole.json()["error"]["code"] == "engine_dead"
     stream = await http.post("/generate", json={"prompts": ["a", "b"], "stream": True})
-    lines = [json.loads(line) for line in stream.text.splitlines()]
-    assert len(lines) == 2
-    assert lines[-1]["error"] == {"code": "engine_dead", "message": "it broke", "hint": "restart"}
+    assert stream.headers["content-type"] == "application/x-ndjson"
+    first, end = [json.loads(line) for line in stream.text.splitlines()]
+    assert (first["prompt"], first["index"]) == (1, 0)  # the last job is the first to end here
+    assert end["error"] == {"code": "engine_dead", "message": "it broke", "hint": "restart"}
 
 
 async def test_wrong_method_and_unknown_path_have_our_error_form(http: httpx.AsyncClient) -> None:
-    for method, path, status, code in (
-        ("GET", "/generate", 405, "method_not_allowed"),
-        ("PUT", "/reload_weights", 405, "method_not_allowed"),
-        ("GET", "/nothing", 404, "not_found"),
-    ):
-        response = await http.request(method, path)
+    for path, status, code in (("/generate", 405, "method_not_allowed"), ("/nothing", 404, "not_found")):
+        response = await http.get(path)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
@@ -137,31 +105,23 @@ def sampling(**fields: Any) -> dict[str, Any]:
 BAD_BODIES: dict[str, Any] = {
     "no prompts": {},
     "empty list of prompts": {"prompts": []},
-    "prompts of another type": {"prompts": "abc"},
     "empty text": {"prompts": [""]},
     "empty token list": {"prompts": [[]]},
     "prompt is a number": {"prompts": [5]},
     "negative token id": {"prompts": [[-1]]},
     "token id is true": {"prompts": [[True]]},
     "token ids and messages mixed": {"prompts": [[5, {"role": "user", "content": "a"}]]},
-    "prompt and max_tokens over the context": {"prompts": [[5] * 500], "sampling": {"max_tokens": 13}},
     "max_tokens 0": sampling(max_tokens=0),
     "max_tokens huge": sampling(max_tokens=10**40),
-    "max_tokens text": sampling(max_tokens="4"),
     "n 0": {**GOOD, "n": 0},
-    "n over the cap": {**GOOD, "n": 129},
     "temperature negative": sampling(temperature=-0.1),
     "temperature too high": sampling(temperature=10.1),
-    "temperature below the engine's lowest": sampling(temperature=1e-5),
     "temperature null": sampling(temperature=None),
     "top_p 0": sampling(top_p=0),
     "top_p above 1": sampling(top_p=1.1),
     "top_k -2": sampling(top_k=-2),
-    "top_k above the vocabulary": sampling(top_k=97),
-    "too many stop strings": sampling(stop=["x"] * 17),
     "empty stop string": sampling(stop=[""]),
     "stop is one string": sampling(stop="x"),
-    "too many stop ids": sampling(stop_token_ids=[1] * 17),
     "stop id outside the vocabulary": sampling(stop_token_ids=[96]),
     "seed negative": sampling(seed=-1),
     "seed above 63 bits": sampling(seed=2**63),
@@ -192,6 +152,7 @@ async def test_a_bad_request_is_answered_with_a_reason(http: httpx.AsyncClient, 
     response = await http.post("/generate", content=content)
     assert response.status_code in (400, 413, 422), response.text
     error = response.json()["error"]
+    assert (response.status_code == 400) is (error["code"] == "malformed_json")
     assert all(isinstance(error[key], str) and error[key] for key in ("code", "message", "hint"))
     assert len(response.content) < 5000
 
@@ -230,27 +191,23 @@ async def test_wrong_fields_of_control_calls_are_refused(http: httpx.AsyncClient
     assert (await http.post(route, content=json.dumps(body).encode(), headers=form)).text == response.text
 
 
-async def test_good_control_calls_reach_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    assert (await http.post("/reload_weights", json=RELOAD)).json()["checksum"] == "c"
-    assert (await http.post("/init_weight_group", json=GROUP)).json() == {"session": "g", "workers": 1}
-    assert engine.joined == GroupRequest.model_validate(GROUP)
+SESSION: dict[str, Any] = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
 
 
 async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    good = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
-    session_id = (await http.post("/sessions", json=good)).json()["id"]
+    session_id = (await http.post("/sessions", json=SESSION)).json()["id"]
     assert (await http.get(f"/sessions/{session_id}")).json() == {"calls": [], "cut_off": False}
     assert (await http.delete(f"/sessions/{session_id}")).json() == {"calls": [], "cut_off": False}
     for method in ("GET", "DELETE"):
         gone = await http.request(method, f"/sessions/{session_id}")
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "no_session")
-    for wrong in ({**good, "max_calls": 0}, {**good, "sampling": {"temperature": 0.001}}, {**good, "n": 2}):
+    for wrong in ({**SESSION, "max_calls": 0}, {**SESSION, "sampling": {"temperature": 0.001}}, {**SESSION, "n": 2}):
         assert (await http.post("/sessions", json=wrong)).status_code == 422, wrong
-    asleep, failed = [(await http.post("/sessions", json=good)).json()["id"] for _ in range(2)]
+    asleep, failed = [(await http.post("/sessions", json=SESSION)).json()["id"] for _ in range(2)]
     engine.reason = ErrorBody(code="asleep", message="asleep", hint="wait")
     assert (await http.delete(f"/sessions/{asleep}")).json() == {"calls": [], "cut_off": False}
     engine.reason = ErrorBody(code="engine_dead", message="gone", hint="restart")
-    assert (await http.post("/sessions", json=good)).json()["error"]["code"] == "engine_dead"
+    assert (await http.post("/sessions", json=SESSION)).json()["error"]["code"] == "engine_dead"
     assert (await http.get(f"/sessions/{failed}")).status_code == 200
     # Its agent may have taken the failure for an answer.
     assert (await http.delete(f"/sessions/{failed}")).json()["error"]["code"] == "engine_dead"
@@ -265,20 +222,20 @@ async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) ->
         return "reached"
 
     door = kit.wrap(app, engine, token="the token")
-    request = {"sampling": {"max_tokens": 4}, "max_length": 32, "max_calls": 2, "idle_timeout_s": 9.0}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as http:
 
-        async def ask(method: str, path: str, key: str) -> int:
-            headers = {"Authorization": f"Bearer {key}"}
-            return (await http.request(method, path, json=request, headers=headers)).status_code
+        async def ask(method: str, path: str, key: str, scheme: str = "Bearer") -> int:
+            headers = {"Authorization": f"{scheme} {key}"}
+            return (await http.request(method, path, json=SESSION, headers=headers)).status_code
 
         opened, other = [
-            (await http.post("/sessions", json=request, headers={"Authorization": "Bearer the token"})).json()
+            (await http.post("/sessions", json=SESSION, headers={"Authorization": "Bearer the token"})).json()
             for _ in range(2)
         ]
         key, its = opened["key"], f"/sessions/{opened['id']}"
         assert await ask("GET", f"{its}/v1/models", key) == 200
         assert await ask("GET", f"{its}/v1/models", "the token") == 200
+        assert await ask("GET", f"{its}/v1/models", key, "Basic") == 401
         assert await ask("GET", f"/sessions/{other['id']}/v1/models", key) == 401
         assert await ask("GET", f"{its}/v1/%2e%2e/generate", key) == 404
         for method, path in (("GET", its), ("DELETE", its), ("POST", "/sessions"), ("POST", "/reload_weights")):
@@ -289,50 +246,13 @@ async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) ->
 
 async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
-    for path, model in (
-        ("/generate", "GenerateRequest"),
-        ("/reload_weights", "ReloadRequest"),
-        ("/init_weight_group", "GroupRequest"),
-        ("/sleep", "SleepRequest"),
-        ("/wake_up", "WakeRequest"),
-        ("/sessions", "SessionRequest"),
-    ):
-        body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert body == {"$ref": f"#/components/schemas/{model}"}
-        assert model in schema["components"]["schemas"]
+    routes = {"generate": "Generate", "reload_weights": "Reload", "init_weight_group": "Group"}
+    routes |= {"sleep": "Sleep", "wake_up": "Wake", "sessions": "Session"}
+    for path, model in routes.items():
+        body = schema["paths"][f"/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": f"#/components/schemas/{model}Request"}
     assert {"SamplingParams", "DiskSource", "GenerateResponse"} <= schema["components"]["schemas"].keys()
     assert (await http.get("/docs")).status_code == 200
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_the_work(kit: Any, engine: FakeEngine, stream: bool) -> None:
-    started, ended = asyncio.Event(), asyncio.Event()
-
-    async def endless(jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
-        started.set()
-        try:
-            await asyncio.sleep(60)
-            yield jobs[0], Completion(token_ids=(), logprobs=(), text="", finish_reason="stop", versions=())
-        finally:
-            ended.set()
-
-    engine.completions = endless  # type: ignore[method-assign]
-    body = json.dumps({"prompts": ["a"], "stream": stream}).encode()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        if messages:
-            return messages.pop()
-        await started.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        pass
-
-    scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "http_version": "1.1"}
-    scope |= {"headers": [(b"host", b"localhost")], "asgi": {"version": "3.0", "spec_version": "2.3"}}
-    await asyncio.wait_for(kit.wrap(FastAPI(), engine)(scope, receive, send), 10)
-    await asyncio.wait_for(ended.wait(), 10)
 
 
 @pytest.mark.parametrize(

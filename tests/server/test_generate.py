@@ -32,14 +32,6 @@ def test_fingerprint_follows_the_vocabulary_and_not_padding(kit: Any) -> None:
     assert tokenizers.fingerprint(first) != tokenizers.fingerprint(second)
 
 
-def test_text_ids_and_messages_become_token_ids(reader: Sampler) -> None:
-    prompts = ["ab", [7, 95], [{"role": "user", "content": "a"}]]
-    _, jobs = read(reader, prompts=prompts, sampling={"max_tokens": 8})
-    # chr(33) is id 3, so "a" (97) is 67, and "user:a;assistant:" follows character by character.
-    assert [job.token_ids for job in jobs[:2]] == [[67, 68], [7, 95]]
-    assert jobs[2].token_ids == [ord(c) - 30 for c in "user:a;assistant:"]
-
-
 def test_each_completion_is_a_job_with_a_seed_of_its_own(reader: Sampler) -> None:
     _, jobs = read(reader, prompts=["a", "b"], n=3, sampling={"seed": 10})
     places = [(prompt, index) for prompt in (0, 1) for index in (0, 1, 2)]
@@ -118,15 +110,6 @@ def test_sampling_that_the_engine_would_change_silently_is_refused(reader: Sampl
     for wrong in ({"temperature": 0.005}, {"top_k": 97}):
         with pytest.raises(ApiError, match=r"below 0\.01|more than"):
             reader.check_sampling(SamplingParams(**wrong))
-
-
-def test_a_body_that_is_no_json_is_malformed_and_a_wrong_field_is_invalid(reader: Sampler) -> None:
-    with pytest.raises(ApiError) as caught:
-        reader.parse(b'{"prompts": ["a"]')
-    assert (caught.value.status, caught.value.body.code) == (400, "malformed_json")
-    with pytest.raises(ApiError, match="colour: unknown field") as caught:
-        read(reader, prompts=["a"], colour="red")
-    assert (caught.value.status, caught.value.body.code) == (422, "invalid_request")
 
 
 def test_the_tools_of_a_request_are_looked_for_in_each_of_its_completions(reader: Sampler) -> None:

@@ -71,8 +71,7 @@ def test_only_a_call_that_ended_well_has_a_completion() -> None:
     with session.serving(good), session.serving(broken):
         assert set(session.running) == {good.request_id, broken.request_id}
         for call in (good, broken):
-            call.add([7], [-0.5], "x")
-            call.add([8, 9], [-0.25, -1.0], "yz")
+            call.token_ids, call.logprobs, call.text = [7, 8, 9], [-0.5, -0.25, -1.0], "xyz"
         good.finish_reason, good.versions = "stop", ((4, 0, 3),)
     assert session.running == []
     completion = good.recorded().completion
@@ -236,13 +235,11 @@ def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tupl
     session_id, client = opened
     chat: list[Any] = [{"role": "user", "content": "hello"}]
     refused: list[dict[str, Any]] = [
-        {"n": 2},
         {"logit_bias": {"5": 3}},
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_object"}, "stream": True},
         {"extra_body": {"min_tokens": 3}},
         {"extra_body": {"bad_words": ["a"]}},
-        {"extra_body": {"use_beam_search": True}},
     ]
     for wish in refused:
         with pytest.raises(openai.BadRequestError, match=r"can't be trained|can be trained"):

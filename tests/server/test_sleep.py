@@ -101,22 +101,6 @@ def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_generati
     assert max(server.gaps()) < 1e-4
 
 
-def test_kept_requests_go_on_where_they_were_when_the_engine_is_awake(server: Any, kit: Any) -> None:
-    for _ in range(8):  # on a busy machine all may have ended before the engine falls asleep
-        answer = server.in_flight(prompts=[[5, 6, 7, 8]], n=96)
-        post(server, "/sleep", level=1, in_flight="keep")
-        kept = server.health()["in_flight"]
-        post(server, "/wake_up")
-        done = answer.result(60).json()["completions"][0]
-        assert len(done) == 96
-        for completion in sorted(done, key=lambda completion: len(completion["token_ids"]))[-3:]:
-            expected = kit.reference_logprobs(server.model, [5, 6, 7, 8], completion["token_ids"])
-            assert completion["logprobs"] == pytest.approx(expected, abs=1e-4)
-        if kept:
-            return
-    pytest.fail("no request was ever in flight")
-
-
 def test_an_agent_s_session_outlives_a_sleep_with_the_call_that_was_kept(server: Any, kit: Any) -> None:
     request = {"sampling": {"max_tokens": 400}, "max_length": 512, "max_calls": 2, "idle_timeout_s": 60}
     body: dict[str, Any] = {"model": "x", "prompt": [5, 6, 7, 8], "extra_body": {"ignore_eos": True}}

@@ -37,7 +37,7 @@ def test_ctrl_c_ends_all_requests_and_processes(servers: Any, kit: Any) -> None:
     assert f"port {port} is in use by process {server.process.pid}" in second.stderr
     children = server.children()
     answer = server.in_flight()
-    said = len(server.lines)
+    said = len(server.output())
     os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
     assert server.process.wait(60) == 0
     ended = answer.result(10)
@@ -46,7 +46,7 @@ def test_ctrl_c_ends_all_requests_and_processes(servers: Any, kit: Any) -> None:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))
-    assert server.lines[said:] == ["hocket: stopping\n", "hocket: stopped\n"]
+    assert server.output()[said:] == "hocket: stopping\nhocket: stopped\n"
 
 
 def test_the_engine_ends_with_a_server_that_is_killed(servers: Any) -> None:

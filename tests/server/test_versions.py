@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hocket import delta, manifest
-from hocket.protocol import AdapterConfig
 from hocket.server import versions
 from hocket.server.errors import ApiError
 
@@ -43,32 +42,6 @@ def whole(copy: versions.PatchedCopy, folder: Path, version: int, expected: vers
     return copy.whole(folder, manifest.read(folder), version, expected)
 
 
-def test_shapes_are_those_of_the_model_and_the_tied_head_may_be_left_out(shapes: Any) -> None:
-    # Two layers of 7 matrices, 3 biases and 2 norms; embedding, last norm and head.
-    assert len(shapes[True].shapes) == len(shapes[False].shapes) == 2 * 12 + 3
-    assert shapes[True].shapes["model.embed_tokens.weight"] == (96, 64)
-    assert shapes[True].shapes["model.layers.1.self_attn.k_proj.weight"] == (32, 64)
-    assert shapes[True].tied == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert shapes[False].tied == {}
-
-
-def test_an_adapter_has_two_matrices_for_each_layer_that_it_names(shapes: Any) -> None:
-    adapter = AdapterConfig(base_model_name_or_path="b", r=4, lora_alpha=8, target_modules=["k_proj", "mlp.down_proj"])
-    expected = {
-        f"base_model.model.model.layers.{layer}.{name}.weight": shape
-        for layer in (0, 1)
-        for name, shape in {
-            "self_attn.k_proj.lora_A": (4, 64),  # in: hidden size
-            "self_attn.k_proj.lora_B": (32, 4),  # out: one head of 32 for keys; its bias has no part in it
-            "mlp.down_proj.lora_A": (4, 128),
-            "mlp.down_proj.lora_B": (64, 4),
-        }.items()
-    }
-    assert versions.adapter_shapes(adapter, shapes[True]) == versions.ModelShapes(shapes=expected, tied={})
-    nothing = adapter.model_copy(update={"target_modules": ["proj", "mlp"]})
-    assert not versions.adapter_shapes(nothing, shapes[True]).shapes
-
-
 def make(config: Any, seed: int = 0) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -96,12 +69,6 @@ def architectures() -> dict[str, Any]:
     }
 
 
-EXPERT = {
-    "qwen3_moe": ("model.layers.1.mlp.experts.3.gate_proj.weight", (40, 64)),
-    "mixtral": ("model.layers.1.block_sparse_moe.experts.3.w2.weight", (64, 48)),
-}
-
-
 def saved(folder: Path) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(tensor.shape) for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
@@ -123,23 +90,9 @@ def test_names_are_those_that_saving_writes(root: Path, name: str, max_shard_siz
     found = versions.model_shapes(str(root / "model"))
     assert {key: shape for key, shape in found.shapes.items() if key not in found.tied} == written
     assert found.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if name == "tied" else {})
-    if name in EXPERT:
-        expert, shape = EXPERT[name]
-        assert found.shapes[expert] == shape
     make(config, seed=1).save_pretrained(root / "v1")
     checksum = complete(root / "v1", 1)
     assert verify(versions.find(root, "v1"), 1, found) == checksum
-
-
-def test_a_version_without_one_expert_is_refused(root: Path) -> None:
-    make(architectures()["qwen3_moe"]).save_pretrained(root / "v1")
-    shapes = versions.model_shapes(str(root / "v1"))
-    tensors = load_file(root / "v1" / "model.safetensors")
-    del tensors[EXPERT["qwen3_moe"][0]]
-    save_file(tensors, root / "v1" / "model.safetensors")
-    complete(root / "v1", 1)
-    with pytest.raises(ApiError, match=r"experts\.3\.gate_proj\.weight' is missing \(1 in all\)"):
-        verify(root / "v1", 1, shapes)
 
 
 def test_a_hub_model_is_read_from_the_local_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,15 +121,6 @@ def test_a_checkpoint_without_its_head_and_with_old_buffers_is_what_the_trainer_
     assert found.shapes["transformer.h.0.attn.c_attn.bias"] == (96,)
     complete(root / "v1", 1)
     verify(root / "v1", 1, found)
-
-
-def test_a_tied_head_may_be_absent_but_an_untied_one_may_not(kit: Any, root: Path, shapes: Any) -> None:
-    tied = kit.make_model(tied=True, seed=1)
-    checksum = kit.publish(tied, root / "a" / "tied", 1, dtype="bfloat16", drop=["lm_head.weight"])
-    assert verify(versions.find(root, "a/tied"), 1, shapes[True]) == checksum
-    kit.publish(kit.make_model(tied=False, seed=1), root / "untied", 1, drop=["lm_head.weight"])
-    with pytest.raises(ApiError, match=r"'lm_head\.weight' is missing"):
-        verify(root / "untied", 1, shapes[False])
 
 
 def test_a_tied_head_that_differs_from_its_embedding_is_refused(kit: Any, root: Path, shapes: Any) -> None:
@@ -310,22 +254,19 @@ def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("before", ["nothing", "other", "removed"])
 def test_a_server_that_does_not_have_the_base_says_so(
-    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy, before: str
+    kit: Any, root: Path, shapes: Any, copy: versions.PatchedCopy
 ) -> None:
     publish_delta(kit, root)
     kit.publish(kit.make_model(tied=False, seed=2), root / "other", 1)
-    if before == "other":
-        whole(copy, root / "other", 1, shapes[False])
-    if before == "removed":
-        whole(copy, root / "v1", 1, shapes[False])
-        (root / "v1").rename(root / ".v1.partial")
-    with pytest.raises(
-        ApiError, match="only what has changed since a version of which this server has no files"
-    ) as caught:
-        whole(copy, root / "v2", 2, shapes[False])
-    assert (caught.value.status, caught.value.body.code) == (409, "no_base")
+    for held in (None, "other", "v1"):
+        if held is not None:
+            whole(copy, root / held, 1, shapes[False])
+        if held == "v1":
+            (root / "v1").rename(root / ".v1.partial")
+        with pytest.raises(ApiError, match="a version of which this server has no files") as caught:
+            whole(copy, root / "v2", 2, shapes[False])
+        assert (caught.value.status, caught.value.body.code) == (409, "no_base")
 
 
 def test_a_full_disk_is_a_reason_to_publish_in_full_and_leaves_no_copy(

@@ -4,25 +4,26 @@ import ast
 import importlib
 import inspect
 import json
+import multiprocessing
 import os
+import threading
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from hocket import tokenizer
 from hocket.config import load
-from hocket.protocol import AdapterConfig, SamplingParams, SessionRequest, Toolbox
+from hocket.protocol import SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
-from hocket.types import InFlight
 
 NAMES = {
     "vllm.config": "CacheConfig.block_size CacheConfig.num_gpu_blocks DeviceConfig LoRAConfig.max_lora_rank "
@@ -128,6 +129,39 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     )
 
 
+class FakeCore:
+    """What vLLM runs in the engine's process."""
+
+    @staticmethod
+    def run_engine_core(*, answer: Any, dp_rank: int) -> None:
+        tied = any(thread.name == "die_with_server" for thread in threading.enumerate())
+        answer.send((dp_rank, os.getpgid(0) == os.getpid(), tied))
+
+
+class FakeLLM:
+    """Starts that process; the engine is what it says."""
+
+    @classmethod
+    def from_vllm_config(cls, config: Any) -> Any:
+        context = multiprocessing.get_context("fork")
+        receiver, answer = context.Pipe(duplex=False)
+        process = context.Process(target=FakeCore.run_engine_core, kwargs={"answer": answer, "dp_rank": 3})
+        process.start()
+        try:
+            return receiver.recv() if receiver.poll(60) else None
+        finally:
+            process.kill()
+            process.join(60)
+
+
+def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a CPU vLLM spawns its processes: the tests with real engines show no other way.
+    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", Mock())
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", FakeLLM)
+    monkeypatch.setattr("vllm.v1.engine.core.EngineCoreProc", FakeCore)
+    assert [vllm_api.start_engine(Namespace()) for _ in range(2)] == [(3, True, True)] * 2
+
+
 async def test_a_call_whose_log_probs_are_no_numbers_has_failed() -> None:
     async def outputs() -> Any:
         for value in (-0.5, float("nan")):
@@ -172,43 +206,6 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)  # the CPU's worker can't sleep
     assert arguments("launch.share_gpu=true").enable_sleep_mode
     assert not arguments().enable_sleep_mode
-
-
-async def test_what_becomes_of_requests_in_flight_is_said_in_vllm_s_words() -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    paused: list[Any] = []
-
-    async def pause_generation(**how: Any) -> None:
-        paused.append(how)
-
-    for in_flight in get_args(InFlight):
-        await vllm_api.pause(SimpleNamespace(pause_generation=pause_generation), in_flight)
-    assert paused == [{"mode": mode, "clear_cache": True} for mode in ("keep", "wait", "abort")]
-    known = get_args(inspect.signature(AsyncLLM.pause_generation).parameters["mode"].annotation)
-    assert {how["mode"] for how in paused} <= set(known)
-
-
-def test_an_adapter_lies_in_files_only_while_vllm_reads_them() -> None:
-    seen: list[Any] = []
-
-    class Worker:
-        def add_lora(self, request: Any) -> None:
-            folder = Path(request.lora_path)
-            tensors = load_file(folder / "adapter_model.safetensors")
-            described = AdapterConfig.model_validate_json((folder / "adapter_config.json").read_text())
-            mode = folder.stat().st_mode & 0o777
-            seen.append((request.lora_int_id, request.load_inplace, tensors, described, mode, folder))
-            raise RuntimeError("vLLM refuses it")
-
-    adapter = AdapterConfig(base_model_name_or_path="b", r=2, lora_alpha=4, target_modules=["q_proj"])
-    with pytest.raises(RuntimeError, match="vLLM refuses it"):
-        vllm_api.load_adapter(Worker(), iter([("a", torch.arange(4.0)[::2])]), adapter)
-    ((number, load_inplace, tensors, described, mode, folder),) = seen
-    # The same id for ever, as requests in flight must find the new adapter, which vLLM reads only when told to.
-    assert (number, load_inplace, described, mode) == (1, True, adapter, 0o700)
-    assert torch.equal(tensors["a"], torch.tensor([0.0, 2.0]))
-    assert not folder.exists()
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:

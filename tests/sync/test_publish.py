@@ -246,14 +246,6 @@ async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_
     assert world.sync.versions.current == 7
 
 
-async def test_a_version_without_a_server_is_still_published_for_the_one_to_come() -> None:
-    world = await make_up(servers=1)
-    world.pool.mark_lost(world.pool.members[0], "it was killed")
-    assert (await world.sync.publish())["sync/servers"] == 0.0
-    await world.look_again()
-    assert world.disk.sent == [(5, [A]), (6, []), (6, [A])]
-
-
 async def test_a_server_that_the_first_version_does_not_reach_is_waited_for_and_one_with_another_model_refused() -> (
     None
 ):

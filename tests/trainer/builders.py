@@ -15,6 +15,7 @@ from hocket import config as config_module
 from hocket.trainer.guards import NUMBERS
 from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
+from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TokenSequence, TrainSample
 
@@ -64,6 +65,29 @@ def logprobs_of(folder: str | Path, rollouts: Sequence[TokenSequence], temperatu
         of_tokens = full.gather(-1, torch.tensor(rollout.token_ids[1:])[:, None])[:, 0].tolist()
         found.append([0.0, *(value if m else 0.0 for value, m in zip(of_tokens, rollout.mask[1:], strict=True))])
     return found
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    """Writes the state to a new folder."""
+    folder.mkdir(parents=True)
+    rest = trainer.state(lambda bucket: write_bucket(folder, bucket))
+    (folder / "rest.json").write_text(json.dumps(rest))
+
+
+def load(trainer: Trainer, folder: Path) -> None:
+    trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
+
+
+def weights_of(trainer: Trainer, max_bytes: int = 1 << 30) -> dict[str, torch.Tensor]:
+    """Returns copies of the weights as they are streamed."""
+    found: dict[str, torch.Tensor] = {}
+    trainer.stream(max_bytes, lambda bucket: found.update((name, tensor.clone()) for name, tensor in bucket))
+    return found
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tensors are the same to the last bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def untimed(metrics: Mapping[str, float]) -> dict[str, float]:

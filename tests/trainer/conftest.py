@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer import launching
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -42,15 +41,6 @@ def make_model(folder: Path, *, tied: bool) -> str:
     return str(folder)
 
 
-def make_experts(folder: Path) -> str:
-    """Writes a Qwen3-MoE with four experts."""
-    make_tokenizer().save_pretrained(folder)
-    torch.manual_seed(0)
-    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     ranks = Ranks(timeout_s=60)
@@ -60,7 +50,12 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def experts_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_experts(tmp_path_factory.mktemp("models") / "experts")
+    folder = tmp_path_factory.mktemp("models") / "experts"
+    make_tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")
@@ -71,22 +66,3 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("models") / "untied", tied=False)
-
-
-@pytest.fixture(scope="session")
-def runs(
-    tied_model: str, untied_model: str, experts_model: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, Path]:
-    """By number of ranks, the folder with one for each SCENARIO-MODEL of worker.py.
-
-    All of them run among the same ranks, to pay the start of these once; only what takes up the work of two ranks
-    needs one that starts after them.
-    """
-    root = tmp_path_factory.mktemp("ranks")
-    folders = {size: root / str(size) for size in (1, 2)}
-    both = [(scenario, tied_model) for scenario in ("stages", "matrix", "adapter")]
-    streams = [("streams", model) for model in (tied_model, untied_model, experts_model)]
-    launching.run_together(1, folders[1], both)
-    launching.run_together(2, folders[2], [*both, *streams, ("beside", tied_model), ("resumes", tied_model)])
-    launching.run_together(1, folders[1], [("resumes", tied_model)])
-    return folders

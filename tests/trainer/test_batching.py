@@ -103,13 +103,10 @@ def test_a_rank_that_runs_out_gets_masked_batches() -> None:
     assert {batches[0].max_tokens for batches in ranks} == {2}
 
 
-def test_a_sequence_that_fits_nowhere_names_the_setting() -> None:
+def test_a_sequence_that_fits_nowhere_or_nothing_to_train_on_is_refused() -> None:
     check_fits([sample(*range(1, 10))], 8)
     with pytest.raises(TrainerError, match=r"trainer\.micro_batch_tokens=7.*at least 8"):
         check_fits([sample(*range(1, 10))], 7)
-
-
-def test_nothing_to_train_on_is_an_error() -> None:
     for samples in ([], [sample(1, 2, 3, prompt=3)]):
         with pytest.raises(TrainerError, match="nothing to train on"):
             check_fits(samples, 8)
@@ -126,24 +123,19 @@ def test_each_sequence_gets_its_own_numbers_from_whichever_rank_and_row_it_was_p
         sample_of(sequence((4, 5, 6, 7, 8), (False, False, True, False, True))),
         sample_of(sequence((1, 2, 3), (False, True, True))),  # the first one again
         sample_of(sequence((9, 10), (False, True))),
+        sample_of(sequence((3, 4, 5), (True, False, False))),  # nothing of it is trained
     ]
     expected = [
         Measured(values=(0.0, 20.0, 30.0)),
         Measured(values=(0.0, 0.0, 60.0, 0.0, 80.0)),
         Measured(values=(0.0, 20.0, 30.0)),
         Measured(values=(0.0, 100.0)),
+        Measured(values=(0.0, 0.0, 0.0)),
     ]
     for num_ranks in (1, 2, 3):
         for micro_batch_tokens in (4, 6, 100):
             ranks = pack(samples, micro_batch_tokens=micro_batch_tokens, num_ranks=num_ranks)
             shares = [unpack(batches, columns_of(batches)) for batches in ranks]
-            assert sum(map(len, shares)) == 4
+            assert sum(map(len, shares)) == 5
             found = {index: Measured(**numbers) for share in shares for index, numbers in share.items()}
-            assert [found[index] for index in range(4)] == expected
-
-
-def test_a_sequence_without_trained_tokens_is_all_zero() -> None:
-    samples = [sample_of(sequence((1, 2), (False, True))), sample_of(sequence((3, 4, 5), (True, False, False)))]
-    batches = pack(samples, micro_batch_tokens=100, num_ranks=1)[0]
-    ones = {"ref_logprobs": [batch.mask_bt.float() for batch in batches]}
-    assert unpack(batches, ones) == {0: {"ref_logprobs": (0.0, 1.0)}, 1: {"ref_logprobs": (0.0, 0.0, 0.0)}}
+            assert [found[index] for index in range(5)] == expected

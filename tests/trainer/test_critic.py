@@ -2,54 +2,46 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.trainer import builders
-from tests.trainer.worker import load, save
+from tests.trainer.builders import load, same, save, weights_of
 from transformers import AutoModel
 
-from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.errors import TrainerError
 from hocket.trainer.critic import explained_variance, value_loss
+from hocket.trainer.models import BatchLoss
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import TrainSample
+from hocket.types import TokenSequence, TrainSample
 
-Returns = Callable[[tuple[int, ...]], list[float]]
 ROLLOUTS = builders.make_rollouts(12, longest=14, seed=3)
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
-    return builders.make_trainer(ranks, model, "algorithm.preset=ppo", "critic.learning_rate=3e-3", *settings)
+    defaults = ("algorithm.preset=ppo", "critic.learning_rate=3e-3", "trainer.micro_batch_tokens=1000")
+    return builders.make_trainer(ranks, model, *defaults, *settings)
 
 
-def make_samples(trainer: Trainer, returns: Returns) -> list[TrainSample]:
-    """Returns the rollouts with the critic's values of now, and what it should have said of each token."""
-    samples = []
-    for rollout, measured in zip(ROLLOUTS, trainer.measure(ROLLOUTS), strict=True):
-        wanted = zip(returns(rollout.token_ids), rollout.mask, strict=True)
-        targets = tuple(value if m else 0.0 for value, m in wanted)
-        samples.append(builders.sample_of(rollout, 0.5, values=measured.values, returns=targets))
-    return samples
-
-
-def by_first_token(token_ids: tuple[int, ...]) -> list[float]:
+def expected_of(rollout: TokenSequence) -> float:
     """1 or -1 by what the prompt begins with: the critic sees it before each token."""
-    return [1.0 if token_ids[0] < 31 else -1.0] * len(token_ids)
+    return 1.0 if rollout.token_ids[0] < 31 else -1.0
 
 
-def train(trainer: Trainer, returns: Returns, steps: int) -> list[dict[str, float]]:
-    return [trainer.step(make_samples(trainer, returns)) for _ in range(steps)]
+def make_samples(trainer: Trainer) -> list[TrainSample]:
+    """Returns the rollouts with the critic's values of now, and what it should have said of each token."""
+    return [
+        builders.sample_of(one, 0.5, values=measured.values, returns=tuple(expected_of(one) * m for m in one.mask))
+        for one, measured in zip(ROLLOUTS, trainer.measure(ROLLOUTS), strict=True)
+    ]
 
 
-def weights_of(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
-    trainer.export(folder)
-    return load_file(folder / "model.safetensors")
+def train(trainer: Trainer, steps: int) -> list[dict[str, float]]:
+    return [trainer.step(make_samples(trainer)) for _ in range(steps)]
 
 
 def test_the_value_loss_takes_the_worse_of_free_and_clipped_and_has_no_slope_where_that_is_clipped() -> None:
@@ -71,7 +63,7 @@ def test_a_critic_is_trained_and_explains_as_plain_torch_would(
     with make_trainer(ranks, untied_model, "trainer.max_grad_norm=1e9", "trainer.micro_batch_tokens=20") as trainer:
         stats, values = [], []
         for _ in range(4):
-            samples = make_samples(trainer, by_first_token)
+            samples = make_samples(trainer)
             values.append([sample.values for sample in samples])
             stats.append(trainer.step(samples))
     backbone = AutoModel.from_pretrained(untied_model, dtype=torch.float32)
@@ -86,7 +78,7 @@ def test_a_critic_is_trained_and_explains_as_plain_torch_would(
                 if rollout.mask[t]:
                     now = value[t - 1]  # where token t is predicted
                     assert float(now.detach()) == pytest.approx(old[t], abs=1e-5)
-                    target = by_first_token(rollout.token_ids)[t]
+                    target = expected_of(rollout)
                     near = old[t] + (now - old[t]).clamp(-0.02, 0.02)
                     loss = loss + 0.5 * torch.maximum((now - target) ** 2, (near - target) ** 2) / num_tokens
         optimizer.zero_grad()
@@ -114,13 +106,13 @@ def test_the_policy_waits_for_the_critic(ranks: Ranks, tied_model: str, tmp_path
     settings = ("critic.warmup_steps=2", "trainer.steps=4", "trainer.schedule=linear")
     start = load_file(Path(tied_model) / "model.safetensors")
     with make_trainer(ranks, tied_model, *settings) as trainer:
-        waiting = train(trainer, by_first_token, 2)
-        held = weights_of(trainer, tmp_path / "held")
+        waiting = train(trainer, 2)
+        held = weights_of(trainer)
         save(trainer, tmp_path / "checkpoint")
-        learning = train(trainer, by_first_token, 2)
-        moved = weights_of(trainer, tmp_path / "moved")
-    assert all(torch.equal(held[name], start[name]) for name in start)
-    assert any(not torch.equal(moved[name], start[name]) for name in start)
+        learning = train(trainer, 2)
+        moved = weights_of(trainer)
+    assert same(held, start)
+    assert not same(moved, start)
     assert waiting[1]["critic/explained_variance"] > waiting[0]["critic/explained_variance"]
     held_back = ("train/learning_rate", "train/grad_norm", "train/skipped")
     assert [[s[name] for name in held_back] for s in waiting] == [[0.0, 0.0, 0.0]] * 2
@@ -129,7 +121,7 @@ def test_the_policy_waits_for_the_critic(ranks: Ranks, tied_model: str, tmp_path
     assert [s["train/learning_rate"] for s in learning] == pytest.approx([1e-3, 5e-4])
     with make_trainer(ranks, tied_model, *settings) as trainer:
         load(trainer, tmp_path / "checkpoint")
-        again = train(trainer, by_first_token, 2)
+        again = train(trainer, 2)
     assert [*map(builders.untimed, again)] == [*map(builders.untimed, learning)]
 
 
@@ -139,8 +131,8 @@ def test_returns_that_are_not_finite_leave_the_critic_as_it_was_and_end_the_run_
 ) -> None:
     monkeypatch.setattr("hocket.trainer.guards.MAX_SKIPPED_STEPS", 2)
     with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}") as trainer:
-        train(trainer, by_first_token, 1)
-        samples = make_samples(trainer, by_first_token)
+        train(trainer, 1)
+        samples = make_samples(trainer)
         before = trainer.measure(ROLLOUTS)
         bad = [dataclasses.replace(samples[0], returns=(math.inf,) * len(samples[0].returns)), *samples[1:]]
         stats = trainer.step(bad)
@@ -159,21 +151,14 @@ def test_a_critic_may_start_from_another_model_and_stays_whole_beside_an_adapter
 ) -> None:
     for settings in ((f"critic.path={experts_model}",), ("model.lora={}", f"critic.path={untied_model}")):
         with make_trainer(ranks, tied_model, "critic.learning_rate=1e-2", *settings) as trainer:
-            stats = train(trainer, by_first_token, 10)
+            stats = train(trainer, 10)
             assert stats[-1]["critic/explained_variance"] > 0.5
             assert stats[-1]["train/grad_norm"] > 0
 
 
-def test_a_trainer_without_need_of_a_critic_has_none(ranks: Ranks, tied_model: str) -> None:
-    ppo = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
-    config = config_module.load(None, [f"model.path={tied_model}", *ppo])
-    with Trainer(
-        config, loss=lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={}), ranks=ranks
-    ) as t:
-        assert t.measure(ROLLOUTS) == [], "sft has the algorithm's settings, but no use for them"
-        assert t.models.engines.keys() == {"policy"}
-    with make_trainer(
-        ranks, tied_model, "algorithm.preset=grpo", "algorithm.baseline=mean", "algorithm.scale=group"
-    ) as trainer:
+def test_a_trainer_with_a_loss_of_its_own_has_no_other_models(ranks: Ranks, tied_model: str) -> None:
+    ppo = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")  # sft has no use for them
+    loss: BatchLoss = lambda logprobs_bt, *_: LossOutput(loss=-logprobs_bt.sum(), metrics={})  # noqa: E731
+    with builders.make_trainer(ranks, tied_model, *ppo, loss=loss) as trainer:
         assert trainer.measure(ROLLOUTS) == []
         assert trainer.models.engines.keys() == {"policy"}

@@ -18,11 +18,12 @@ def inputs() -> Inputs:
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+@pytest.mark.parametrize(("chunk_tokens", "masked"), [(1, True), (7, True), (7, False), (1000, True)])
 def test_values_and_gradients_equal_those_of_all_logits(
-    inputs: Inputs, chunk_tokens: int, entropy_gradient: bool
+    inputs: Inputs, chunk_tokens: int, masked: bool, entropy_gradient: bool
 ) -> None:
     hidden, head, targets, mask = inputs
+    mask = mask if masked else torch.ones_like(mask)
     weights, others = torch.randn(3, 11), torch.randn(3, 11)
     full = torch.log_softmax(head(hidden) / TEMPERATURE, dim=-1)
     expected = full.gather(-1, targets[..., None]).squeeze(-1).where(mask, 0.0)
@@ -30,7 +31,7 @@ def test_values_and_gradients_equal_those_of_all_logits(
     loss = (expected * weights).sum() + ((expected_entropy * others).sum() if entropy_gradient else 0)
     expected_grads = torch.autograd.grad(loss, [hidden, head.weight])
 
-    options: Any = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "mask_bt": mask}
+    options: Any = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "mask_bt": mask if masked else None}
     options["entropy_gradient"] = entropy_gradient
     logprobs, entropy = token_logprobs(hidden, head, targets, **options)
     torch.testing.assert_close(logprobs, expected)
@@ -40,13 +41,6 @@ def test_values_and_gradients_equal_those_of_all_logits(
     torch.testing.assert_close(grads, expected_grads)
     with torch.no_grad():
         assert not token_logprobs(hidden, head, targets, **options)[1].requires_grad
-
-
-def test_without_a_mask_every_position_is_computed(inputs: Inputs) -> None:
-    hidden, head, targets, _ = inputs
-    logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=5)
-    full = torch.log_softmax(head(hidden), dim=-1)
-    torch.testing.assert_close(logprobs, full.gather(-1, targets[..., None]).squeeze(-1))
 
 
 def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backward() -> None:

@@ -1,5 +1,4 @@
 import gc
-import json
 import types
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from hocket.trainer.engine import BUCKET_ELEMENTS
 from hocket.trainer.memory import GIB, estimate, fit_micro_batch
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
 
@@ -108,9 +106,9 @@ def test_frozen_layers_in_four_bits_take_about_half_a_byte_per_weight(tied_model
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rehearsed_step_leaves_no_trace(ranks: Ranks, tied_model: str, stage: int, tmp_path: Path) -> None:
     with make_trainer(ranks, tied_model, f"trainer.zero_stage={stage}") as trainer:
-        rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))
+        builders.save(trainer, tmp_path / "state")
         losses = [trainer.step(samples(512, 62))["train/loss"] for _ in range(2)]
-        trainer.restore(SavedTensors(tmp_path), rest)
+        builders.load(trainer, tmp_path / "state")
         memory.rehearse(trainer.models.learners[0], 1024, ranks)
         assert [trainer.step(samples(512, 62))["train/loss"] for _ in range(2)] == losses
 
@@ -120,13 +118,13 @@ def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(
 ) -> None:
     monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 600)
     with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=auto") as trainer:
-        rest = json.loads(json.dumps(trainer.state(lambda bucket: write_bucket(tmp_path, bucket))))
+        builders.save(trainer, tmp_path / "state")
         assert trainer.memory.endswith("trainer.micro_batch_tokens=auto is 600")
     monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 500)  # something else takes more
     for changed, expected in (("steps=7", 600), ("max_grad_norm=2", 500), ("micro_batch_tokens=50", 50)):
         with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=auto", f"trainer.{changed}") as trainer:
             assert trainer.micro_batch_tokens == min(500, expected)
-            trainer.restore(SavedTensors(tmp_path), rest)
+            builders.load(trainer, tmp_path / "state")
             assert trainer.micro_batch_tokens == expected
 
 

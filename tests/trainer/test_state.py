@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer import builders
 from tests.trainer.builders import make_samples
 from transformers import AutoModelForCausalLM
 
@@ -139,12 +140,12 @@ def test_a_schedule_goes_on_with_the_settings_of_now_and_skipped_steps_are_count
     with Trainer(make_config(tied_model, tmp_path, *schedule), ranks=ranks) as trainer:
         steps = [trainer.step(samples) for samples in (make_samples(), make_samples(), bad)]
         assert [step["train/skipped"] for step in steps] == [0, 0, 1]
-        rest = trainer.state(lambda bucket: write_bucket(tmp_path, bucket))
+        builders.save(trainer, tmp_path / "state")
         assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.5e-2)
     longer = ("trainer.schedule=linear", "trainer.steps=8", "trainer.learning_rate=3e-2")
     with Trainer(make_config(tied_model, tmp_path, *longer), ranks=ranks) as trainer:
-        trainer.restore(SavedTensors(tmp_path), rest)
+        builders.load(trainer, tmp_path / "state")
         assert trainer.step(make_samples())["train/learning_rate"] == pytest.approx(0.75 * 3e-2)
-        trainer.restore(SavedTensors(tmp_path), rest)
+        builders.load(trainer, tmp_path / "state")
         with pytest.raises(TrainerError, match="2 steps in a row"):
             trainer.step(bad)

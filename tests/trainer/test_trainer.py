@@ -13,7 +13,8 @@ import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
-from tests.trainer.builders import logprobs_of, make_rollouts, make_samples, make_trainer, sample_of, untimed
+from tests.trainer import builders
+from tests.trainer.builders import make_rollouts, make_samples, make_trainer, same, sample_of, untimed, weights_of
 from transformers import AutoModelForCausalLM
 
 import fakes
@@ -23,7 +24,6 @@ from hocket.config import TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.ranks import Ranks, _share_cores
-from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
 
 
@@ -152,7 +152,7 @@ def test_in_another_thread_off_the_device_between_steps_and_resumed_all_is_the_s
 ) -> None:
     settings = (f"trainer.zero_stage={stage}", f"model.dtype={dtype}", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
 
-    def work(leaves: bool) -> tuple[list[dict[str, float]], list[tuple[str, torch.Tensor]]]:
+    def work(leaves: bool) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
         measured = trainer.measure([sample.sequence for sample in make_samples()])
         samples = [
             dataclasses.replace(sample, ref_logprobs=known.ref_logprobs)
@@ -168,21 +168,21 @@ def test_in_another_thread_off_the_device_between_steps_and_resumed_all_is_the_s
                         refused()
                 trainer.onload()
             steps.append(untimed(trainer.step(samples)))
-        return steps, [*chain(*stream(trainer, 4096))]
+        return steps, weights_of(trainer)
 
     with make_trainer(ranks, untied_model, *settings) as trainer, ThreadPoolExecutor(1) as thread:
         trainer.onload()  # it is there already
         trainer.offload()  # before there are moments
         trainer.onload()
-        start = stream(trainer, 1 << 30)[0]
-        rest = trainer.state(functools.partial(write_bucket, tmp_path))
+        start = weights_of(trainer)
+        builders.save(trainer, tmp_path / "state")
         steps, tensors = work(leaves=False)
-        trainer.restore(SavedTensors(tmp_path), rest)
+        builders.load(trainer, tmp_path / "state")
         same_steps, same_tensors = thread.submit(work, leaves=True).result(60)
         trainer.offload()  # it can be closed so
     assert steps == same_steps
-    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(tensors, same_tensors, strict=True))
-    assert any(not torch.equal(one, other) for (_, one), (_, other) in zip(tensors, start, strict=True))
+    assert same(tensors, same_tensors)
+    assert not same(tensors, start)
 
 
 def test_every_thread_computes_on_as_many_cores_as_the_ranks_agreed_on(trainer: Trainer) -> None:
@@ -226,16 +226,15 @@ def test_the_logprob_gap_is_the_mean_over_sampled_tokens_of_transformers_own_dif
 ) -> None:
     rollouts = make_rollouts(4, longest=30, seed=3)
     trainer.export(tmp_path)
-    expected = logprobs_of(tmp_path, rollouts)
+    expected = builders.logprobs_of(tmp_path, rollouts)
     gaps = [abs(value + 3.0) for row in expected for value in row if value]  # the engine's are all -3
-    before = stream(trainer, 1 << 30)
+    before = weights_of(trainer)
     gap = trainer.logprob_gap([sample_of(rollout, 0.0) for rollout in rollouts])
     assert gap == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
     for work in (trainer.logprob_gap, trainer.step):
         with pytest.raises(TrainerError, match="nothing to train on"):
             work([])
-    after = stream(trainer, 1 << 30)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(before[0], after[0], strict=True))
+    assert same(before, weights_of(trainer))
 
 
 def test_a_disk_that_is_full_while_exporting_leaves_the_trainer_able_to_go_on(

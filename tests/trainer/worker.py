@@ -3,7 +3,9 @@
 The scenarios run one after the other among the same ranks, each with a folder of its own, OUTPUT/SCENARIO-MODEL.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -17,15 +19,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tests.trainer.builders import load, make_rollouts, sample_of, save, weights_of
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
 from hocket.trainer import engine, ranks
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.state import SavedTensors, write_bucket
 from hocket.trainer.trainer import Trainer
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import TrainSample
 
 SETTINGS = (
     "model.dtype=float32",
@@ -60,16 +62,7 @@ STAGES = {stage: (f"trainer.zero_stage={stage}",) for stage in range(4)}
 
 def make_samples(step: int) -> list[TrainSample]:
     rng = random.Random(step)
-    samples = []
-    for _ in range(7):
-        length, prompt = rng.randint(4, 20), rng.randint(1, 3)
-        mask = tuple(index >= prompt for index in range(length))
-        ids = tuple(rng.randrange(62) for _ in range(length))
-        logprobs = tuple(-2 - 4 * rng.random() if m else 0.0 for m in mask)
-        advantage = rng.gauss(0, 1)
-        sequence = TokenSequence(token_ids=ids, mask=mask, logprobs=logprobs)
-        samples.append(TrainSample(sequence=sequence, advantages=tuple(advantage if m else 0.0 for m in mask)))
-    return samples
+    return [sample_of(rollout, rng.gauss(0, 1)) for rollout in make_rollouts(11, longest=20, seed=step)]
 
 
 def make_config(model: str, *settings: str) -> config_module.Config:
@@ -88,16 +81,6 @@ def shard_everything() -> None:
         return values
 
     engine.deepspeed_config = config  # type: ignore[assignment]
-
-
-def save(trainer: Trainer, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    rest = trainer.state(lambda bucket: write_bucket(folder, bucket))
-    (folder / "rest.json").write_text(json.dumps(rest))
-
-
-def load(trainer: Trainer, folder: Path) -> None:
-    trainer.restore(SavedTensors(folder), json.loads((folder / "rest.json").read_text()))
 
 
 def led(model: str, ranks: Ranks, variants: Mapping[Any, Sequence[str]]) -> Iterator[tuple[Any, Trainer]]:
@@ -157,36 +140,25 @@ def streams(model: str, output: Path, ranks: Ranks) -> None:
     """Each ZeRO stage streams its weights after a step, once in pieces to a sink that fails, then as a whole."""
     for stage, trainer in led(model, ranks, STAGES):
         folder = output / str(stage)
-        folder.mkdir(parents=True)
         trainer.step(make_samples(0))
-        taken: list[tuple[str, torch.Tensor]] = []
-
-        def broken(bucket: object) -> None:
-            raise OSError("the wire is cut")
-
-        def take(bucket: Sequence[tuple[str, torch.Tensor]], taken: list[tuple[str, torch.Tensor]] = taken) -> None:
-            taken.extend((name, tensor.clone()) for name, tensor in bucket)
-
-        try:
-            trainer.stream(4096, broken)
-        except OSError as error:
-            (folder / "failure").write_text(str(error))
-        layout = [item.model_dump() for bucket in trainer.layout(4096) for item in bucket]
-        trainer.stream(4096, take)
-        (folder / "layout.json").write_text(json.dumps(layout))
-        save_file(dict(taken), folder / "streamed.safetensors")
-        (folder / "gap").write_text(repr(trainer.logprob_gap(make_samples(1))))
-        trainer.export(folder / "exported")
+        with contextlib.suppress(ZeroDivisionError):
+            trainer.stream(4096, lambda bucket: 1 // 0)
+            raise AssertionError("the sink's error is lost")
+        layout = {item.name: (item.dtype, item.shape) for bucket in trainer.layout(4096) for item in bucket}
+        found = {"layout": layout, "gap": trainer.logprob_gap(make_samples(1))}
+        trainer.export(folder)
+        save_file(weights_of(trainer, 4096), folder / "streamed")
+        (folder / "found.json").write_text(json.dumps(found))
 
 
 def adapter(model: str, output: Path, ranks: Ranks) -> None:
-    """Three steps on an adapter, which is published both ways."""
-    for stage, trainer in led(model, ranks, {n: (*one, "model.lora.rank=4") for n, one in STAGES.items()}):
+    """Three steps on an adapter, which is published both ways; at ZeRO-3 its activations are computed again."""
+    variants = {stage: (*settings, "model.lora.rank=4") for stage, settings in STAGES.items()}
+    variants[3] += ("trainer.gradient_checkpointing=true",)
+    for stage, trainer in led(model, ranks, variants):
         stats = [trainer.step(make_samples(step)) for step in range(3)]
         trainer.export(output / str(stage))
-        streamed: dict[str, torch.Tensor] = {}
-        trainer.stream(4096, lambda named: streamed.update((name, t.clone()) for name, t in named))  # noqa: B023
-        save_file(streamed, output / str(stage) / "streamed")
+        save_file(weights_of(trainer, 4096), output / str(stage) / "streamed")
         (output / str(stage) / "stats.json").write_text(json.dumps(stats))
 
 
@@ -215,81 +187,67 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
         (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
 
 
-def main_fails(model: str) -> None:
-    """Rank 0 raises between two steps."""
-    trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
-    if not trainer.is_main:
-        trainer.follow()
-        return
-    with trainer:
-        trainer.step(make_samples(0))
-        raise ValueError("rank 0 has a problem of its own")
+def complain() -> None:
+    raise ValueError("rank 0 has a problem of its own")
 
 
-def main_dies(model: str) -> None:
-    """Rank 0 is killed between two steps, while rank 1 waits for the next one."""
-    trainer = Trainer(make_config(model, "trainer.collective_timeout_s=60"))
-    if not trainer.is_main:
-        trainer.follow()
-    trainer.step(make_samples(0))
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank_dies(model: str) -> None:
-    """Rank 1 is killed in the middle of a step, at its second micro-batch."""
-    break_down(model, lambda: os.kill(os.getpid(), signal.SIGKILL), "trainer.collective_timeout_s=60")
-
-
-def rank_hangs(model: str) -> None:
-    """Rank 1 stops answering in the middle of a step, while rank 0 waits for its share of the gradients."""
-    break_down(model, lambda: time.sleep(1000), "trainer.collective_timeout_s=20", "trainer.zero_stage=2")
-
-
-def rank_is_full(model: str) -> None:
-    """Rank 1 runs out of memory in the middle of a step."""
-    break_down(model, no_room, "trainer.collective_timeout_s=60")
-
-
-def rank_waits_for_ever(model: str) -> None:
-    """Likewise, while rank 0 is within a call that no lost connection ends, as those of NCCL may be."""
-    ranks.WATCH_S, ranks.GRACE_S = 0.2, 1.0
-    break_down(model, no_room if os.environ["RANK"] == "1" else lambda: time.sleep(1000), all_ranks=True)
+def hang() -> None:
+    time.sleep(1000)
 
 
 def no_room() -> None:
     torch.empty(10**16)
 
 
-def break_down(model: str, happen: Callable[[], object], *settings: str, all_ranks: bool = False) -> None:
-    micro_batches = 0
+FAILURES: dict[str, dict[str, Callable[[], object]]] = {
+    # between two steps, while rank 1 waits for the next one
+    "main_fails": {"0": complain},
+    "main_dies": {"0": die},
+    # in the middle of a step, at the second micro-batch, while rank 0 waits for its share of the gradients
+    "rank_dies": {"1": die},
+    "rank_hangs": {"1": hang},
+    "rank_is_full": {"1": no_room},
+    # likewise, while rank 0 is within a call that no lost connection ends, as those of NCCL may be
+    "rank_waits_for_ever": {"0": hang, "1": no_room},
+}
+"""By scenario, what happens on which rank; there are no ranks for another scenario after it."""
+
+
+def fail(scenario: str, model: str) -> None:
+    happen = FAILURES[scenario].get(os.environ["RANK"], lambda: None)
+    between, micro_batches = scenario.startswith("main"), itertools.count(1)
+    if scenario == "rank_waits_for_ever":
+        ranks.WATCH_S, ranks.GRACE_S = 0.2, 1.0
 
     def deadly(logprobs_bt: torch.Tensor, entropy_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
-        nonlocal micro_batches
-        micro_batches += 1
-        if micro_batches == 2 and (all_ranks or os.environ["RANK"] == "1"):
+        if next(micro_batches) == 2 and not between:
             happen()
         return LossOutput(loss=-logprobs_bt.sum() / batch.num_tokens_global, metrics={})
 
-    trainer = Trainer(make_config(model, "trainer.micro_batch_tokens=20", *settings), loss=deadly)
+    timeout_s = 20 if scenario == "rank_hangs" else 60
+    settings = ("trainer.micro_batch_tokens=20", f"trainer.collective_timeout_s={timeout_s}", "trainer.zero_stage=2")
+    trainer = Trainer(make_config(model, *settings), loss=deadly)
     if not trainer.is_main:
         trainer.follow()
+        return
     with trainer:
         for step in range(3):
             trainer.step(make_samples(step))
+            if between:
+                happen()
 
 
 COMMON = {scenario.__name__: scenario for scenario in (stages, matrix, streams, adapter, beside, resumes)}
-LAST = {
-    scenario.__name__: scenario
-    for scenario in (main_fails, main_dies, rank_dies, rank_hangs, rank_is_full, rank_waits_for_ever)
-}
-"""Scenarios after which there are no ranks for another one."""
 
 
 def main(arguments: Sequence[str]) -> None:
     output, *words = arguments
-    if words[0] in LAST:
-        LAST[words[0]](words[1])
+    if words[0] in FAILURES:
+        fail(*words)
         return
     shard_everything()
     together = Ranks(timeout_s=60)

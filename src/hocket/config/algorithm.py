@@ -47,9 +47,7 @@ def _row(source: str, remark: str = "", **changes: Any) -> Preset:
 
 PRESETS: Mapping[PresetName, Preset] = {
     "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
-    "dapo": _row(
-        "2503.14476", "length penalty, dynamic sampling", clip_high=0.28, overlong_share=0.2, oversampling=2.0
-    ),
+    "dapo": _row("2503.14476", "overlong_share, oversampling", clip_high=0.28, overlong_share=0.2, oversampling=2.0),
     "dr_grpo": _row("2503.20783", scale="none", aggregate="constant"),
     "bnpo": _row("TRL", "with a global token count"),
     "gspo": _row("2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean"),
@@ -67,11 +65,7 @@ class AdvantageConfig(Section):
     """Knobs between the rewards and the advantages (algorithm/advantages.py, samples.py)."""
 
     preset: PresetName | None = Field(None, description="Published algorithm (docs/algorithms.md); replaces defaults.")
-    baseline: Baseline = Field(
-        "mean",
-        description="Baseline subtracted from the reward: `mean` of the group, `leave_one_out` mean of the other "
-        "rollouts, `none`, or `critic` values. `none` and `critic` give per-token advantages.",
-    )
+    baseline: Baseline = Field("mean", description="`mean` of the group, `leave_one_out`, `none`, or `critic` values.")
     scale: Scale = Field(
         "group",
         description="Divisor of the advantage: standard deviation of the `group`, of the `batch`, or `none`. With "
@@ -80,9 +74,7 @@ class AdvantageConfig(Section):
     discount: float = Field(1.0, gt=0, le=1, description="Discount per token. Needs baseline none or critic.")
     gae_lambda: float = Field(1.0, ge=0, le=1, description="Lambda of GAE: 1 uses returns. Needs baseline critic.")
     overlong_share: float = Field(0.0, ge=0, le=1, description="Last share of max_tokens with a penalty of 0 to -1.")
-    oversampling: float = Field(
-        1.0, ge=1, description="Dynamic sampling: up to this factor of prompts, in place of groups of equal rewards."
-    )
+    oversampling: float = Field(1.0, ge=1, description="Dynamic sampling: prompts drawn at most / prompts_per_step.")
     mask_truncated: bool = Field(False, description="Exclude truncated rollouts from the loss, not from the baseline.")
     kl_target: float | None = Field(None, gt=0, description="Target KL per token; kl_coef adapts. Needs kl_in=reward.")
     reference: UserPath | None = Field(None, description="Reference of the KL. Default: the first model, no adapter.")
@@ -92,11 +84,7 @@ class LossKnobs(Section):
     """Knobs of the policy loss (algorithm/losses.py)."""
 
     ratio: Ratio = Field("token", description="Probability ratio per `token`, or its geometric mean per `sequence`.")
-    clip: Clip = Field(
-        "ppo",
-        description="`ppo`: minimum of clipped and unclipped objective; `cispo`: clipped ratio as a constant weight of "
-        "the log-prob; `none`.",
-    )
+    clip: Clip = Field("ppo", description="`ppo`: min(clipped, unclipped); `cispo`: clipped as fixed weight; `none`.")
     clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low. No effect with a correction.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
     dual_clip: float | None = Field(None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo.")
@@ -166,10 +154,7 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         message = "dual_clip has no effect: set clip=ppo and correction=none, or leave it out"
         yield self.dual_clip is not None and (self.clip != "ppo" or corrected), message
         yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
-        yield (
-            off and for_kl,
-            "kl=off: kl_in, kl_coef, kl_target and reference have no effect; set kl or leave them out",
-        )
+        yield off and for_kl, "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out"
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
         yield self.kl == "k1" and not in_reward, "k1 in the loss has no expected gradient: set kl_in=reward, or kl=k2"
         yield in_reward and self.scale == "group", "with kl_in=reward set scale=batch or none: group cancels it"

@@ -86,9 +86,7 @@ class DataConfig(Section):
     response_column: str = Field("response", description="Column of the demonstration, for sft.")
     system_prompt: str | None = Field(None, description="System message before every text prompt.")
     chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
-    max_prompt_tokens: int | None = Field(
-        None, ge=1, description="Maximum prompt tokens; longer are dropped. Default: what rollout.max_tokens leaves."
-    )
+    max_prompt_tokens: int | None = Field(None, ge=1, description="Longer prompts are dropped. Default: what fits.")
     limit: int | None = Field(None, ge=1, description="Number of rows used, from the first. Default: all.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
@@ -130,9 +128,7 @@ class RewardSpec(Section, extra="allow"):
 
 class RewardsConfig(Section):
     functions: dict[str, RewardSpec] = Field(
-        default_factory=lambda: {"exact_match": RewardSpec(weight=1.0)},
-        min_length=1,
-        description="Reward functions: {NAME: weight} or {NAME: {weight: ..., argument: ...}}; weight is 1 by default.",
+        {"exact_match": RewardSpec()}, min_length=1, description="{NAME: weight} or {NAME: {weight: 1, argument: ...}}."
     )
     timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
     max_error_rate: float = Field(0.5, ge=0, le=1, description="Share of failed scores in a step that stops the run.")
@@ -173,16 +169,12 @@ class PipelineConfig(Section):
 
 
 class SyncConfig(Section):
-    backend: Literal["disk", "nccl"] = Field(
-        "disk", description="Path of new weights to the servers: files on disk, or GPU memory by NCCL (gloo on a CPU)."
-    )
+    backend: Literal["disk", "nccl"] = Field("disk", description="New weights by files, or GPU to GPU (gloo on a CPU).")
     root: UserPath | None = Field(None, description="Folder that both sides see, above run.dir. Default: its parent.")
     keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
     in_flight: InFlight = Field("keep", description="Requests during a sync: `keep` continues, `drain` waits, `abort`.")
-    delta: bool = Field(
-        False, description="Changed weights only, a few per cent in bfloat16. Needs backend disk, room for a copy."
-    )
+    delta: bool = Field(False, description="Changed weights only: a few per cent in bfloat16. Needs room for a copy.")
     upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
     bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
     canary_every: int = Field(20, ge=0, description="Versions between comparisons of both sides' log-probs. 0: none.")
@@ -222,9 +214,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(
-        50, ge=0, description="Steps between checkpoints (12 bytes per parameter), besides the end. 0 disables them."
-    )
+    every_steps: int = Field(50, ge=0, description="Steps between checkpoints (12 B/parameter), and the end. 0: none.")
     keep: int = Field(2, ge=1, description="Number of newest checkpoints kept on disk.")
     in_background: bool = Field(False, alias="async", description="Written from a copy while training goes on.")
     resume: bool = Field(False, description="Continue from the newest complete checkpoint in run.dir, if there is one.")

@@ -58,10 +58,7 @@ class PromptStream:
         self._begin(epoch=0)
 
     def take(self, num_prompts: int) -> dict[int, Prompt]:
-        """Return the next prompts by the number of their draw; fewer once all are retired.
-
-        A take may cross epochs. Raise DataError if the curriculum's plan makes no sense.
-        """
+        """Return the next prompts by draw number, across epochs; fewer once all are retired."""
         numbers = (self._next() for _ in range(num_prompts))
         return {number: self._prompts[self._in_flight[number]["index"]] for number in numbers if number is not None}
 

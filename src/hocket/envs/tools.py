@@ -105,10 +105,9 @@ def _value(node: ast.AST) -> Any:
     """Return the value of a parsed expression; a model's text is never run as code."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in _OPERATORS:
+        operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
+        return _OPERATORS[type(node.op)](*map(_value, operands))
     raise ValueError(f"can't compute {ast.unparse(node)!r}: only numbers with + - * / // % and brackets")
 
 

@@ -84,12 +84,10 @@ class Console(AbstractContextManager["Console"]):
 
     def finish(self, run_dir: Path) -> None:
         """Print the result of the run in `run_dir`: accuracy before and after, samples, paths."""
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        self.say(
-            f"\n{summary['steps']} steps in {summary['train_seconds']:.0f} s, weight version {summary['final_version']}"
-        )
+        end = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        self.say(f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}")
         if evaluations := sorted((run_dir / "rollouts").glob("eval_*.jsonl")):
-            before, after = (_cell(summary[name], "{:.3f}") for name in ("before", "after"))
+            before, after = (_cell(end[name], "{:.3f}") for name in ("before", "after"))
             self._rich.print(f"[bold]held-out accuracy {before} → {after}[/bold]")
             for line in evaluations[-1].read_text(encoding="utf-8").splitlines()[:NUM_SAMPLES]:
                 row = json.loads(line)
@@ -97,10 +95,7 @@ class Console(AbstractContextManager["Console"]):
                 self.say(f"  {row['prompt']!r} → {row['completion']!r}  answer {row['answer']!r}  reward {reward}")
         newest = max((run_dir / "weights").iterdir())
         kind = "adapter" if (newest / "adapter_config.json").is_file() else "model"
-        self.say(
-            f"report {run_dir / 'report.html'}\n{kind:6} {newest}\n"
-            f"files  {run_dir}: config.yaml, metrics.jsonl, rollouts/, summary.json"
-        )
+        self.say(f"report {run_dir / 'report.html'}\n{kind:6} {newest}")
 
     def _time_left(self, steps_done: int) -> str:
         if not self._first or not self._first <= steps_done < self._steps:

@@ -31,10 +31,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     def __init__(self, config: Config) -> None:
         self.path = config.run_dir
         if (self.path / METRICS).exists() and not config.checkpoint.resume:
-            raise ConfigError(
-                f"{self.path} holds a run already; continue it with checkpoint.resume=true, choose another run.dir, "
-                "or remove that folder"
-            )
+            advice = "continue it with checkpoint.resume=true, or choose another run.dir"
+            raise ConfigError(f"{self.path} holds a run already; {advice}")
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.dump(config))
         for name in (METRICS, LEDGER):
@@ -110,10 +108,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         for name, size in state["bytes"].items():
             path = self.path / name
             if path.stat().st_size < size:
-                raise ConfigError(
-                    f"{path} has lost records from before step {state['step']}, so the run in {self.path} can't "
-                    "continue; bring the file back, or start a new run.dir"
-                )
+                advice = "bring the file back, or start a new run.dir"
+                raise ConfigError(f"{path} has lost records from before step {state['step']}; {advice}")
             os.truncate(path, size)
         self.history = read_lines(self.path / METRICS)
         (self.path / "summary.json").unlink(missing_ok=True)  # the run continues past that end

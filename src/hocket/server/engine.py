@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -37,7 +36,6 @@ from hocket.server.uploads import Uploads
 from hocket.types import InFlight
 
 T = TypeVar("T")
-logger = logging.getLogger("hocket")
 
 ABORT_TIMEOUT_S = 2.0
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
@@ -52,12 +50,9 @@ CURABLE = frozenset({"asleep", "reload_failed", "not_resumed"})
 
 
 class Engine:
-    """vLLM's engine with numbered weights.
+    """Give a running AsyncLLM that has loaded `model` numbered weights, found under `root`.
 
-    Args:
-        llm: a running AsyncLLM that has loaded `model`.
-        root: folder under which versions are found.
-        timeout_s: deadline of each step of a reload.
+    Each step of a reload has the deadline `timeout_s`.
     """
 
     def __init__(self, llm: Any, *, model: str, root: Path, timeout_s: float, share_gpu: bool = False) -> None:
@@ -347,11 +342,9 @@ class Engine:
 
     async def _abort_all(self) -> None:
         """Abort every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
-        try:
-            await asyncio.wait_for(self.llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
         # vLLM reports whatever fails in the engine as a plain Exception. This is on the way out of another failure.
-        except Exception as error:  # noqa: BLE001
-            logger.warning("requests in flight could not be aborted: %s", cause_of(error))
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
 
     async def _fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
         """End all requests with a failure now, as no good version may come before their deadlines; return its error."""

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 import pydantic
 
-from hocket.protocol import Completion, GenerateRequest, PromptInput, SamplingParams, Toolbox
+from hocket.protocol import Completion, GenerateRequest, PromptInput, SamplingParams
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError, from_validation, invalid
 from hocket.system import as_completed
@@ -64,7 +64,12 @@ class Sampler:
             message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
             raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
         self.check_sampling(request.sampling)
-        tools = None if request.tools is None else self._find_calls(request.tools)
+        try:
+            tools = None if request.tools is None else vllm_api.find_calls(self._reader, request.tools)
+        except ValueError as error:
+            raise invalid(
+                f"tools: {error}", "the parser must be one of vLLM's, each tool as in OpenAI's API"
+            ) from error
         jobs = []
         for number, prompt in enumerate(request.prompts):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
@@ -109,13 +114,6 @@ class Sampler:
             tool_calls=tuple(calls),
         )
         return job, completion
-
-    def _find_calls(self, tools: Toolbox) -> vllm_api.FindCalls:
-        try:
-            return vllm_api.find_calls(self._reader, tools)
-        except ValueError as error:
-            hint = "the parser must be one of vLLM's, each tool as in OpenAI's API"
-            raise invalid(f"tools: {error}", hint) from error
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raise ApiError unless the engine can sample in this way."""

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -47,12 +47,6 @@ class SampledCall:
     text: str = ""
     finish_reason: FinishReason = "abort"
     versions: tuple[VersionSpan, ...] | None = None  # None until it has ended well
-
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], text: str) -> None:
-        """Append newly sampled tokens."""
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.text += text
 
     def recorded(self) -> AgentCall:
         """Return the call for the trainer."""
@@ -194,21 +188,23 @@ class RouteSessions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
-        if match is None:
-            # A pipelined request would inherit the context of the one before it on its connection.
-            with _current(None):
-                await self.app(scope, receive, send)
-            return
-        session = self._sessions.get(match["id"])
-        if (scope["method"], match["route"]) not in ROUTES:
-            known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
-            message = f"a session has no {scope['method']} {match['route']}"
-            raise ApiError(404, "not_found", message, f"it has {known}")
-        if scope["method"] == "POST":
-            receive = self._checked(await receive(), receive)
-        scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
-        with _current(session):
-            await self.app(scope, receive, _watched(send, session))
+        session = None
+        if match is not None:
+            session = self._sessions.get(match["id"])
+            if (scope["method"], match["route"]) not in ROUTES:
+                known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
+                message = f"a session has no {scope['method']} {match['route']}"
+                raise ApiError(404, "not_found", message, f"it has {known}")
+            if scope["method"] == "POST":
+                receive = self._checked(await receive(), receive)
+            scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
+            send = _watched(send, session)
+        # None is set, too: a pipelined request would inherit the context of the one before it on its connection.
+        token = CURRENT.set(session)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            CURRENT.reset(token)
 
     def _checked(self, message: Message, receive: Receive) -> Receive:
         """Return a receive that gives this message, which has the whole body. Raises ApiError where it is refused."""
@@ -225,15 +221,6 @@ class RouteSessions:
             body["model"] = self._model
             message = {**message, "body": json.dumps(body).encode()}
         return replay(message, receive)
-
-
-@contextlib.contextmanager
-def _current(session: OpenSession | None) -> Iterator[None]:
-    token = CURRENT.set(session)
-    try:
-        yield
-    finally:
-        CURRENT.reset(token)
 
 
 def _watched(send: Send, session: OpenSession) -> Send:

@@ -305,7 +305,9 @@ async def recorded(outputs: AsyncGenerator[Any, None], session: OpenSession, cal
                 logprobs = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
                 if not math.isfinite(sum(logprobs)):
                     raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
-                call.add(done.token_ids, logprobs, done.text)
+                call.token_ids += done.token_ids
+                call.logprobs += logprobs
+                call.text += done.text
                 if done.finish_reason in ("stop", "length"):
                     call.finish_reason = done.finish_reason
                     call.versions = version_spans(done)

@@ -56,12 +56,6 @@ class Critic:
         """Return whether the policy may train: critic.warmup_steps are over."""
         return self.engine.num_steps >= self._warmup_steps
 
-    @torch.no_grad()
-    def values(self, batch: TrainBatch) -> Tensor:
-        """Return values_bt, 0 where the batch's mask is false."""
-        values_bt: Tensor = self.engine.forward(batch)
-        return values_bt
-
     def loss(self, batch: TrainBatch) -> LossOutput:
         """Return the value loss of a batch that holds the values before the step and the returns, and its metrics."""
         values_bt, num_tokens = self.engine.forward(batch), batch.num_tokens_global

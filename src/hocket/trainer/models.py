@@ -1,23 +1,22 @@
 """One rank's models: the policy, and the reference and the critic where the algorithm needs them."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
-from hocket.config import Config
+from hocket.config import Config, TrainerConfig
 from hocket.system import seed_of
-from hocket.trainer import flops, memory
+from hocket.trainer import engine, flops, lora, memory, offload
 from hocket.trainer.batching import TrainBatch, unpack
 from hocket.trainer.critic import Critic, ValueModel
 from hocket.trainer.engine import DeepSpeedEngine, parameter_dtype
 from hocket.trainer.policy import Policy, compute_dtype
 from hocket.trainer.ranks import Ranks
-from hocket.trainer.reference import FrozenModel, base_logprobs
 from hocket.trainer.state import POLICY
 from hocket.trainer.step import Learner
 
@@ -75,11 +74,11 @@ class Models:
                 self.engines["reference"] = frozen
                 self.columns["ref_logprobs"] = frozen.logprobs
             elif with_reference:  # the base model under the adapter
-                self.columns["ref_logprobs"] = functools.partial(base_logprobs, self.policy, self.engine)
+                self.columns["ref_logprobs"] = self._base_logprobs
             if with_critic:
                 critic = Critic(load("critic", ValueModel), config.critic, settings, **options)
                 self.engines["critic"] = critic.engine
-                self.columns["values"] = critic.values
+                self.columns["values"] = critic.engine.forward
                 policy = Learner(name=POLICY, engine=self.engine, loss=self._policy_loss, learns=critic.is_warm)
                 self.learners = [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
             self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
@@ -100,11 +99,47 @@ class Models:
         own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in self.columns.items()})
         return {index: numbers for share in self._ranks.gather(own) for index, numbers in share.items()}
 
+    def _base_logprobs(self, batch: TrainBatch) -> Tensor:
+        with lora.switched_off(self.policy.model):
+            return cast(Tensor, self.engine.forward(batch)[0])
+
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         logprobs_bt, entropy_bt = self.engine.forward(batch)
         output = self._loss(logprobs_bt, entropy_bt, batch)
         entropy = entropy_bt.detach().sum() / batch.num_tokens_global
         return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
+
+
+class FrozenModel:
+    """Runs the reference without gradients: whole on every rank or, beside ZeRO-3, spread over the ranks as well."""
+
+    def __init__(self, module: Policy, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
+        self._module = module.requires_grad_(False).eval()
+        self._engine: Any = None
+        stage = engine.default_zero_stage(config, dtype, ranks)
+        enabled = stage == 0 and dtype != torch.float32
+        self._autocast = functools.partial(torch.autocast, ranks.device.type, dtype, enabled=enabled)
+        if stage == 3:
+            settings = engine.deepspeed_config(config, stage=stage, dtype=dtype)
+            self._engine = engine.initialize(ranks, model=module, config=settings).eval()
+        else:
+            module.to(ranks.device)
+        module.check_architecture(ranks.device)
+
+    def logprobs(self, batch: TrainBatch) -> Tensor:
+        """Return logprobs_bt of the batch's targets, 0 where its mask is false."""
+        with self._autocast():
+            return cast(Tensor, (self._engine or self._module)(batch)[0])
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that the model holds on the device."""
+        optimizer = self._engine.optimizer if self._engine is not None else None  # at stage 3 it holds the shards
+        return offload.tensors_in(list(self._module.parameters()), list(self._module.buffers()), optimizer)
+
+    def close(self) -> None:
+        """Release DeepSpeed's state."""
+        if self._engine is not None:
+            self._engine.destroy()
 
 
 def configured_loss(settings: LossConfig) -> BatchLoss:
