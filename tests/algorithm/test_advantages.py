@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hocket.algorithm.advantages import group_advantages, zero_variance_groups
-from hocket.algorithm.by_token import discounted_returns, gae, whiten
+from hocket.algorithm.samples import discounted_returns, gae, whiten
 
 NAN = math.nan
 

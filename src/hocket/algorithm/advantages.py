@@ -1,6 +1,6 @@
 """Compute one advantage per rollout: its reward compared with those of its group, the rollouts of one prompt.
 
-For baselines `none` and `critic`, training computes one per token in by_token.py. Suffixes: n rollouts, g group.
+For baselines `none` and `critic`, samples.py computes one per token. Suffixes: n rollouts, g group.
 """
 
 from collections.abc import Iterator, Sequence

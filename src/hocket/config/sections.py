@@ -177,7 +177,9 @@ class SyncConfig(Section):
     delta: bool = Field(False, description="Changed weights only: a few per cent in bfloat16. Needs room for a copy.")
     upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
     bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
-    canary_every: int = Field(20, ge=0, description="Versions between comparisons of both sides' log-probs. 0: none.")
+    canary_every: int = Field(
+        20, ge=0, description="Versions between comparisons of log-probs, after the first. 0 disables them."
+    )
     max_logprob_gap: float = Field(0.1, gt=0, description="Mean absolute difference in them that stops the run.")
 
 
@@ -214,7 +216,9 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(50, ge=0, description="Steps between checkpoints (12 B/parameter), and the end. 0: none.")
+    every_steps: int = Field(
+        50, ge=0, description="Steps between checkpoints of 12 B/parameter, one at the end. 0 disables them."
+    )
     keep: int = Field(2, ge=1, description="Number of newest checkpoints kept on disk.")
     in_background: bool = Field(False, alias="async", description="Written from a copy while training goes on.")
     resume: bool = Field(False, description="Continue from the newest complete checkpoint in run.dir, if there is one.")
