@@ -176,7 +176,6 @@ def test_the_newest_complete_one_is_gone_on_from_and_changes_are_said(tmp_path: 
         ("trainer.seed", "trainer.seed=1"),
         ("model.path", "model.path=elsewhere"),
         ("model.lora", "model.lora={}"),
-        ("data.source", "data.source=other.jsonl"),
         ("curriculum.low", "curriculum.low=0.1"),  # an option that was not set before
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 
 import hocket
 from hocket.cli import main
-from hocket.config import read_settings
 
 
 @pytest.mark.parametrize("command", sorted({*hocket.COMMANDS} - {"test"}))
@@ -74,13 +73,6 @@ def test_a_mistake_is_one_line_and_status_1(
     assert error.startswith("error: ")
     assert message in error
     assert "Traceback" not in error
-
-
-def test_settings_are_one_file_and_overrides_in_any_order() -> None:
-    config, arguments = read_settings(["trainer.steps=3", "config/quickstart.yaml"])
-    assert (config.trainer.steps, config.data.source) == (3, "task:sort")
-    assert arguments == ["config/quickstart.yaml", "trainer.steps=3"]
-    assert read_settings([], "config/quickstart.yaml")[1] == ["config/quickstart.yaml"]
 
 
 def test_an_interrupt_while_the_process_exits_changes_nothing() -> None:

@@ -41,15 +41,6 @@ def make_model(folder: Path, *, tied: bool) -> str:
     return str(folder)
 
 
-def make_experts(folder: Path) -> str:
-    """Writes a Qwen3-MoE with four experts."""
-    make_tokenizer().save_pretrained(folder)
-    torch.manual_seed(0)
-    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     ranks = Ranks(timeout_s=60)
@@ -59,7 +50,12 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def experts_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_experts(tmp_path_factory.mktemp("models") / "experts")
+    folder = tmp_path_factory.mktemp("models") / "experts"
+    make_tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -38,9 +38,8 @@ def test_nothing_of_the_training_state_stays(
 ) -> None:
     gc.collect()  # what went before; a step itself must leave nothing that only a collection would free
     before = storages()
-    with builders.make_trainer(
-        ranks, untied_model, f"model.dtype={dtype}", f"trainer.zero_stage={stage}", *settings
-    ) as trainer:
+    more = (f"model.dtype={dtype}", f"trainer.zero_stage={stage}")
+    with builders.make_trainer(ranks, untied_model, *more, *settings) as trainer:
         known = [dataclasses.asdict(measured) for measured in trainer.measure([SAMPLE.sequence])]
         returns = {"returns": (0.0, 1.0, 1.0, 1.0, 1.0)} if settings else {}
         trainer.step([dataclasses.replace(SAMPLE, **returns, **(known[0] if known else {}))])

@@ -13,18 +13,8 @@ import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
-from tests.trainer.builders import (
-    load,
-    logprobs_of,
-    make_rollouts,
-    make_samples,
-    make_trainer,
-    same,
-    sample_of,
-    save,
-    untimed,
-    weights_of,
-)
+from tests.trainer import builders
+from tests.trainer.builders import make_rollouts, make_samples, make_trainer, same, sample_of, untimed, weights_of
 from transformers import AutoModelForCausalLM
 
 import fakes
@@ -185,9 +175,9 @@ def test_in_another_thread_off_the_device_between_steps_and_resumed_all_is_the_s
         trainer.offload()  # before there are moments
         trainer.onload()
         start = weights_of(trainer)
-        save(trainer, tmp_path / "state")
+        builders.save(trainer, tmp_path / "state")
         steps, tensors = work(leaves=False)
-        load(trainer, tmp_path / "state")
+        builders.load(trainer, tmp_path / "state")
         same_steps, same_tensors = thread.submit(work, leaves=True).result(60)
         trainer.offload()  # it can be closed so
     assert steps == same_steps
@@ -236,7 +226,7 @@ def test_the_logprob_gap_is_the_mean_over_sampled_tokens_of_transformers_own_dif
 ) -> None:
     rollouts = make_rollouts(4, longest=30, seed=3)
     trainer.export(tmp_path)
-    expected = logprobs_of(tmp_path, rollouts)
+    expected = builders.logprobs_of(tmp_path, rollouts)
     gaps = [abs(value + 3.0) for row in expected for value in row if value]  # the engine's are all -3
     before = weights_of(trainer)
     gap = trainer.logprob_gap([sample_of(rollout, 0.0) for rollout in rollouts])
