@@ -103,7 +103,6 @@ def sampling(**fields: Any) -> dict[str, Any]:
 
 
 BAD_BODIES: dict[str, Any] = {
-    "no prompts": {},
     "empty list of prompts": {"prompts": []},
     "empty text": {"prompts": [""]},
     "empty token list": {"prompts": [[]]},
@@ -116,7 +115,6 @@ BAD_BODIES: dict[str, Any] = {
     "n 0": {**GOOD, "n": 0},
     "temperature negative": sampling(temperature=-0.1),
     "temperature too high": sampling(temperature=10.1),
-    "temperature null": sampling(temperature=None),
     "top_p 0": sampling(top_p=0),
     "top_p above 1": sampling(top_p=1.1),
     "top_k -2": sampling(top_k=-2),

@@ -63,9 +63,8 @@ async def test_all_files_of_a_version_together_are_bounded(tmp_path: Path) -> No
     await send(uploads, NAME, "a.safetensors", b"x" * 60)
     await send(uploads, NAME, "a.safetensors", b"x" * 60)  # again: it is not counted twice
     await send(uploads, NAME, "b.safetensors", b"x" * 40)
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError, match="more than a version can have"):
         await send(uploads, NAME, "manifest.json", b"x")
-    assert (caught.value.status, caught.value.body.code) == (413, "upload_too_large")
     await send(uploads, "0123abcd-weights-v000008", "a.safetensors", b"x" * 100)
 
 

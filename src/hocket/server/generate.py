@@ -67,9 +67,8 @@ class Sampler:
         try:
             tools = None if request.tools is None else vllm_api.find_calls(self._reader, request.tools)
         except ValueError as error:
-            raise invalid(
-                f"tools: {error}", "the parser must be one of vLLM's, each tool as in OpenAI's API"
-            ) from error
+            hint = "the parser must be one of vLLM's, each tool as in OpenAI's API"
+            raise invalid(f"tools: {error}", hint) from error
         jobs = []
         for number, prompt in enumerate(request.prompts):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
