@@ -89,10 +89,7 @@ class Batcher:
         self._wake()
 
     def _divided(self, turns: Sequence[Turn], up: Sequence[Member]) -> list[tuple[Member, list[Turn]]]:
-        """Divide turns into requests of one server, sampling and deadline, the most urgent first.
-
-        A group goes to its last server, unless that is busier by more than the group; a new one to the least busy.
-        """
+        """Divide turns into requests, the most urgent first; a group stays on its server unless that is much busier."""
         groups: dict[str, list[Turn]] = defaultdict(list)
         for turn in turns:
             groups[turn.group].append(turn)

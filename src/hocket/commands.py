@@ -124,10 +124,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
 
 
 def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:
-    """Return the eval/* metrics of the servers at server.urls, or of model.path in a server started for it.
-
-    model.path may be a checkpoint of a run, too; `arguments` is the command line that gives a server the same config.
-    """
+    """Return the eval/* metrics of the servers at server.urls, or of model.path, or a checkpoint, in an own server."""
     load_plugins(config.plugins)
     with ExitStack() as stack:
         if (Path(config.model.path) / checkpoints.STATE_FILE).is_file():

@@ -30,10 +30,7 @@ def die_with_launcher() -> None:
 
 
 class Child(subprocess.Popen[bytes]):
-    """Run a hocket command in a process of its own, which ends when this process does.
-
-    `command` is what follows `python`, `env` is added to this process's variables; without `log` it shares the output.
-    """
+    """Run a hocket command in a process that ends when this one does; without `log` it shares the output."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None) -> None:
         self.log = log
@@ -67,10 +64,7 @@ class Child(subprocess.Popen[bytes]):
 
 
 def quickstart(config: Config, arguments: Sequence[str]) -> int:
-    """Train with a server and a trainer on this machine, both stopped at the end; return the trainer's exit status.
-
-    `arguments` is the command line that gives a child the same config.
-    """
+    """Train with a server and a trainer on this machine, both stopped at the end; return the trainer's exit status."""
     run_dir = config.run_dir if config.checkpoint.resume else _unused(config.run_dir)
     port = free_port(config.server.host, config.server.port)
     arguments = [*arguments, f"run.dir={run_dir}", f"server.port={port}", "server.urls=[]"]

@@ -29,10 +29,7 @@ def kill_with_parent(command: Sequence[str]) -> list[str]:
 
 
 def contain(command: Sequence[str]) -> int:
-    """Run a command, kill every process that it has left running, and return its exit status as a shell would.
-
-    SIGTERM kills all at once. Ctrl-C reaches the command, too, which has GRACE_S seconds to end.
-    """
+    """Run a command, kill what it leaves running, return its exit status; a Ctrl-C gives it GRACE_S seconds to end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes that lose their parent become children of this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))

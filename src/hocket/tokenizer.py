@@ -19,10 +19,7 @@ def load(path: str, setting: str = "model.path") -> Any:
 
 
 def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:
-    """Raise ConfigError if a token id has another text in the vocabulary of the model at `path`.
-
-    Tokens that only one of the two has are no difference: tokenizer classes add some of their own.
-    """
+    """Raise ConfigError if a token id of both has another text in the vocabulary of the model at `path`."""
     known, others = (
         {id_: token for token, id_ in t.get_vocab().items()} for t in (load(model.path), load(path, setting))
     )

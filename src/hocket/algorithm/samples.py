@@ -65,10 +65,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
 
 
 def overlong_penalty(rollout: Rollout, overlong_share: float, max_tokens: int) -> float:
-    """Return 0 up to the last overlong_share · max_tokens tokens, from there a line to 1 (arXiv 2503.14476).
-
-    The longest turn counts, as `max_tokens` bounds a turn.
-    """
+    """Return 0 up to the last overlong_share · max_tokens tokens of the longest turn, then a line to 1 (2503.14476)."""
     last = overlong_share * max_tokens
     if not last:
         return 0.0

@@ -40,10 +40,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
-    """Return the config of at most one YAML file and overrides, and the arguments that give another process the same.
-
-    `default` is the YAML file where none is named.
-    """
+    """Return the config of a YAML file (or `default`) and overrides, and the arguments that give a child the same."""
     paths = [item for item in settings if "=" not in item]
     overrides = [item for item in settings if "=" in item]
     if len(paths) > 1:
@@ -65,10 +62,7 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return key → (before, now) of every setting that differs from an earlier `as_dict`.
-
-    checkpoint.resume does not count, nor do settings that the earlier version of hocket did not have.
-    """
+    """Return key → (before, now) of every setting that differs from an earlier `as_dict`, but checkpoint.resume."""
     found = {}
     now = as_dict(config)
     for section in before.keys() & now.keys():

@@ -91,10 +91,7 @@ def _hugging_face(name: str, subset: str | None, split: str) -> Any:
 
 @TASKS.register("sort")
 def sort(split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield 4 to 6 different letters to put in order: "Sort: dbca" asks for "abcd".
-
-    The demonstration in `response` is wrong in three of four rows: two of its letters are swapped.
-    """
+    """Yield "Sort: dbca" for "abcd", 4 to 6 letters; the demonstration in `response` is wrong in three of four rows."""
     rng = _generator("sort", split, seed)
     while True:
         letters = rng.sample(string.ascii_lowercase, rng.randint(4, 6))

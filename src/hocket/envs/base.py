@@ -86,10 +86,7 @@ class Environment:
     step_timeout_s: float = 0.0  # each step has a deadline of its own; env.timeout_s counts only what is beyond
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        """Start the episode and return what the model sees beside the prompt, or None.
-
-        `seed` decides the environment's own random numbers: it is the same in every run with these settings.
-        """
+        """Start the episode, with random numbers by `seed`; return what the model sees beside the prompt, or None."""
         return None
 
     async def step(self, action: Action) -> Step:

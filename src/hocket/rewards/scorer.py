@@ -126,10 +126,7 @@ class Worker:
         theirs.close()
 
     def ask(self, request: bytes, timeout_s: float) -> Score:
-        """Send a pickled (reward name, arguments) and return the answer; the first answer, to b"", is about loading.
-
-        The worker is killed unless it answers in time with a score.
-        """
+        """Send a pickled (reward name, arguments), b"" to load; return the answer. A worker that is late is killed."""
         deadline, answer = time.monotonic() + timeout_s, b""
         try:
             self._socket.settimeout(timeout_s)

@@ -66,8 +66,5 @@ def _measured(groups: Sequence[Group], reward: str) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the chance that at least one of k samples passes, from more of them (arXiv 2107.03374, eq. 1).
-
-    1 - C(n - c, k) / C(n, k), which is unbiased where k ≤ n.
-    """
+    """Return 1 − C(n − c, k) / C(n, k): the chance that one of k samples passes, unbiased (arXiv 2107.03374, eq. 1)."""
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

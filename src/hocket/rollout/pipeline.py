@@ -72,10 +72,7 @@ class Pipeline:
         await cancel(self._tasks.values())
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
-        """Return the complete batch of a step. Call it when `version`, the weights of the step before, is published.
-
-        It is smaller, or empty, once the stream has no more prompts. Without a version, staleness/* is left out.
-        """
+        """Return a step's batch, empty at the stream's end; call it once `version` of the step before is published."""
         start = time.perf_counter()
         metrics = {"pipeline/queued_groups": float(sum(len(plan.batch.groups) for plan in self._plans.values()))}
         if self._asked is not None:
@@ -112,10 +109,7 @@ class Pipeline:
 
 
 class Replay:
-    """Gives the batches that an earlier run has recorded, in the place of a Pipeline: training without a server.
-
-    Tokens, log-probs and scores are those of the files, step by step; `run_dir` is that run's folder.
-    """
+    """Give the batches that an earlier run has recorded, in the place of a Pipeline: training without a server."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"

@@ -50,10 +50,7 @@ CURABLE = frozenset({"asleep", "reload_failed", "not_resumed"})
 
 
 class Engine:
-    """Give a running AsyncLLM that has loaded `model` numbered weights, found under `root`.
-
-    Each step of a reload has the deadline `timeout_s`.
-    """
+    """Give a running AsyncLLM numbered weights from `root`; each step of a reload has the deadline `timeout_s`."""
 
     def __init__(self, llm: Any, *, model: str, root: Path, timeout_s: float, share_gpu: bool = False) -> None:
         admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before the engine fell

@@ -20,10 +20,7 @@ _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors")
 
 
 class Uploads:
-    """Sent versions under the server's root: hidden until the COMPLETE marker comes, removed after their use.
-
-    An upload is given up after `silence_s` seconds without data.
-    """
+    """Hold uploaded versions: hidden until COMPLETE comes, removed after use, or after `silence_s` without data."""
 
     def __init__(self, root: Path, silence_s: float = SILENCE_S) -> None:
         self._folder = root / FOLDER

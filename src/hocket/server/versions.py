@@ -154,10 +154,7 @@ def temporary_prefix() -> str:
 
 
 class PatchedCopy:
-    """The server's own copy of the newest version, in a temporary folder: deltas are applied to it.
-
-    The first delta after a full version makes the copy, of that version's files.
-    """
+    """Keep the server's own copy of the newest version, in a temporary folder, and apply deltas to it."""
 
     def __init__(self) -> None:
         for left in Path(tempfile.gettempdir()).glob("hocket-weights-*-*"):  # by servers that were killed
@@ -170,10 +167,7 @@ class PatchedCopy:
         self._lock = threading.RLock()  # a call may still be running after its caller has given up
 
     def whole(self, folder: Path, described: Manifest, version: int, expected: ModelShapes) -> Path:
-        """Return a folder with all tensors of a version, whose manifest and headers are right.
-
-        A delta is applied to the copy; where that fails (ApiError 409), the trainer may publish the version in full.
-        """
+        """Return a folder with all tensors of a checked version; a delta changes the copy, or is refused with 409."""
         with self._lock:
             check_manifest(described, version, expected)
             if described.base is None:

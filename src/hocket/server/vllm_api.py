@@ -273,10 +273,7 @@ def call_params(params: Any, call: SampledCall) -> Any:
 
 
 async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
-    """Yield the outputs of a call that `sample` begins, again where new weights abort it before the first one.
-
-    Raises ApiError from `sample`, or because the call was aborted after its first output.
-    """
+    """Yield a call's outputs; begin again where new weights abort it before the first one, raise ApiError later."""
     streamed = False
     while True:
         async with contextlib.aclosing(sample()) as outputs:
@@ -411,10 +408,7 @@ def _adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
 
 
 def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
-    """Load weights in checkpoint format into a worker's model, in place, and drop its adapter.
-
-    Where it raises, some layers are old and some new, and all are ready for a complete load.
-    """
+    """Load weights in checkpoint format into a worker's model, in place; after an error a complete load mends it."""
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform

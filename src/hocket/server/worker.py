@@ -109,10 +109,7 @@ class WorkerExtension:
 
 @contextmanager
 def _ahead(parts: Iterator[Part], give_up: Callable[[], None] = lambda: None) -> Iterator[Iterator[Part]]:
-    """Make the next two parts in a second thread while one is used; no more than these three are in memory.
-
-    Where the body raises, `give_up` interrupts the part that is being made.
-    """
+    """Make the next two parts in a second thread while one is used; `give_up` interrupts it where the body raises."""
     with ThreadPoolExecutor(1, "weights ahead") as thread:
         coming = [thread.submit(next, parts, None) for _ in range(2)]
 

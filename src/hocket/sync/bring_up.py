@@ -26,10 +26,7 @@ async def bring_up(
     member: Member,
     health: Health,
 ) -> None:
-    """Give a server that came, or came back, the current version.
-
-    Raises TrainerError if the server has another model (`check_model`), SyncError if it refuses the version.
-    """
+    """Give a new or returned server the current version. Raise TrainerError for another model, SyncError if refused."""
     if publisher.is_training and publisher.pool.up:
         member.out = "the trainer is at work"  # the pool asks again soon
         return

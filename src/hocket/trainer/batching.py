@@ -91,10 +91,7 @@ def pack(
 def unpack(
     batches: Sequence[TrainBatch], columns: Mapping[str, Sequence[Tensor]]
 ) -> dict[int, dict[str, tuple[float, ...]]]:
-    """Return per packed sample, by its place, one number per token of each column; 0.0 for the first token.
-
-    `columns`: name → one tensor [b, t] per batch, 0 where the mask is false.
-    """
+    """Return one number per token and column [b, t] of every packed sample, by its place; 0.0 for the first token."""
     found: dict[int, dict[str, tuple[float, ...]]] = {}
     for index, batch in enumerate(batches):
         sample_bt = batch.sample_bt.cpu()

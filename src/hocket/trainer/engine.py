@@ -151,10 +151,7 @@ class DeepSpeedEngine:
         self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
     def step(self, *, rescale: bool = True) -> float | None:
-        """Clip, apply and clear the gradient; return its norm, or None if it was not finite and nothing has changed.
-
-        `rescale`: whether such a gradient lowers float16's loss scale.
-        """
+        """Clip, apply and clear the gradient; return its norm, or None if not finite (`rescale`: lower the loss scale)."""
         norm: float | None = None
         if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
             norm = float(nn.utils.clip_grad_norm_([p for _, p in self._trained()], self._max_grad_norm))
@@ -210,10 +207,7 @@ class DeepSpeedEngine:
         return groups
 
     def state(self, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield master weights and moments in buckets: "KIND/parameter" → whole float32 tensor, copied to the CPU.
-
-        All ranks must exhaust the iterator; only rank 0 gets anything.
-        """
+        """Yield "KIND/parameter" → whole float32 tensor on rank 0's CPU, in buckets. All ranks must exhaust it."""
         master = self._master()
         bucket: dict[str, Tensor] = {}
         size = 0

@@ -71,10 +71,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, config: TrainerConfig, *, micro_batch_tokens: int, work: str, longest: int, on_gpu: bool
 ) -> TrainerError:
-    """Return the error that names the work that did not fit, and which setting to change to what.
-
-    `longest`: positions of the longest sequence in this work; 0 without one.
-    """
+    """Return the error that names the work that did not fit, its longest sequence and the settings to change."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") == "hocket.trainer.engine":
             work = {"forward": "forward pass", "backward": "backward pass"}.get(frame.f_code.co_name, work)

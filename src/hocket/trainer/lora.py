@@ -103,10 +103,7 @@ def save(folder: Path, adapter: AdapterConfig, published: dict[str, Tensor]) -> 
 
 
 def merge(folder: Path, output: Path, *, base: str | None = None) -> None:
-    """Write the base model with the adapter in `folder` merged into it, W + alpha / rank · B A, and its tokenizer.
-
-    `base`: path of the base model, if it is no longer where the adapter says.
-    """
+    """Write the base model with an adapter merged in, W + alpha / rank · B A. `base`: its path, if it has moved."""
     import peft
 
     try:

@@ -141,10 +141,7 @@ class SavedTensors:
 
 
 def export(folder: Path, output: Path, *, base: str, dtype: str, adapter: Mapping[str, Any] | None) -> None:
-    """Write the model of a checkpoint in Hugging Face format; an adapter is merged into its base model.
-
-    `base`: the model that training began with, which gives config, tokenizer and, under an adapter, the weights.
-    """
+    """Write a checkpoint's model in Hugging Face format; `base`, where training began, gives config and tokenizer."""
     if output.exists():
         raise ConfigError(f"{output} exists already; remove it, or name another folder")
     transformers.utils.logging.disable_progress_bar()

@@ -290,10 +290,7 @@ class Trainer:
 
     @on_all_ranks
     def state(self, sink: Sink | None) -> dict[str, Any]:
-        """Give the tensors of a checkpoint to `sink`, bucket by bucket, and return the rest, ready for JSON.
-
-        Tensors are copies in CPU memory, whole and float32, for any number of ranks and any ZeRO stage.
-        """
+        """Give a checkpoint's tensors, whole float32 on the CPU, to `sink` in buckets; return the rest for JSON."""
         for name, engine in self.models.saved.items():
             buckets = engine.state(BUCKET_BYTES)
             self._give(({f"{name}/{key}": tensor for key, tensor in bucket.items()} for bucket in buckets), sink)
