@@ -151,7 +151,7 @@ class DeepSpeedEngine:
         self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
     def step(self, *, rescale: bool = True) -> float | None:
-        """Clip, apply and clear the gradient; return its norm, or None if not finite (`rescale`: lower the loss scale)."""
+        """Clip, apply, clear the gradient; return its norm, or None if not finite (`rescale`: lower the loss scale)."""
         norm: float | None = None
         if self.stage == 0:  # DeepSpeed neither reports the norm nor looks for NaN here
             norm = float(nn.utils.clip_grad_norm_([p for _, p in self._trained()], self._max_grad_norm))
