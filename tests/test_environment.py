@@ -70,6 +70,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     python.chmod(0o755)
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # as torch leaves it behind
     monkeypatch.setattr(environment, "has_cuda", lambda: False)
     monkeypatch.setattr(sys, "_base_executable", str(python))
     for name, value in {"PIP_CALLS": f"{tmp_path}/calls", "FAIL_ON": "nothing", "HANG": "", "PIP_USER": "1"}.items():

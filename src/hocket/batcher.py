@@ -7,7 +7,7 @@ lost server has not finished is asked again, of the others or of itself once it 
 
 import asyncio
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from hocket.errors import ServerError
@@ -17,8 +17,7 @@ from hocket.protocol import Completion, GenerateRequest, SamplingParams, Toolbox
 WINDOW_S = 0.002
 MAX_REQUESTS = 48
 """Requests in flight at the same time; each server's client has a few more connections."""
-MAX_TURNS = 128
-"""Turns in one request: a server takes as many prompts, and as many completions of one prompt."""
+MAX_TURNS, MAX_SAMPLES = 1024, 128  # in one request, and of one prompt in it: at most what a server takes
 MAX_HOMES = 1 << 12
 """Groups whose server is remembered."""
 AGAIN = frozenset({"aborted", "asleep"})
@@ -139,12 +138,14 @@ class Batcher:
 
     async def _play(self, member: Member, turns: Sequence[Turn], todo: dict[Turn, None]) -> None:
         """Answer the turns as their completions come, and take them out of `todo`."""
-        prompts: dict[tuple[int, ...], list[Turn]] = defaultdict(list)
+        prompts: dict[tuple[tuple[int, ...], int], list[Turn]] = defaultdict(list)
+        counts = Counter[tuple[int, ...]]()
         for turn in turns:
-            prompts[turn.token_ids].append(turn)
+            prompts[turn.token_ids, counts[turn.token_ids] // MAX_SAMPLES].append(turn)
+            counts[turn.token_ids] += 1
         by_prompt = list(prompts.values())
         request = GenerateRequest(
-            prompts=[list(token_ids) for token_ids in prompts],
+            prompts=[list(token_ids) for token_ids, _ in prompts],
             sampling=turns[0].sampling,
             seeds=[[turn.seed for turn in mine] for mine in by_prompt],
             session=member.session,

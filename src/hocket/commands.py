@@ -315,10 +315,7 @@ class Parts:
 
 
 async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
-    """With launch.share_gpu, wait until the server has started, which needs the whole GPU, and put it to sleep.
-
-    Every rank does so before it takes the GPU; the server wakes up after all of them have built their trainer.
-    """
+    """With launch.share_gpu, wait for the server and put it to sleep, on every rank before it takes the GPU."""
     if config.launch.share_gpu:
         async with _pool(config, config.server_urls, **tell) as servers:
             await servers.wait_up()

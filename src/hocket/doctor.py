@@ -105,6 +105,8 @@ def libraries() -> Iterator[Finding]:
 
 def resources() -> Iterator[Finding]:
     """Count cores; look at memory and disk."""
+    if sys.platform != "linux":
+        return
     yield Finding("cores", str(len(os.sched_getaffinity(0))))
     memory, disk = free_memory() / 1e9, shutil.disk_usage(Path.cwd()).free / 1e9
     note = f"less than {NEEDED_MEMORY_GB:.0f} GB of memory are free: close other programs"

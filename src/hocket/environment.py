@@ -51,6 +51,10 @@ def ensure(command: str, *, install: bool = True) -> None:
         _enter()
     if not install:
         return
+    if "LOCAL_RANK" in os.environ:
+        raise SetupError(
+            "a launcher's ranks don't install: run `python3 run.py doctor` once, then the launcher in .venv"
+        )
     if sys.platform != "linux":
         raise SetupError(f"vLLM has wheels for Linux only, this is {sys.platform}: use Linux, or WSL 2 on Windows")
     _install(command, inside)

@@ -129,7 +129,7 @@ def free_port(host: str, wanted: int) -> int:
         try:
             probe.bind((host, wanted))
         except OSError as error:  # another error the server will explain
-            return free_port(host, 0) if error.errno == errno.EADDRINUSE else wanted
+            return free_port(host, 0) if error.errno == errno.EADDRINUSE else wanted or 8000
         return int(probe.getsockname()[1])
 
 

@@ -115,7 +115,7 @@ class ServerPool:
 
     async def __aexit__(self, *exc_info: object) -> None:
         while self._tasks:  # a task that ends may start another
-            await cancel(self._tasks)
+            await cancel([*self._tasks])  # a copy, as they change it
             await asyncio.sleep(0)  # until they are discarded
         for member in self.members:
             await member.server.close()

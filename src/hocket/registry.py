@@ -46,10 +46,7 @@ class Registry(Generic[T]):
         return self._items[name]
 
     def bind(self, name: str, options: Mapping[str, Any], *, section: str, keys: Iterable[str]) -> Callable[[], Any]:
-        """Return a function that makes the object `name` with these options, after calling it once to check them.
-
-        Raise ConfigError if the name or an option is wrong. `section` of the config has the options beside its `keys`.
-        """
+        """Return a maker of `name` with a section's options beside its `keys`, tried once; ConfigError if it fails."""
         target: Any = self.get(name)
         called, make = f"{self.kind} {name}", functools.partial(target, **options)
         check_options(called, inspect.signature(target), options, section=section, keys=keys)

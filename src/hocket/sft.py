@@ -70,9 +70,9 @@ def run(config: Config) -> None:
                         f"step {step}/{steps}  loss {metrics['train/loss']:.4f}  {num_tokens / seconds:,.0f} tokens/s  "
                         f"{seconds / (step - last) * (steps - step):.0f} s left"
                     )
-        with atomic_folder(output) as partial:
-            trainer.export(partial)
-        console.say(f"wrote {output}")
+            with atomic_folder(output) as partial:
+                trainer.export(partial)
+            console.say(f"wrote {output}")
 
 
 def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:

@@ -35,6 +35,7 @@ NAMES = {
     "vllm.tool_parsers.abstract_tool_parser": "ToolParser.adjust_request ToolParser.extract_tool_calls",
     "vllm.v1.engine.async_llm": "AsyncLLM.abort AsyncLLM.errored AsyncLLM.shutdown",
     "vllm.v1.engine.core": "EngineCoreProc.run_engine_core",
+    "vllm.v1.engine.utils": "get_mp_context",
     "vllm.v1.worker.gpu_worker": "Worker.add_lora Worker.reload_weights Worker.remove_lora",
 }
 """What is used of vLLM besides the names that vllm_api.py imports, and ARGUMENTS."""
@@ -155,7 +156,6 @@ class FakeLLM:
 
 
 def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a CPU vLLM spawns its processes: the tests with real engines show no other way.
     monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", Mock())
     monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", FakeLLM)
     monkeypatch.setattr("vllm.v1.engine.core.EngineCoreProc", FakeCore)

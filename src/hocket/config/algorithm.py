@@ -65,16 +65,18 @@ class AdvantageConfig(Section):
     """Knobs between the rewards and the advantages (algorithm/advantages.py, samples.py)."""
 
     preset: PresetName | None = Field(None, description="Published algorithm (docs/algorithms.md); replaces defaults.")
-    baseline: Baseline = Field("mean", description="`mean` of the group, `leave_one_out`, `none`, or `critic` values.")
+    baseline: Baseline = Field("mean", description="Group's `mean` or `leave_one_out`; per token: `none`, `critic`.")
     scale: Scale = Field(
         "group",
         description="Divisor of the advantage: standard deviation of the `group`, of the `batch`, or `none`. With "
         "baseline none or critic, `batch` whitens over tokens.",
     )
     discount: float = Field(1.0, gt=0, le=1, description="Discount per token. Needs baseline none or critic.")
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="Lambda of GAE: 1 uses returns. Needs baseline critic.")
+    gae_lambda: float = Field(
+        1.0, ge=0, le=1, description="Lambda of GAE: 1 returns, 0 next value. Needs baseline critic."
+    )
     overlong_share: float = Field(0.0, ge=0, le=1, description="Last share of max_tokens with a penalty of 0 to -1.")
-    oversampling: float = Field(1.0, ge=1, description="Dynamic sampling: prompts drawn at most / prompts_per_step.")
+    oversampling: float = Field(1.0, ge=1, description="Dynamic sampling: draws up to this x prompts_per_step. 1: off.")
     mask_truncated: bool = Field(False, description="Exclude truncated rollouts from the loss, not from the baseline.")
     kl_target: float | None = Field(None, gt=0, description="Target KL per token; kl_coef adapts. Needs kl_in=reward.")
     reference: UserPath | None = Field(None, description="Reference of the KL. Default: the first model, no adapter.")

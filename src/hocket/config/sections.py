@@ -174,11 +174,11 @@ class SyncConfig(Section):
     keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
     in_flight: InFlight = Field("keep", description="Requests during a sync: `keep` continues, `drain` waits, `abort`.")
-    delta: bool = Field(False, description="Changed weights only: a few per cent in bfloat16. Needs room for a copy.")
+    delta: bool = Field(False, description="Changed weights alone (backend disk); copies in RAM and servers' $TMPDIR.")
     upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
     bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
     canary_every: int = Field(
-        20, ge=0, description="Versions between comparisons of log-probs, after the first. 0 disables them."
+        20, ge=0, description="Versions between comparisons of log-probs, besides the first. 0 disables them."
     )
     max_logprob_gap: float = Field(0.1, gt=0, description="Mean absolute difference in them that stops the run.")
 
@@ -192,7 +192,10 @@ class ServerConfig(Section):
     silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
     gpu_memory_utilization: float = Field(
-        0.85, gt=0, le=1, description="Share of GPU memory for weights and KV cache. With launch.share_gpu leave 2 GiB."
+        0.85,
+        gt=0,
+        le=1,
+        description="Share of GPU memory. A trainer beside it needs the rest; with launch.share_gpu leave 2 GiB.",
     )
     kv_cache_mib: int | None = Field(None, ge=16, description="KV cache in MiB. Default: share on a GPU, 256 on a CPU.")
     max_concurrent: int = Field(256, ge=1, description="Maximum sequences that the engine decodes at the same time.")
@@ -217,7 +220,7 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: int = Field(
-        50, ge=0, description="Steps between checkpoints of 12 B/parameter, one at the end. 0 disables them."
+        50, ge=0, description="Steps between checkpoints (12 B/trained parameter), one at the end. 0 disables them."
     )
     keep: int = Field(2, ge=1, description="Number of newest checkpoints kept on disk.")
     in_background: bool = Field(False, alias="async", description="Written from a copy while training goes on.")

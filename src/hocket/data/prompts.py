@@ -31,10 +31,7 @@ class TooLongError(ValueError):
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[tuple[Prompt, ...], int]:
-    """Return the prompts of `data.source`, and how many were dropped because they are too long; none is ever cut.
-
-    Raise DataError if the source or a row can't be used. The chat template shows `tools` to the model.
-    """
+    """Return the prompts of `data.source`, and how many were too long; none is cut. Raise DataError for a bad row."""
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     prompts = _load(data, Renderer(data, tokenizer, tools))
     kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= longest)
@@ -42,10 +39,7 @@ def load_prompts(
 
 
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:
-    """Return (prompt ids, response ids) of every row of at most max_length tokens.
-
-    The prompt is rendered as for sampling, and the response ends with the token that ends the model's turn.
-    """
+    """Return (prompt ids, response ids, ended as a turn) of every row of at most max_length tokens."""
     renderer = Renderer(data, tokenizer)
     end = renderer.end_of_turn()
     prompts = _load(data, renderer, with_response=True)
@@ -76,6 +70,8 @@ def _load(data: DataConfig, renderer: "Renderer", *, with_response: bool = False
     if not rows:
         raise DataError(f"{data.source} has no rows")
     token_ids = renderer.encode_prompts([text for _, text, _ in rows])
+    if empty := [place for (place, *_), ids in zip(rows, token_ids, strict=True) if not ids]:
+        raise DataError(f"the tokenizer makes no token of {', '.join(empty[:NUM_SHOWN])}; remove these rows")
     is_file = not data.source.startswith(("task:", "hf:"))
     return [
         Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields)
@@ -95,10 +91,7 @@ class Renderer:
         self._tools = list(tools) or None
 
     def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
-        """Return the text of one row, and the fields of its Prompt. Raise ValueError with the fault of the row.
-
-        `with_response`: the row needs a response, which stays in `meta`, and no answer.
-        """
+        """Return a row's text and Prompt fields; `with_response`: a demonstration's. ValueError names its fault."""
         if isinstance(columns, bytes):
             columns = json.loads(columns)
         if not isinstance(columns, Mapping):
@@ -126,10 +119,7 @@ class Renderer:
         return [ids if ids[:1] == [bos] else [bos, *ids] for ids in token_ids]
 
     def encode(self, texts: Sequence[str], *, at_most: float = math.inf) -> list[list[int]]:
-        """Return the token ids of each text, with no special token that is not written in it.
-
-        Raise TooLongError, before encoding takes seconds, if a text is certainly longer than `at_most` tokens.
-        """
+        """Return each text's token ids, no special token added; raise TooLongError early if one exceeds `at_most`."""
         if any(len(text) > at_most * self._most_characters for text in texts):
             raise TooLongError(f"a text has more than {at_most} tokens")
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]

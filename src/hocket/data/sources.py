@@ -24,10 +24,7 @@ _TEST_SHARE = 1 / 8
 
 
 def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
-    """Yield (place, columns) of the rows of `data.source`, at most `data.limit`, unchecked.
-
-    The columns of a .jsonl file are its lines as they stand. Raise DataError if the source can't be read.
-    """
+    """Yield (place, columns) of at most `data.limit` rows, unchecked; lines of .jsonl as they are. Raises DataError."""
     kind, _, name = data.source.partition(":")
     rows: Iterable[tuple[int, Any]]
     place, limit = f"{data.source}/{data.split}", data.limit

@@ -161,8 +161,8 @@ def invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaita
         try:
             future.set_result(function(**arguments))
         except BaseException as error:  # noqa: BLE001 - the caller raises it
-            if not isinstance(error, Exception) or isinstance(error, StopIteration):
-                # The first would end the caller's event loop, no future of it takes the second.
+            if not isinstance(error, Exception) or isinstance(error, StopIteration | concurrent.futures.CancelledError):
+                # These would end the caller's event loop, are refused by its future, and would cancel the caller.
                 error = RuntimeError(f"{type(error).__name__}: {error}")
             future.set_exception(error)
 

@@ -187,7 +187,10 @@ class Engine:
                     raise ApiError(409, "no_group", f"there is no weight group {key}", "POST /init_weight_group")
                 # Each bucket is verified on its arrival, by the checksums that came with it.
                 layout = [item for bucket in source.buckets for item in bucket]
-                versions.check_layout(layout, self._expected(adapter, shapes))
+                expected, names = self._expected(adapter, shapes), {item.name for item in layout}
+                versions.check_layout(layout, expected)
+                if twice := [name for name, other in expected.tied.items() if {name, other} <= names]:
+                    raise ApiError(409, "bad_version", f"the model ties {twice[0]}", "send it once")
                 call, checksum, arguments = "hocket_load_group", None, (source.model_dump_json(),)
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
                 await self._pause(request.in_flight)

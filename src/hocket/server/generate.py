@@ -100,6 +100,8 @@ class Sampler:
         if not math.isfinite(sum(output.logprobs.logprobs)):
             raise ApiError(500, "not_finite", "the weights give log-probs that are not finite", "publish good ones")
         token_ids, stopped = list(output.token_ids), output.finish_reason == "stop"
+        if not token_ids:
+            raise ApiError(500, "empty", "the engine gave no tokens", RESTART)
         calls = []
         if job.tools is not None:  # in the reading thread, whose tokenizer it uses
             calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, token_ids, stopped)
@@ -147,7 +149,7 @@ class Sampler:
     def _token_ids(self, prompt: PromptInput, where: str) -> list[int]:
         if isinstance(prompt, str):
             self._check_characters(len(prompt), where)
-            return list(self._reader(prompt, add_special_tokens=True)["input_ids"])
+            return list(self._reader(prompt, add_special_tokens=True)["input_ids"]) if prompt else []
         if prompt and isinstance(prompt[0], dict):
             return self._render(prompt, where)
         return prompt  # type: ignore[return-value]  # the schema leaves nothing but token ids

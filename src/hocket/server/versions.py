@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
@@ -85,7 +86,9 @@ def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
     folder = path if Path(path).is_dir() else snapshot_download(path, local_files_only=True)
     shapes: dict[str, tuple[int, ...]] = {}
-    for file_path in Path(folder).glob("model*.safetensors"):
+    index = Path(folder, "model.safetensors.index.json")
+    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    for file_path in filter(Path.is_file, (Path(folder, name) for name in names)):
         with safe_open(file_path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes

@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import logging
 import math
+import multiprocessing
 import os
 import select
 import signal
@@ -134,6 +135,7 @@ def start_engine(args: Namespace) -> Any:
     can hold an adapter, each request uses it, so `drop_adapter` must follow. Calls in a session are recorded there.
     Call it outside an event loop, where a signal can interrupt it.
     """
+    import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCoreProc
@@ -159,6 +161,8 @@ def start_engine(args: Namespace) -> Any:
             return recorded(uninterrupted(sample), session, call)
 
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
+        vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     original = EngineCoreProc.run_engine_core
     EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
     EngineCoreProc.run_engine_core = run_engine
@@ -325,10 +329,7 @@ async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, see
 
 
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
-    """Return a function that finds calls of these tools in a completion, by vLLM's own parser, in one thread at a time.
-
-    Raises ValueError where there is no such parser, it can't be used here, or a tool is described in another way.
-    """
+    """Return a function that finds calls of these tools in a completion by vLLM's parser; ValueError without one."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hocket.config import RolloutConfig, SyncConfig
-from hocket.errors import SyncError
+from hocket.errors import ServerError, SyncError
 from hocket.pool import Member
 from hocket.protocol import GenerateRequest, Health, SamplingParams
 from hocket.sync.publish import Publisher, TrainerTurn
@@ -88,4 +88,7 @@ class Canary:
                 logprobs=(0.0,) * len(context) + line.completion.logprobs,
             )
             samples.append(TrainSample(sequence=sequence, advantages=(0.0,) * len(sequence.token_ids)))
+        if len(samples) != len(contexts):
+            message = f"{member.url}/generate ended after {len(samples)} of {len(contexts)} completions"
+            raise ServerError(message, code="protocol")
         return samples

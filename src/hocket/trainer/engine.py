@@ -184,10 +184,7 @@ class DeepSpeedEngine:
         ]
 
     def buckets(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield the trained parameters as (name, whole tensor) in the compute dtype, each tied tensor once.
-
-        A bucket is valid until the next one. All ranks must exhaust the iterator; only rank 0 gets anything.
-        """
+        """Yield trained (name, whole tensor), compute dtype, tied ones once, on rank 0; all ranks must exhaust it."""
         for group in self.by_bytes(max_bytes):
             with gathered([parameter for _, parameter in group]):
                 if self._ranks.is_main:

@@ -123,8 +123,9 @@ def check(models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch
     available = available_bytes(ranks.device)
     if together.total * (1 - _TOLERANCE) > available:
         raise ConfigError(
-            f"a step needs {together}; there are {_gib(available)}. Set trainer.gradient_checkpointing=true and a "
-            "smaller trainer.micro_batch_tokens, set model.lora={}, train on more ranks, or take a smaller model"
+            f"a step needs {together}; there are {_gib(available)}. For activations and logits, set "
+            "trainer.gradient_checkpointing=true and a smaller trainer.micro_batch_tokens; for the optimizer, "
+            "trainer.offload_optimizer=true on a GPU; for weights, trainer.zero_stage=3 on more ranks; or model.lora={}"
         )
     return together
 

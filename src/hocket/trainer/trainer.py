@@ -264,10 +264,7 @@ class Trainer:
 
     @on_all_ranks
     def export(self, folder: Path) -> dict[str, TensorSpec]:
-        """Write the weights in Hugging Face format (an adapter: PEFT's) and return the specs of the tensors in memory.
-
-        A disk that can't be written raises an error that leaves the trainer usable.
-        """
+        """Write the weights in Hugging Face format (adapter: PEFT's) and return the specs of the tensors in memory."""
         named = [
             (name, tensor.to("cpu", copy=self.engine.stage == 3))  # at other stages the tensor outlives its bucket
             for bucket in self.engine.buckets(EXPORT_BYTES)
