@@ -363,14 +363,23 @@ async def test_weights_that_land_nowhere_end_the_run(servers: list[FakeServer], 
             await pool.wait_up()
 
 
-async def test_leaving_the_pool_ends_all_requests(servers: list[FakeServer]) -> None:
+async def test_leaving_the_pool_ends_all_requests_and_keeps_the_reason(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.batcher.MAX_REQUESTS", 1)
     servers[0].go.clear()
-    async with make_pool(servers[:1]) as pool:
-        playing = asyncio.create_task(play(pool, [[1], [2]]))
-        await until(lambda: servers[0].requests)
-        assert pool.members[0].in_flight == 2 * (1 + 10)  # prompt, and the tokens to come at most
+    playing = []
+    with pytest.raises(RuntimeError, match="the reason"):  # noqa: PT012 - leaving is what is tested
+        async with make_pool(servers[:1]) as pool:
+            batcher = Batcher(pool)
+            playing.append(asyncio.create_task(play(pool, [[1], [2]], batcher=batcher)))
+            await until(lambda: servers[0].requests)
+            assert pool.members[0].in_flight == 2 * (1 + 10)  # prompt, and the tokens to come at most
+            playing.append(asyncio.create_task(play(pool, [[3]], batcher=batcher)))  # sent when the first one ends
+            await until(lambda: batcher._waiting)
+            raise RuntimeError("the reason")
     assert pool.members[0].in_flight == 0
-    await cancel([playing])
+    await cancel(playing)
 
 
 async def test_looking_at_a_server_that_is_out_costs_those_that_work_a_tenth_of_their_time(
