@@ -39,6 +39,7 @@ def serve(config: Config) -> None:
     start, server = time.perf_counter(), config.server
     _check(server.host, config.token, random_init=config.model.random_init)
     with contextlib.closing(_bind(server.host, server.port)) as sock, _ending_children():
+        os.register_at_fork(after_in_child=sock.close)  # the engine's process must not hold the port
         prepare_environment(server.tensor_parallel_size)
         try:
             for number in SIGNALS:

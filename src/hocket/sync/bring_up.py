@@ -50,8 +50,7 @@ async def bring_up(
 class Canary:
     """Compare the engine's log-probs of its own completions with the trainer's: the end-to-end proof of a hand-over.
 
-    Checksums prove what went into the model; this proves what comes out. A stale copy of a tied output head, a wrong
-    precision or a cached prefix of old weights all show here.
+    It proves what comes out: a stale copy of a tied head, a wrong precision, a cached prefix of old weights show here.
     """
 
     prompts: Sequence[Prompt]
