@@ -187,7 +187,7 @@ class Server:
         return (self.root.parent / "log").read_text(errors="replace")
 
     def wait_for(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        found = wait_for(lambda: condition(health := self.health()) and health, "the server's state", 60)
+        found = wait_for(lambda: condition(health := self.health()) and health, "the server's state", 60, 0.005)
         return dict(found)
 
     def reload(self, version: int, name: str) -> httpx.Response:
@@ -256,11 +256,14 @@ class Server:
     def in_flight(self, **body: Any) -> Future[httpx.Response]:
         """Sends so much work that some is in flight for many times as long as any test takes to do something next."""
         work = {"prompts": [[5, 6, 7, 8]] * 8, "n": 128, "sampling": {"max_tokens": 400}} | body
-        answer: Future[httpx.Response] = Future()
         send = functools.partial(self.client.post, "/generate", json=work)
-        threading.Thread(target=lambda: answer.set_result(send()), daemon=True).start()
-        self.wait_for(lambda health: health["in_flight"] > 0)
-        return answer
+        for _ in range(50):  # less work may have ended before anybody has looked
+            answer: Future[httpx.Response] = Future()
+            threading.Thread(target=lambda to=answer: to.set_result(send()), daemon=True).start()
+            wait_for(lambda ended=answer.done: ended() or self.health()["in_flight"] > 0, "a request", 60, poll_s=0.002)
+            if not answer.done():
+                return answer
+        raise AssertionError("every request had ended before it was seen in flight")
 
 
 class Source:
