@@ -1,0 +1,66 @@
+"""Public figures of GPUs and of a model, and the speeds that follow: for simulate.py where no run was measured."""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Container
+
+from simulated_run import ASSUMED, Lengths, Setup, Speeds, given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Public figures of GPUs and a model, from which the speeds come where no run was measured: 7B on H100."""
+
+    parameters: float = given(7.6e9, "parameters", "config of Qwen2.5-7B")
+    bytes_per_parameter: float = given(2.0, "bytes of a weight", "bfloat16")
+    kv_bytes: float = given(57_344.0, "bytes of KV cache per token", "Qwen2.5-7B: 2·28 layers·4 heads·128·2 B")
+    flops: float = given(989e12, "peak operations/s, dense bfloat16", "NVIDIA data sheet, H100 SXM")
+    memory_bytes_s: float = given(3.35e12, "memory bandwidth, B/s", "NVIDIA data sheet, H100 SXM")
+    memory_share: float = given(0.7, "share of the memory bandwidth that decoding reaches", ASSUMED)
+    iteration_s: float = given(0.004, "scheduling and sampling per decode iteration", ASSUMED)
+    decode_share: float = given(0.5, "share of the peak that decode's matrix products reach", ASSUMED)
+    mfu: float = given(0.35, "share of the peak in training", "below Llama 3's .38 to .43, arXiv 2407.21783, table 4")
+    reduce_bytes_s: float = given(200e9, "gradient reduction, B/s", ASSUMED + ": 8 NICs, or NVLink, per node")
+    nvlink_bytes_s: float = given(150e9, "weights to servers of one node, B/s", ASSUMED + ": 1/3 of 450 GB/s")
+    nic_bytes_s: float = given(50e9, "weights from rank 0 to other nodes, B/s", "ConnectX-7 data sheet: 400 Gb/s")
+    load_bytes_s: float = given(15e9, "loading weights in the engine, B/s", ASSUMED)
+    gpus_per_node: int = given(8, "GPUs of one node", "DGX H100")
+    gpu_mtbf_h: float = given(
+        50_700.0, "GPU hours per failure", "419 in 54 days of 16,384 GPUs, arXiv 2407.21783, 3.3.4"
+    )
+    length_mean: float = given(4000.0, "tokens of a completion, mean before the cut", "choice")
+    length_sigma: float = given(0.8, "spread: sigma of the logarithm of the length", ASSUMED + ": log-normal")
+
+
+def public_speeds(hardware: Hardware, setup: Setup, lengths: Lengths, speeds: Speeds, chosen: Container[str]) -> Speeds:
+    """Return speeds of GPUs: decoding by the roofline (arXiv 2211.05102), training by its share of the peak.
+
+    Inputs that are named in `chosen` stay as they are.
+    """
+    gpus, weight_bytes = setup.gpus_per_server, hardware.parameters * hardware.bytes_per_parameter
+    ends = [length for group in lengths for length in group]
+    context = speeds.prompt_tokens + sum(n * n for n in ends) / sum(ends) / 2  # mean over all decoded tokens
+    memory = hardware.memory_bytes_s * hardware.memory_share * gpus
+    matrices, trained = hardware.flops * hardware.decode_share * gpus, hardware.flops * hardware.mfu
+    one_node = gpus * setup.servers + setup.ranks <= hardware.gpus_per_node
+    derived = {
+        "decode_fixed_s": hardware.iteration_s + weight_bytes / memory,
+        "decode_token_s": 2 * hardware.parameters / matrices + hardware.kv_bytes * context / memory,
+        "admit_s": 2 * hardware.parameters * speeds.prompt_tokens / setup.group_size / matrices,  # once per group
+        "micro_batch_s": weight_bytes / hardware.reduce_bytes_s if setup.ranks > 1 else 0.0,
+        "position_s": 6 * hardware.parameters / trained,
+        "transfer_s": speeds.transfer_s + weight_bytes / hardware.load_bytes_s,
+        "per_server_s": weight_bytes / (hardware.nvlink_bytes_s if one_node else hardware.nic_bytes_s),
+        "mtbf_s": hardware.gpu_mtbf_h * 3600 / gpus,
+    }
+    return dataclasses.replace(speeds, **{name: value for name, value in derived.items() if name not in chosen})
+
+
+def log_normal(hardware: Hardware, setup: Setup, count: int = 256) -> Lengths:
+    """Return groups of lengths with the hardware section's mean and spread, cut at max_tokens."""
+    draw, sigma = random.Random(0), hardware.length_sigma
+    mu = math.log(hardware.length_mean) - sigma**2 / 2
+    drawn = (max(1, min(setup.max_tokens, round(draw.lognormvariate(mu, sigma)))) for _ in itertools.count())
+    return [list(itertools.islice(drawn, setup.group_size)) for _ in range(count)]
