@@ -35,7 +35,7 @@ MARK = "SIMULATION, not a measurement"
 MAX_GROUPS = 512  # of lengths, in a calibration
 Result = dict[str, float]
 SHOWN = (
-    ("steps_per_h", "{:,.0f}", "steps per hour"),
+    ("steps_per_h", "{:,.1f}", "steps per hour"),
     ("step_s", "{:,.2f}", "seconds per step"),
     ("tokens_per_s", "{:,.0f}", "sampled tokens/s"),
     ("wait_for_batch", "{:.0%}", "of the step: trainer waits for rollouts"),

@@ -126,9 +126,9 @@ def test_rank_zeros_event_loop_bounds_the_rollouts_per_second() -> None:
 def test_the_best_split_has_as_many_servers_as_keep_the_ranks_busy() -> None:
     # 3,200 tokens take 32 s of one server and 96 s of one rank: a quarter of the GPUs are servers.
     toy = speeds(decode_token_s=0.01, position_s=0.03)
-    many = setup(max_staleness=1, prompts=160)
-    for gpus, servers in ((4, 1), (8, 2), (16, 4), (64, 16)):
-        split, found = simulate.best_split(gpus, many, lambda one: result(one, toy))
+    many = setup(max_staleness=1, prompts=160, group_size=1, max_tokens=20, steps=9)
+    for gpus, servers in ((4, 1), (8, 2), (64, 16)):
+        split, found = simulate.best_split(gpus, many, lambda one: result(one, toy, [[20]]))
         assert (split.servers, split.ranks) == (servers, gpus - servers)
         assert found["step_s"] == pytest.approx(96 / split.ranks, rel=0.01)
 
