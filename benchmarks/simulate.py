@@ -8,7 +8,7 @@
 
 Without a calibration the speeds are public figures of H100s and a 7B model. Calibrate on runs of two or more batch
 sizes with pipeline.max_staleness=0: one size can't tell fixed seconds from seconds per rollout, and times that overlap
-tell neither. The model is in simulated_run.py; docs/scaling.md has examples, and how far predictions were off.
+tell neither. simulated_run.py has the model, simulated_inputs.py its inputs, docs/scaling.md the errors of predictions.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy
 import yaml
-from public_figures import Hardware, log_normal, public_speeds
-from simulated_run import COLD_STEPS, Lengths, Setup, Simulation, Speeds
+from simulated_inputs import Hardware, Lengths, Setup, Speeds, log_normal, public_speeds
+from simulated_run import COLD_STEPS, Simulation
 
 MARK = "SIMULATION, not a measurement"
 MAX_GROUPS = 512  # of lengths, in a calibration

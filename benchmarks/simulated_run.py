@@ -13,71 +13,20 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import simpy
+from simulated_inputs import Lengths, Setup, Speeds
+
+try:
+    import simpy
+except ModuleNotFoundError:
+    raise SystemExit("a simulation needs simpy: pip install -r requirements-dev.txt") from None
 
 COLD_STEPS = 4
 """First steps that are not counted: caches and the pipeline fill."""
-ASSUMED, HERE, RUN = "assumption", "measured here, benchmarks/rank0.py", "calibration, or Hardware"
-Lengths = Sequence[Sequence[int]]  # tokens of each completion, group by group
 Process = Generator[simpy.Event, Any, None]
-
-
-def given(default: Any, meaning: str, source: str = "choice") -> Any:
-    """Declare an input: its meaning with the unit, and where the default comes from."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "source": source})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What is simulated: a run's settings. Calibration takes them from the run's config.yaml."""
-
-    servers: int = given(1, "generation servers")
-    ranks: int = given(1, "trainer processes")
-    gpus_per_server: int = given(1, "server.tensor_parallel_size")
-    prompts: int = given(64, "rollout.prompts_per_step")
-    group_size: int = given(16, "rollout.group_size")
-    max_tokens: int = given(16_384, "rollout.max_tokens")
-    max_staleness: int = given(1, "pipeline.max_staleness")
-    max_concurrent: int = given(256, "server.max_concurrent", "default of hocket")
-    micro_batch_tokens: int = given(32_768, "trainer.micro_batch_tokens")
-    max_requests: int = given(48, "requests in flight, all servers together; 0: any number", "batcher.py, MAX_REQUESTS")
-    steps: int = given(24, "steps to simulate")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Speeds:
-    """Seconds of every part. Calibration replaces what a run's metrics measure; the rest are these defaults."""
-
-    decode_fixed_s: float = given(0.0, "decode iteration, whatever runs", RUN)
-    decode_token_s: float = given(0.0, "decode iteration, per running sequence", RUN)
-    admit_s: float = given(0.0, "per sequence that a server begins: request, prefill", "calibration")
-    batch_s: float = given(0.01, "from a batch's start to its first iteration", "calibration")
-    prompt_tokens: float = given(500.0, "tokens of a prompt", "calibration")
-    trained_share: float = given(1.0, "share of the rollouts whose group has a signal", "calibration")
-    reward_s: float = given(0.01, "latency of a score", "calibration (upper bound), or choice")
-    reward_workers: int = given(4, "scores at a time; 0: any number (async)", "rewards/scorer.py, MAX_WORKERS")
-    rollout_s: float = given(0.0001, "rank 0's event loop, per rollout", HERE)
-    rollout_token_s: float = given(3.5e-7, "rank 0's event loop, per sampled token", HERE)
-    step_s: float = given(0.0, "rank 0 between rollouts and update, per step", "calibration")
-    step_token_s: float = given(1.5e-6, "the same per token: rows, pickle, packing", HERE)
-    pack_pair_s: float = given(4e-6, "the same per rollout and rank: balancing", HERE)
-    train_fixed_s: float = given(0.5, "update: the optimiser's part", ASSUMED)
-    micro_batch_s: float = given(0.0, "update, per micro-batch of a rank", RUN)
-    position_s: float = given(0.0, "update, per token and rank", RUN)
-    prepare_s: float = given(0.1, "hand-over before servers pause", "calibration")
-    transfer_s: float = given(0.3, "hand-over while servers pause", RUN)
-    per_server_s: float = given(0.0, "the same, added by each server: rank 0 sends to one group each", "Hardware")
-    canary_s: float = given(0.5, "log-prob check of a server that comes (back)", ASSUMED)
-    mtbf_s: float = given(0.0, "between failures of one server; 0: none", "Hardware")
-    return_s: float = given(300.0, "until a lost server answers again", ASSUMED)
-    silence_s: float = given(60.0, "until a loss is noticed", "server.silence_s: a host that vanishes")
-    cores: float = given(0.0, "cores that servers and trainer share; 0: each has a device of its own", "--cores")
-    server_cores: float = given(1.0, "cores that one busy server keeps busy", "--cores")
-    trainer_cores: float = given(1.0, "cores that the training trainer keeps busy", "--cores")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -196,7 +145,9 @@ class Simulation:
             for server in self.servers:
                 self.env.process(self._failures(server))
         self.env.run(self.env.process(self.train(progress)))
-        first = min(COLD_STEPS, self.setup.steps // 3)
+        first = min(
+            COLD_STEPS + self.setup.max_staleness, self.setup.steps // 2
+        )  # it fills with as many batches at once
         last = max(first + 1, self.setup.steps - self.setup.max_staleness)  # the last ones have no batch beside theirs
         start, end = self.records[first], self.records[last]
         warm, seconds = self.records[first:last], end["start"] - start["start"]
@@ -242,22 +193,19 @@ class Simulation:
             row["reward"] = env.now - start - row["generate"]
             ages = [self.version - version for version in batch.versions]
             row |= {"age": statistics.fmean(ages), "oldest": max(ages), "tokens": batch.tokens}
-            tokens = batch.tokens + len(ages) * speeds.prompt_tokens
-            pairs = len(ages) * setup.ranks if setup.ranks > 1 else 0  # one rank has nothing to balance
-            host_s = speeds.step_s + speeds.step_token_s * tokens + speeds.pack_pair_s * pairs
-            for name, part in (
-                ("host", self._wait(self._on_rank_0(host_s) - env.now)),
-                ("train", self._update(tokens * speeds.trained_share)),
-                ("sync", self._publish()),
-            ):
+            positions = batch.tokens + len(ages) * speeds.prompt_tokens
+            for name, part in ("host", self._prepare), ("train", self._update), ("sync", self._publish):
                 began = env.now
-                yield from part
+                yield from part(positions)
                 row[name] = env.now - began
             self.records.append(row)
         self.records.append({"start": env.now} | self._spent())
 
-    def _wait(self, seconds: float) -> Process:
-        yield self.env.timeout(seconds)
+    def _prepare(self, positions: float) -> Process:
+        """Write the rollouts file and pack the batch, in rank 0's one thread of Python; one rank balances nothing."""
+        speeds, pairs = self.speeds, self.setup.prompts * self.setup.group_size * self.setup.ranks
+        seconds = speeds.step_s + speeds.step_token_s * positions + speeds.pack_pair_s * pairs * (self.setup.ranks > 1)
+        yield self.env.timeout(self._on_rank_0(seconds) - self.env.now)
 
     def _spent(self) -> dict[str, float]:
         for server in self.servers:
@@ -343,9 +291,9 @@ class Simulation:
 
     def _update(self, positions: float) -> Process:
         """Train; where cores are shared, as fast as the servers leave them."""
-        setup, speeds = self.setup, self.speeds
-        micro_batches = math.ceil(positions / (setup.ranks * setup.micro_batch_tokens))
-        left = speeds.train_fixed_s + speeds.micro_batch_s * micro_batches + speeds.position_s * positions / setup.ranks
+        speeds, mine = self.speeds, positions * self.speeds.trained_share / self.setup.ranks
+        micro_batches = math.ceil(mine / self.setup.micro_batch_tokens)
+        left = speeds.train_fixed_s + speeds.micro_batch_s * micro_batches + speeds.position_s * mine
         self.training = True
         self.share_cores()
         while left > 1e-9:
@@ -371,7 +319,7 @@ class Simulation:
             changed, self._rate_changed = self._rate_changed, self.env.event()
             changed.succeed()
 
-    def _publish(self) -> Process:
+    def _publish(self, positions: float) -> Process:
         """Hand the new weights to every server; those pause while they load."""
         yield self.env.timeout(self.speeds.prepare_s)
         up = [server for server in self.servers if server.up]
