@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("quickstart", lambda args: launch.quickstart(args.config, args.arguments))
+    add("launch", _launch).add_argument("--dry-run", action="store_true", help="only say what would run where")
     add("serve", _serve)
     add("train", _train)
     add("rollout", _rollout)
@@ -74,6 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     add("ledger", _ledger, "RUN")
     add("doctor", lambda args: doctor.run())
     return parser
+
+
+def _launch(args: argparse.Namespace) -> int:
+    return launch.launch(args.config, args.arguments, args.config.run_dir, dry_run=args.dry_run)
 
 
 def _serve(args: argparse.Namespace) -> None:
