@@ -10,7 +10,7 @@ work=$(mktemp -d /tmp/hr.XXXX) # short: Ray's sockets lie in it, and a socket's 
 ray=${RAY_ENV:-/tmp/hocket-ray-env}
 [ -x "$ray/bin/ray" ] || { python3 -m venv "$ray" && "$ray/bin/pip" install -q 'ray[default]==2.60.*' numpy; }
 
-in() { local node=$1 && shift && ip netns exec "hray$node" env PATH="$ray/bin:$PATH" RAY_ADDRESS=http://10.78.0.1:8265 "$@"; }
+on() { local node=$1 && shift && ip netns exec "hray$node" env PATH="$ray/bin:$PATH" RAY_ADDRESS=http://10.78.0.1:8265 "$@"; }
 pids() { ip netns pids hray1 && ip netns pids hray2; }
 finish() {
     status=$?
@@ -34,17 +34,17 @@ for node in 1 2; do
 done
 common=(--num-gpus=2 --num-cpus=3 --object-store-memory=100000000 --disable-usage-stats --block)
 export RAY_memory_monitor_refresh_ms=0
-in 1 ray start --head --node-ip-address=10.78.0.1 --port=6379 --dashboard-host=10.78.0.1 --temp-dir="$work/n1" "${common[@]}" > "$work/n1.log" 2>&1 &
-for _ in $(seq 120); do in 1 ray job list > /dev/null 2>&1 && break; sleep 1; done
-in 2 ray start --address=10.78.0.1:6379 --node-ip-address=10.78.0.2 --temp-dir="$work/n2" "${common[@]}" > "$work/n2.log" 2>&1 &
+on 1 ray start --head --node-ip-address=10.78.0.1 --port=6379 --dashboard-host=10.78.0.1 --temp-dir="$work/n1" "${common[@]}" > "$work/n1.log" 2>&1 &
+for _ in $(seq 120); do on 1 ray job list > /dev/null 2>&1 && break; sleep 1; done
+on 2 ray start --address=10.78.0.1:6379 --node-ip-address=10.78.0.2 --temp-dir="$work/n2" "${common[@]}" > "$work/n2.log" 2>&1 &
 
 settings=(config/quickstart.yaml "run.dir=$work/run" "trainer.steps=$steps" launch.servers=2 launch.trainers=2 launch.gpus_per_node=2)
-in 1 "$python" run.py launch "${settings[@]}" --engine ray --submit | tee "$work/submit.log"
+on 1 "$python" run.py launch "${settings[@]}" --engine ray --submit | tee "$work/submit.log"
 job=$(grep -o 'raysubmit_[A-Za-z0-9]*' "$work/submit.log" | head -n 1)
-in 1 ray job logs -f "$job" > "$work/job.log" 2>&1 &
+on 1 ray job logs -f "$job" > "$work/job.log" 2>&1 &
 
 lines() { cat "$work/run/metrics.jsonl" 2>/dev/null | wc -l; }
-ended() { in 1 ray job status "$job" 2>&1 | grep -E 'SUCCEEDED|FAILED|STOPPED' > "$work/end.log"; }
+ended() { on 1 ray job status "$job" 2>&1 | grep -E 'SUCCEEDED|FAILED|STOPPED' > "$work/end.log"; }
 for _ in $(seq 200); do [ "$(lines)" -ge 20 ] || ended && break; sleep 1; done
 for pid in $(pids); do
     if [[ $(tr '\0' ' ' < "/proc/$pid/cmdline") == ray::Server* ]]; then

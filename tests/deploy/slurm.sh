@@ -11,7 +11,8 @@ if [ -z "${WORK:-}" ]; then
     WORK=$(mktemp -d /tmp/hslurm.XXXX)
     export WORK
     (cd "$WORK" && apt-get -q -o APT::Sandbox::User=root download slurmctld slurmd slurm-client slurm-wlm-basic-plugins libmunge2 \
-        liblua5.1-0 libjson-c5 libhwloc15 libnuma1 libdbus-1-3 > /dev/null && for deb in *.deb; do dpkg -x "$deb" debs; done)
+        liblua5.1-0 libjson-c5 libhwloc15 libnuma1 libdbus-1-3 > /dev/null && for deb in *.deb; do dpkg -x "$deb" debs; done
+        for program in debs/usr/sbin/*-wlm; do ln -s "${program##*/}" "${program%-wlm}"; done) # as the packages' scripts do
     exec unshare --mount "$0" "$@"
 fi
 mount -t overlay overlay -o "lowerdir=$WORK/debs/usr:/usr" /usr
@@ -45,11 +46,14 @@ NodeName=hs1 NodeAddr=10.79.0.1 CPUs=2 Gres=gpu:2
 NodeName=hs2 NodeAddr=10.79.0.2 CPUs=2 Gres=gpu:2
 PartitionName=all Nodes=ALL Default=YES
 CONF
-echo 'Name=gpu Count=2' > "$WORK/gres.conf"
+# any device files do
+echo 'Name=gpu File=/dev/tty[1-2]' > "$WORK/gres.conf"
 mkdir "$WORK/state" "$WORK/spool-hs1" "$WORK/spool-hs2"
 export SLURM_CONF=$WORK/slurm.conf
 
-in() { local node=$1 && shift && ip netns exec "hs$node" unshare --uts bash -c 'hostname "$0" && exec "$@"' "hs$node" "$@"; }
+# `ip netns exec` would hide /sys/fs/cgroup
+# shellcheck disable=SC2016 # for the inner shell
+on() { local node=$1 && shift && nsenter --net="/run/netns/hs$node" unshare --uts bash -c 'hostname "$0" && exec "$@"' "hs$node" "$@"; }
 pids() { ip netns pids hs1 && ip netns pids hs2; }
 finish() {
     status=$?
@@ -71,19 +75,19 @@ for node in 1 2; do
     ip -n "hs$node" addr add "10.79.0.$node/24" dev "s$node"
     ip -n "hs$node" link set "s$node" up && ip -n "hs$node" link set lo up
 done
-in 1 slurmctld -D > "$WORK/slurmctld.log" 2>&1 &
-for node in 1 2; do in "$node" slurmd -D -N "hs$node" > "$WORK/slurmd-$node.log" 2>&1 & done
-for _ in $(seq 60); do [ "$(in 1 sinfo -h -o %t 2> /dev/null)" = idle ] && break; sleep 1; done
-in 1 sinfo
+on 1 slurmctld -D > "$WORK/slurmctld.log" 2>&1 &
+for node in 1 2; do on "$node" slurmd -D > "$WORK/slurmd-$node.log" 2>&1 & done
+for _ in $(seq 60); do [ "$(on 1 sinfo -h -o %t 2> /dev/null)" = idle ] && break; sleep 1; done
+on 1 sinfo
 
 settings=(config/quickstart.yaml "run.dir=$WORK/run" "trainer.steps=$steps" checkpoint.every_steps=20)
-in 1 "$python" run.py launch "${settings[@]}" launch.servers=2 launch.trainers=2 launch.gpus_per_node=2 --engine slurm --submit |
+on 1 "$python" run.py launch "${settings[@]}" launch.servers=2 launch.trainers=2 launch.gpus_per_node=2 --engine slurm --submit |
     tee "$WORK/submit.log"
 job=$(grep -o 'batch job [0-9]*' "$WORK/submit.log" | grep -o '[0-9]*$')
 log=$WORK/run/launch/slurm/slurm-$job.log
 
 lines() { cat "$WORK/run/metrics.jsonl" 2> /dev/null | wc -l; }
-state() { in 1 scontrol -o show job "$job" | grep -o 'JobState=[A-Z]*'; }
+state() { on 1 scontrol -o show job "$job" | grep -o 'JobState=[A-Z]*'; }
 reach() { for _ in $(seq 240); do [ "$(lines)" -ge "$1" ] || [[ $(state) == *=@(COMPLETED|FAILED) ]] && break; sleep 1; done; }
 reach 20
 for pid in $(pids); do
@@ -93,8 +97,8 @@ for pid in $(pids); do
 done
 for _ in $(seq 120); do grep -q 'is there' "$log" && break; sleep 1; done
 reach 70
-echo "requeued after step $(lines)" && in 1 scontrol requeue "$job"
-for _ in $(seq 60); do in 1 scontrol update job="$job" starttime=now 2> /dev/null && break; sleep 1; done # else SLURM waits for two minutes
+echo "requeued after step $(lines)" && on 1 scontrol requeue "$job"
+for _ in $(seq 60); do on 1 scontrol update job="$job" starttime=now 2> /dev/null && break; sleep 1; done # else SLURM waits for two minutes
 for _ in $(seq 120); do [[ $(state) == *=@(COMPLETED|FAILED) ]] && break; sleep 3; done
 state
 grep -hE 'lost server|is there|resum|continu|checkpoint|steps in|accuracy' "$log"
