@@ -183,7 +183,8 @@ class ServerPool:
             while (self.members or self.find) and not self.up:
                 waited, not_found = time.monotonic() - start, self._not_found
                 if waited > self.start_timeout_s:
-                    reasons = [f"{member.url}: {member.out}" for member in self.members] + [not_found] * bool(not_found)
+                    reasons = [f"{member.url}: {member.out}" for member in self.members]
+                    reasons += [not_found] if not_found else []
                     raise ServerError(
                         f"gave up after {waited:.0f} s of waiting for a server ({'; '.join(reasons)}). Start one with "
                         f"`python run.py serve CONFIG`, correct server.urls or server.discover, or raise "
