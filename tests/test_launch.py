@@ -73,11 +73,16 @@ def test_ranks_run_together_and_find_each_other(tmp_path: Path) -> None:
     ]
 
 
-def test_a_rank_that_fails_ends_the_others_with_its_status(tmp_path: Path) -> None:
-    code = f"{RANK}\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)"
-    assert launch.run_ranks(["-c", code, str(tmp_path)], 3, env={"X": "y"}, check=lambda: None) == 7
-    assert len(ranks_in(tmp_path)) == 3
-    assert all(gone(int(words[0])) for words in ranks_in(tmp_path))
+def test_a_rank_that_fails_ends_the_others_with_its_status_and_last_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = f"{RANK}\nif os.environ['RANK'] == '1': sys.exit('no room')\ntime.sleep(600)"
+    folder, logs = tmp_path / "ranks", tmp_path / "logs"
+    folder.mkdir()
+    assert launch.run_ranks(["-c", code, str(folder)], 3, env={"X": "y"}, check=lambda: None, logs=logs) == 1
+    assert f"rank 1 ended with status 1; the end of {logs / 'rank_1.log'}:\nno room" in capsys.readouterr().err
+    assert len(ranks_in(folder)) == 3
+    assert all(gone(int(words[0])) for words in ranks_in(folder))
 
 
 def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
@@ -88,6 +93,11 @@ def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
     with pytest.raises(ServerError):
         launch.run_ranks(["-c", f"{RANK}\ntime.sleep(600)", str(tmp_path)], 3, env={"X": "y"}, check=check)
     wait_for(lambda: all(words and gone(int(words[0])) for words in ranks_in(tmp_path)), "the ranks are gone")
+
+
+def placed(gpus: str, settings: list[str]) -> launch.Placement:
+    values = config.load(None, settings)
+    return launch.place(values.launch, values.server.tensor_parallel_size, values.sync.backend, list(gpus))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +119,7 @@ def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
 def test_gpus_are_divided_between_servers_and_ranks(
     gpus: str, settings: list[str], servers: list[str], ranks: tuple[str, int]
 ) -> None:
-    assert launch.make_plan(config.load(None, settings), list(gpus)) == (servers, *ranks)
+    assert placed(gpus, settings) == (servers, *ranks)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +128,16 @@ def test_gpus_are_divided_between_servers_and_ranks(
         ("0", ["launch.trainers=2"], "launch.trainers=2 needs 2 GPUs, and of this machine's 1 it has 1"),
         ("0123", ["launch.servers=4"], "launch.trainers=1 needs 1 GPUs, and of this machine's 4 it has 0"),
         ("01", ["server.tensor_parallel_size=4"], "launch.servers=1 needs 4 GPUs, and of this machine's 2 it has 2"),
-        ("0", ["sync.backend=nccl"], r"GPU 0 has a server and a trainer(.|\n)*launch\.share_gpu=true sync\.backend=disk"),
+        (
+            "0",
+            ["sync.backend=nccl"],
+            "GPU 0 has a server and a trainer(.|\n)*launch.share_gpu=true sync.backend=disk",
+        ),
     ],
 )
 def test_too_few_gpus_and_a_gpu_for_both_sides_of_nccl_are_refused(gpus: str, settings: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        launch.make_plan(config.load(None, settings), list(gpus))
+        placed(gpus, settings)
 
 
 def test_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hocket import environment
-from hocket.config import Config
+from hocket.config import Config, LaunchConfig
 from hocket.errors import ConfigError, ServerError
 from hocket.processes import die_with_parent
 
@@ -59,15 +59,18 @@ class Child(subprocess.Popen[bytes]):
             os.killpg(self.pid, signal.SIGKILL)
         return self.wait(STOP_TIMEOUT_S)
 
+    def last_words(self, name: str) -> str:
+        """Return how the process has ended, and the end of its log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log else []
+        return "\n".join([f"{name} ended with status {self.poll()}; the end of {self.log}:", *lines[-NUM_LINES:]])
+
     def refuse_dead(self) -> None:
-        """Raise ServerError with the end of the log if the process, a server, has ended."""
-        if (status := self.poll()) is not None:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log else []
-            text = "\n".join([f"the server ended with status {status}; the end of {self.log}:", *lines[-NUM_LINES:]])
-            raise ServerError(text, code="unreachable")
+        """Raise ServerError if the process, a server, has ended."""
+        if self.poll() is not None:
+            raise ServerError(self.last_words("the server"), code="unreachable")
 
 
-class Plan(NamedTuple):
+class Placement(NamedTuple):
     """Say which GPUs ("0,1"; "" without any) each server and all ranks of a run on this machine use."""
 
     servers: list[str]
@@ -89,7 +92,8 @@ def launch(config: Config, arguments: Sequence[str], run_dir: Path, *, dry_run: 
 
     Say first what runs where; with `dry_run` that is all.
     """
-    plan, logs = make_plan(config, visible_gpus()), run_dir / "logs"
+    logs = run_dir / "logs"
+    plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, visible_gpus())
     ports = free_ports(config.server.host, config.server.port, len(plan.servers))
     urls = [config.url_at(port) for port in ports]
     names = [f"server_{number}" for number in range(len(ports))] if len(ports) > 1 else ["server"]
@@ -112,15 +116,14 @@ def launch(config: Config, arguments: Sequence[str], run_dir: Path, *, dry_run: 
         return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
 
 
-def make_plan(config: Config, gpus: Sequence[str]) -> Plan:
+def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:
     """Divide the GPUs of this machine between servers and ranks; a single one is for both sides.
 
-    Where the settings say nothing, servers get half of them. Raise ConfigError where they are too few, or where NCCL
-    would have to connect two processes on one GPU.
+    Where the settings say nothing, servers of `size` GPUs each get half of them. Raise ConfigError where they are too
+    few, or where sync.backend `nccl` would have to connect two processes on one GPU.
     """
-    settings, size = config.launch, config.server.tensor_parallel_size
     if not gpus:
-        return Plan([""] * (settings.servers or 1), "", settings.trainers or 1)
+        return Placement([""] * (settings.servers or 1), "", settings.trainers or 1)
     ours, theirs = (text.split(",") if text else [] for text in (settings.server_gpus, settings.trainer_gpus))
     if not (ours or theirs or settings.share_gpu or len(gpus) == 1):
         left = len(gpus) - settings.trainers if settings.trainers else len(gpus) // 2
@@ -141,12 +144,12 @@ def make_plan(config: Config, gpus: Sequence[str]) -> Plan:
             )
     servers = [",".join(ours[number * size : (number + 1) * size]) for number in range(num_servers)]
     shared = sorted(set(ours[: num_servers * size]) & set(theirs[:num_ranks]))
-    if shared and config.sync.backend == "nccl":
+    if shared and backend == "nccl":
         raise ConfigError(
             f"GPU {shared[0]} has a server and a trainer, which NCCL can't connect: give them GPUs of their own "
             "(launch.server_gpus, launch.trainer_gpus), or let them share it: launch.share_gpu=true sync.backend=disk"
         )
-    return Plan(servers, ",".join(theirs[:num_ranks]), num_ranks)
+    return Placement(servers, ",".join(theirs[:num_ranks]), num_ranks)
 
 
 def visible_gpus() -> list[str]:
@@ -180,15 +183,19 @@ def run_ranks(
             own = {**env, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(Child(command, env=own, log=logs / f"rank_{rank}.log" if logs and rank else None))
         while True:
-            statuses = [rank.poll() for rank in ranks]
-            failed = [status for status in statuses if status]
-            if failed or None not in statuses:
-                return failed[0] if failed else 0
+            statuses = [child.poll() for child in ranks]
+            for number, child in enumerate(ranks):
+                if child.returncode:
+                    if child.log is not None:  # the others print into this process's output
+                        print(child.last_words(f"rank {number}"), file=sys.stderr)
+                    return int(child.returncode)
+            if None not in statuses:
+                return 0
             check()
             time.sleep(0.2)
     finally:
-        for rank in ranks:  # rank 0 first: it closes the run, and releases the others, which have nothing to close
-            rank.stop(signal.SIGINT if rank is ranks[0] else signal.SIGTERM)
+        for child in ranks:  # rank 0 first: it closes the run, and releases the others, which have nothing to close
+            child.stop(signal.SIGINT if child is ranks[0] else signal.SIGTERM)
 
 
 @contextmanager
@@ -245,7 +252,7 @@ def free_port(host: str, wanted: int) -> int:
 
 
 def free_ports(host: str, first: int, number: int) -> list[int]:
-    """Return that many ports from `first` on, others in place of those that are taken."""
+    """Return `number` ports from `first` on; other free ones replace those that are taken."""
     ports: list[int] = []
     for wanted in range(first, first + number):
         port = free_port(host, wanted)
