@@ -95,13 +95,13 @@ def test_what_no_engine_can_run_is_refused_with_what_to_change(settings: list[st
         render("slurm", settings)
 
 
-@pytest.mark.parametrize("case", ["slurm", "slurm_one_node"])
-def test_shellcheck_finds_nothing_in_the_batch_script(case: str) -> None:
-    shellcheck = shutil.which(
-        "shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    )
+def test_shellcheck_finds_nothing_in_the_batch_scripts_and_in_tests_deploy() -> None:
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    shellcheck = shutil.which("shellcheck", path=programs)
     assert shellcheck, "run `python3 run.py test` once: it installs requirements-dev.txt"
-    found = subprocess.run([shellcheck, GOLDEN / case / "job.sh"], stdout=subprocess.PIPE, text=True, timeout=60)
+    scripts = [*GOLDEN.glob("slurm*/job.sh"), *(ROOT / "tests" / "deploy").glob("*.sh")]
+    assert len(scripts) > 2
+    found = subprocess.run([shellcheck, *scripts], stdout=subprocess.PIPE, text=True, timeout=60)
     assert (found.stdout, found.returncode) == ("", 0)
 
 
