@@ -87,7 +87,7 @@ def render(
             f"launch.gpus_per_node if its nodes don't have {size.gpus_per_node}"
         )
     if size.share_gpu:
-        raise ConfigError("launch.share_gpu is for one machine: leave it out, or --engine")
+        raise ConfigError("launch.share_gpu is for one machine: leave it out, or leave --engine out")
     layout = lay_out(size.servers, given.server.tensor_parallel_size, size.trainers, size.gpus_per_node)
     in_pods = engine == "kubernetes"
     folder = root / (output or given.run_dir / "launch" / engine)
@@ -106,7 +106,6 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # these are no web pages
     )
     templates.filters |= {"sh": lambda value: shlex.quote(str(value)), "text": lambda value: json.dumps(str(value))}
     known = {"layout": layout, "config": config, "folder": folder, "name": name, "python": python, "root": root}
