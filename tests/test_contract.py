@@ -17,7 +17,7 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"manifest", "tokenizer", "data"},
     {"weight_group", "delta"},
     {"algorithm", "rewards", "envs", "observe", "doctor"},
-    {"client"},
+    {"client", "discover"},
     {"pool"},
     {"batcher"},
     {"rollout", "trainer", "server"},

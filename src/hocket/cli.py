@@ -102,6 +102,7 @@ def _sft(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     from hocket.client import ServerClient
+    from hocket.discover import find_servers
     from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, SamplingParams
 
     config: Config = args.config
@@ -116,7 +117,9 @@ def _generate(args: argparse.Namespace) -> None:
         raise ConfigError(f"-n {args.n} with -p can't be asked for: {error.errors()[0]['msg']}") from error
 
     async def ask() -> GenerateResponse:
-        async with ServerClient(config.server_urls[0], token=config.token) as server:
+        where = config.server.discover
+        url = config.server_urls[0] if where is None else (await find_servers(where))[0]
+        async with ServerClient(url, token=config.token) as server:
             return await server.ask(request, timeout_s=config.rollout.timeout_s)
 
     answer = asyncio.run(ask())
