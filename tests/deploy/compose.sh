@@ -29,7 +29,7 @@ build() {  # the part of an override that says how SERVICE is built
 }
 printf 'services:\n%s\n%s\n' "$(build server)" "$(build trainer)" > "$work/override.yaml"
 files=(-f "$work/hocket/docker/compose.yaml" ${GPU:+-f "$work/hocket/docker/compose.gpu.yaml"} -f "$work/override.yaml")
-compose() { docker compose "${files[@]}" "$@"; }
+compose() { timeout 600 docker compose --ansi never "${files[@]}" "$@"; }  # bounded, whatever hangs
 
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
 fail() {
@@ -57,7 +57,7 @@ start() {  # start NAME SETTINGS OPTIONS-OF-UP...
     run=$work/hocket/runs/$1
     export HOCKET_SETTINGS="config/quickstart.yaml run.dir=runs/$1 $2"
     shift 2
-    timeout 400 docker compose "${files[@]}" up --detach --no-build "$@" > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "up"; }
+    compose up --detach --no-build "$@" > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "up"; }
     say "up: the server is healthy and the trainer has started"
 }
 steps() { [ "$(wc -l < "$run/metrics.jsonl")" -gt "$1" ]; }  # the first line is the evaluation before step 1
@@ -158,11 +158,11 @@ phase_ranks() {
 
 phase_status() {
     export HOCKET_SETTINGS='config/quickstart.yaml run.dir=runs/status trainer.steps=3 eval.num_prompts=8'
-    timeout 300 docker compose "${files[@]}" up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "a good run"; }
+    compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "a good run"; }
     say "a good run: up ends with status 0"
     stop
     HOCKET_SETTINGS+=' data.source=not-there.jsonl' status=0
-    timeout 300 docker compose "${files[@]}" up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || status=$?
+    compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || status=$?
     [ "$status" = 1 ] || { cat "$work/up.log"; fail "a bad run ended with $status"; }
     say "a bad run: up ends with status 1: $(grep -o 'error: .*' "$work/up.log" | head -n 1)"
     stop
