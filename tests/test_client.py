@@ -150,6 +150,18 @@ async def test_control_calls_do_not_wait_behind_rollouts_and_no_proxy_is_asked(m
         await asyncio.gather(rollouts, return_exceptions=True)
 
 
+async def test_a_call_to_a_server_that_has_left_the_pool_fails_as_if_it_could_not_be_reached() -> None:
+    server = client(lambda request: httpx.Response(200, json=HEALTH))
+    assert not server.is_closed
+    await server.close()
+    assert server.is_closed
+    with pytest.raises(ServerError, match="can't reach http://server/health: the server has left") as raised:
+        await server.health()
+    assert raised.value.code == "unreachable"
+    with pytest.raises(ServerError, match="the server has left"):
+        await generate(server)
+
+
 RELOAD = ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain")
 GROUP = GroupRequest(session="g", host="127.0.0.1", port=5, backend="gloo", device=None, timeout_s=9.0)
 SESSION = SessionRequest(sampling=SamplingParams(stop=("x",)), max_length=64, max_calls=3, idle_timeout_s=9.0)

@@ -46,7 +46,7 @@ class FakeServer:
         self.opened: list[SessionRequest] = []
         self.played: list[tuple[Any, int]] = []  # first token and seed of every completion
         self.looks = 0  # how often /health was asked
-        self.dead = self.mute = False
+        self.dead = self.mute = self.closed = False
         self.go = asyncio.Event()  # completions and the end of sessions wait for it
         self.go.set()
         self.cut: tuple[int, Exception | None] | None = None  # ends one answer after this many completions, and how
@@ -56,7 +56,8 @@ class FakeServer:
         self.dead = True
         self.go.set()
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.closed = True
 
     def check(self) -> None:
         if self.dead:
@@ -116,8 +117,8 @@ def servers() -> list[FakeServer]:
 @pytest.fixture(autouse=True)
 async def deadline(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """No wait without a deadline: a pool that hangs fails its test."""
-    for module in ("pool", "batcher"):
-        monkeypatch.setattr(f"hocket.{module}.POLL_S", 0.02)
+    for name in ("pool.POLL_S", "pool.FIND_S", "batcher.POLL_S"):
+        monkeypatch.setattr(f"hocket.{name}", 0.02)
     async with asyncio.timeout(30):
         yield
 
@@ -133,6 +134,31 @@ def make_pool(servers: Sequence[FakeServer], **options: Any) -> ServerPool:
     pool = ServerPool([], **{"start_timeout_s": 10.0} | options)
     pool.members = [Member(server) for server in servers]  # type: ignore[arg-type]
     return pool
+
+
+class Listing:
+    """A list of servers that changes while a pool follows it, with what a look-up has to say instead."""
+
+    def __init__(self, servers: Sequence[FakeServer], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.servers = [*servers]  # those listed
+        self.error: ServerError | None = None
+        self.go = asyncio.Event()  # look-ups wait for it
+        self.go.set()
+        self.count = 0  # look-ups that have ended
+        known = {server.url: server for server in servers}
+        monkeypatch.setattr("hocket.pool.ServerClient", lambda url, token: known[url])
+
+    async def find(self) -> list[str]:
+        await self.go.wait()
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+        return [server.url for server in self.servers]
+
+    async def followed(self) -> None:
+        """Waits until the pool has made use of the list as it is now."""
+        count = self.count
+        await until(lambda: self.count > count + 1)  # it asks again only then
 
 
 def turn(token_ids: Sequence[int], seed: int, deadline: Deadline, sampling: SamplingParams, place: str = "") -> Turn:
@@ -411,6 +437,91 @@ async def test_work_on_which_one_server_after_the_other_is_lost_is_not_played_fo
     async with make_pool(servers) as pool:
         with pytest.raises(ServerError, match=says):
             await play(pool, [[1]])
+
+
+async def test_servers_that_come_are_brought_up_and_those_that_have_left_and_are_lost_are_dropped(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    listing, said, brought = Listing(servers, monkeypatch), list[str](), list[str]()
+
+    async def bring_up(member: Member, health: Health) -> None:
+        brought.append(member.url)
+        member.mark_ready(health.session)
+
+    listing.servers = [first]
+    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+        pool.bring_up = bring_up
+        prompts = [[i] for i in range(8)]
+        await play(pool, prompts)  # the first list is waited for
+        assert len(first.played) == 8
+        listing.servers = [first, second, second]  # named twice
+        await listing.followed()
+        await play(pool, prompts)
+        assert [len(server.played) for server in servers] == [12, 4]
+        assert brought == [first.url, second.url]
+        listing.servers = [second]
+        await listing.followed()
+        await play(pool, prompts)  # the first one still works, listed or not
+        assert [len(server.played) for server in servers] == [16, 8]
+        first.go.clear()
+        playing = asyncio.create_task(play(pool, prompts))
+        await until(lambda: len(first.requests) == 4)
+        first.die()
+        await playing  # by the second one, after all
+        await listing.followed()
+        assert [member.url for member in pool.members] == [second.url]
+        assert (first.closed, second.closed) == (True, False)
+        looks = first.looks
+        await play(pool, prompts)
+        assert first.looks == looks  # nobody looks at it any more
+        assert [len(server.played) for server in servers] == [16, 24]
+        first.dead, first.session = False, "s2"
+        listing.servers = [first, second]  # another process at its address
+        await listing.followed()
+        await pool.wait_up()
+        assert brought == [first.url, second.url, first.url]
+    lost = f"can't reach {first.url}"
+    assert said == [f"lost server {first.url}: {lost}", f"server {first.url} has left: {lost}"]
+
+
+async def test_a_look_up_that_hangs_or_fails_disturbs_nobody_and_is_reported_once(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, said = Listing(servers, monkeypatch), list[str]()
+    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+        await pool.wait_up()
+        for _ in range(2):
+            listing.error = ServerError("server.discover=x:1 finds no server: it is down", code="unreachable")
+            await listing.followed()
+            await listing.followed()
+            await play(pool, [[i] for i in range(4)])
+            listing.error = None
+            await listing.followed()
+        listing.go.clear()
+        await play(pool, [[i] for i in range(4)])
+    assert [len(server.played) for server in servers] == [6, 6]
+    assert said == ["server.discover=x:1 finds no server: it is down. Those known so far are kept"] * 2
+
+
+async def test_a_list_that_stays_empty_is_waited_for_and_then_named(
+    servers: list[FakeServer], clock: fakes.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, waited = Listing(servers, monkeypatch), list[str]()
+    listing.error = ServerError("server.discover=x:1 finds no server: no such name", code="unreachable")
+    listing.go.clear()
+
+    def on_wait(what: str, seconds: float) -> None:
+        waited.append(what)
+        listing.go.set()
+        clock.now += 5.0 if listing.count > 1 else 0.0
+
+    async with ServerPool([], find=listing.find, on_wait=on_wait, start_timeout_s=10.0) as pool:
+        with pytest.raises(ServerError, match=r"gave up after 15 s .* no such name.* or server\.discover") as raised:
+            await pool.wait_up()
+    assert raised.value.code == "timeout"
+    assert waited[0] == "waiting for a server (none is found yet)"
+    assert waited[-1] == f"waiting for a server ({listing.error})"
 
 
 BOUNDS = {"max_length": 64, "max_calls": 3, "idle_timeout_s": 9.0}

@@ -55,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("quickstart", lambda args: launch.quickstart(args.config, args.arguments))
+    start = add("launch", _launch)
+    start.add_argument("--dry-run", action="store_true", help="only say what would run where")
+    start.add_argument("--engine", choices=("slurm", "ray", "kubernetes"), help="write the files that a cluster runs")
+    start.add_argument("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE")
+    start.add_argument("--submit", action="store_true", help="submit them, too")
     add("serve", _serve)
     add("train", _train)
     add("rollout", _rollout)
@@ -74,6 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     add("ledger", _ledger, "RUN")
     add("doctor", lambda args: doctor.run())
     return parser
+
+
+def _launch(args: argparse.Namespace) -> int:
+    if args.engine:
+        from hocket import engines
+
+        engines.launch(args.engine, args.arguments, args.output, submit=args.submit, dry_run=args.dry_run)
+        return 0
+    if args.output or args.submit:
+        raise ConfigError("--output and --submit need an --engine: slurm, ray or kubernetes")
+    return launch.launch(args.config, args.arguments, args.config.run_dir, dry_run=args.dry_run)
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -102,6 +118,7 @@ def _sft(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     from hocket.client import ServerClient
+    from hocket.discover import find_servers
     from hocket.protocol import GenerateRequest, GenerateResponse, PromptInput, SamplingParams
 
     config: Config = args.config
@@ -116,7 +133,9 @@ def _generate(args: argparse.Namespace) -> None:
         raise ConfigError(f"-n {args.n} with -p can't be asked for: {error.errors()[0]['msg']}") from error
 
     async def ask() -> GenerateResponse:
-        async with ServerClient(config.server_urls[0], token=config.token) as server:
+        where = config.server.discover
+        url = config.server_urls[0] if where is None else (await find_servers(where))[0]
+        async with ServerClient(url, token=config.token) as server:
             return await server.ask(request, timeout_s=config.rollout.timeout_s)
 
     answer = asyncio.run(ask())

@@ -86,6 +86,11 @@ class ServerClient:
         await self._http.aclose()
         await self._rollouts.aclose()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connections are closed; every call fails then."""
+        return self._http.is_closed
+
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> Health:
         """Return the server's state. Raises ServerError where it does not answer."""
         async with self._deadline(timeout_s, "/health"):
@@ -175,6 +180,10 @@ class ServerClient:
         except httpx.TransportError as error:
             cause = str(error) or type(error).__name__
             raise ServerError(f"can't reach {self.url}{route}: {cause}", code="unreachable") from error
+        except RuntimeError as error:
+            if not self.is_closed:
+                raise
+            raise ServerError(f"can't reach {self.url}{route}: the server has left", code="unreachable") from error
 
 
 def _parse(model: type[M], response: httpx.Response) -> M:

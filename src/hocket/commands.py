@@ -17,10 +17,11 @@ from hocket.config import Config, DataConfig, read_settings
 from hocket.data.curriculum import bind
 from hocket.data.prompts import Renderer, load_prompts
 from hocket.data.stream import PromptStream
+from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
-from hocket.launch import Child, free_port, server_process
+from hocket.launch import Child, free_port, running, variables
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder, lines_of
 from hocket.pool import Member, ServerPool
@@ -98,7 +99,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
     if not (saved or replay):
         folder.ledger(0, [{"num_prompts": len(prompts)}])
-    servers = _pool(config, () if replay else config.server_urls, on_wait=console.doing, say=console.say)
+    servers = ServerPool(()) if replay else _pool(config, on_wait=console.doing, say=console.say)
     publisher = parts.publisher(trainer, servers, prompts)
     kl = KlController(config.algorithm)
     kept: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
@@ -124,12 +125,13 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
 
 
 def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, float]:
-    """Return the eval/* metrics of the servers at server.urls, or of model.path, or a checkpoint, in an own server."""
+    """Return the eval/* metrics of the servers that the config names, or of a model or checkpoint in an own server."""
     load_plugins(config.plugins)
     with ExitStack() as stack:
         if (Path(config.model.path) / checkpoints.STATE_FILE).is_file():
-            if config.server.urls:
-                raise ConfigError("servers at server.urls hold other weights than a checkpoint; leave server.urls out")
+            if config.server.urls or config.server.discover:
+                advice = "leave server.urls and server.discover out"
+                raise ConfigError(f"servers that run already hold other weights than a checkpoint; {advice}")
             model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
             export(Path(config.model.path), Path(model), base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
@@ -271,7 +273,7 @@ class Parts:
             keep = config.model.lora is not None
             transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=keep)
             trainer_turn = transport.trainer_turn
-        elif config.sync.backend == "nccl" and servers.members:
+        elif config.sync.backend == "nccl" and config.pipeline.replay is None:
             transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
         canary = Canary(prompts[:CANARY_PROMPTS], trainer, config.rollout, config.sync, trainer_turn)
         publisher = Publisher(
@@ -287,8 +289,9 @@ class Parts:
 
     @asynccontextmanager
     async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
-        """Give the servers at server.urls with their weights, or one of model.path, started where none answers."""
+        """Give the servers that the config names with their weights, or one of model.path, started if none answers."""
         server, model, own = self.config.server, self.config.model.path, list[Child]()
+        named = bool(server.urls or server.discover)
 
         def waiting(what: str, waited_s: float) -> None:
             for child in own:
@@ -299,17 +302,20 @@ class Parts:
             serves = f"the server at {member.url} serves {health.model}"
             if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
                 raise ConfigError(f"{serves}, whose tokenizer is not that of model.path={model}; name the same model")
-            if not server.urls and Path(health.model).resolve() != Path(model).resolve():
+            if not named and Path(health.model).resolve() != Path(model).resolve():
                 advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
                 raise ConfigError(f"{serves}, not model.path={model}; {advice}")
             self.console.say(f"{serves}, version {health.version}")
             member.mark_ready(health.session)
 
-        async with _pool(self.config, self.config.server_urls, on_wait=waiting, say=self.console.say) as servers:
+        async with _pool(self.config, on_wait=waiting, say=self.console.say) as servers:
             servers.bring_up = check
             with ExitStack() as stack:
-                if not server.urls and not await servers.members[0].server.answers():
-                    own.append(stack.enter_context(server_process(self.config, arguments, self.config.run_dir)))
+                if not named and not await servers.members[0].server.answers():
+                    log = self.config.run_dir / "logs" / "server.log"
+                    env = variables(self.config.launch.server_gpus or "")
+                    serve = running(["-m", "hocket", "serve", *arguments], env=env, log=log)
+                    own.append(stack.enter_context(serve))
                 await servers.wait_up()
                 yield servers
 
@@ -317,11 +323,18 @@ class Parts:
 async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
     """With launch.share_gpu, wait for the server and put it to sleep, on every rank before it takes the GPU."""
     if config.launch.share_gpu:
-        async with _pool(config, config.server_urls, **tell) as servers:
+        async with _pool(config, **tell) as servers:
             await servers.wait_up()
             await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
 
 
-def _pool(config: Config, urls: Sequence[str], **tell: Callable[..., None]) -> ServerPool:
-    silence_s, start_timeout_s = config.server.silence_s, config.server.start_timeout_s
-    return ServerPool(urls, token=config.token, silence_s=silence_s, start_timeout_s=start_timeout_s, **tell)
+def _pool(config: Config, **tell: Callable[..., None]) -> ServerPool:
+    server = config.server
+    return ServerPool(
+        config.server_urls,
+        find=partial(find_servers, server.discover) if server.discover is not None else None,
+        token=config.token,
+        silence_s=server.silence_s,
+        start_timeout_s=server.start_timeout_s,
+        **tell,
+    )

@@ -7,6 +7,7 @@ is decided in batcher.py.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -23,6 +24,8 @@ MAX_LOSSES = 3
 POLL_S = 0.25
 LOOK_S = 3.0
 LOST_REST_S = 1.0
+FIND_S = 5.0
+"""Between two look-ups of the list of servers."""
 LOOKING_SHARE = 0.1
 """Share of the time that looking at servers that are out may cost those that work."""
 GONE = frozenset(
@@ -89,6 +92,8 @@ class Member:
         self.session, self.out = None, reason
 
 
+Find = Callable[[], Awaitable[Sequence[str]]]
+"""Looks up the base URLs of the servers that there are now; raises ServerError where it finds none."""
 BringUp = Callable[[Member, Health], Awaitable[None]]
 """Gives one server that answers the current weights; raises HocketError if that fails."""
 
@@ -99,6 +104,7 @@ class ServerPool:
 
     urls: dataclasses.InitVar[Sequence[str]]
     _: dataclasses.KW_ONLY
+    find: Find | None = None  # looks up the list again and again; None: it stays `urls`
     token: dataclasses.InitVar[str | None] = None  # bearer token of all servers
     silence_s: float = 60.0  # a server whose /health is silent for this long is lost
     start_timeout_s: float = 600.0  # how long to wait while no server is up
@@ -106,11 +112,15 @@ class ServerPool:
     say: Callable[[str], None] = lambda line: None  # reports servers that are lost or come back
 
     def __post_init__(self, urls: Sequence[str], token: str | None) -> None:
-        self.members = [Member(ServerClient(url, token=token)) for url in urls]
+        self._client = functools.partial(ServerClient, token=token)
+        self.members = [Member(self._client(url)) for url in urls]
+        self._not_found = None if self.find is None else "none is found yet"  # why the last look-up found no server
         self.bring_up: BringUp | None = None  # set by the publisher; None: servers work with the weights they hold
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ServerPool":
+        if self.find is not None:
+            self.start(self._follow(self.find))
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -126,6 +136,33 @@ class ServerPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def _follow(self, find: Find) -> None:
+        """Follow the list of servers, beside the work: nothing waits for a look-up."""
+        while True:
+            try:
+                await self._update(await find())
+                self._not_found = None
+            except ServerError as error:
+                if self._not_found is None:
+                    self.say(f"{error}. Those known so far are kept")
+                self._not_found = str(error)
+            await asyncio.sleep(FIND_S)
+
+    async def _update(self, urls: Sequence[str]) -> None:
+        """Add servers that have come; drop those that have left and are out.
+
+        One that has left the list but works is kept until it is lost: a scheduler also takes out a server that is slow
+        to say that it is ready, and what it plays need not be lost for that.
+        """
+        known = {member.url for member in self.members}
+        self.members += [Member(self._client(url)) for url in dict.fromkeys(urls) if url not in known]
+        for member in [*self.members]:
+            busy = member.session is not None or member.in_flight or member.next_look == math.inf
+            if member.url not in urls and not busy:
+                self.members.remove(member)
+                self.say(f"server {member.url} has left: {member.out}")
+                await member.server.close()
 
     @property
     def up(self) -> list[Member]:
@@ -143,16 +180,19 @@ class ServerPool:
         with contextlib.ExitStack() as stack:
             for deadline in deadlines if not self.up else ():
                 stack.enter_context(deadline.stopped())
-            while self.members and not self.up:
-                waited = time.monotonic() - start
+            while (self.members or self.find) and not self.up:
+                waited, not_found = time.monotonic() - start, self._not_found
                 if waited > self.start_timeout_s:
-                    reasons = "; ".join(f"{member.url}: {member.out}" for member in self.members)
+                    reasons = [f"{member.url}: {member.out}" for member in self.members]
+                    reasons += [not_found] if not_found else []
                     raise ServerError(
-                        f"gave up after {waited:.0f} s of waiting for a server ({reasons}). Start one with "
-                        f"`python run.py serve CONFIG`, or set server.urls and server.start_timeout_s",
+                        f"gave up after {waited:.0f} s of waiting for a server ({'; '.join(reasons)}). Start one with "
+                        f"`python run.py serve CONFIG`, correct server.urls or server.discover, or raise "
+                        f"server.start_timeout_s",
                         code="timeout",
                     )
-                self.on_wait(f"waiting for {' or '.join(f'{m.url} ({m.out})' for m in self.members)}", waited)
+                names = " or ".join(f"{member.url} ({member.out})" for member in self.members)
+                self.on_wait(f"waiting for {names or f'a server ({not_found})'}", waited)
                 await asyncio.sleep(POLL_S)
                 await self.look_at_all()
         return self.up

@@ -71,6 +71,7 @@ class FakeServer:
 
     def __init__(self, number: int = 1, workers: int = 1) -> None:
         self.url, self.session = f"http://127.0.0.1:{number}", "s1"
+        self.is_closed = False  # it has left the pool
         self.workers = [Worker(rank) for rank in range(workers)]
         self.errors: dict[str, ServerError] = {}  # by what is asked: "health", "join", "reload"
         self.stopped: str | None = None  # nothing answers; "receiving": once it has said that it is about to receive
@@ -176,6 +177,19 @@ async def test_a_server_that_was_started_again_is_joined_again() -> None:
     assert server.joins == 2
     assert server.reloads[0].session != server.reloads[1].session
     assert server.reloads[1].turn == 1
+
+
+async def test_the_group_of_a_server_that_has_left_is_left() -> None:
+    _, transport = make()
+    leaves, stays = FakeServer(1), FakeServer(2)
+    await deliver(transport, 1, leaves, stays)
+    [group] = [link.group for server, link in transport._links.items() if server.url == leaves.url]
+    leaves.is_closed = True
+    stays.workers[0].model.clear()
+    [answer] = await deliver(transport, 2, stays)
+    assert_holds(stays, answer, 2)
+    assert group.is_closed
+    assert [server.url for server in transport._links] == [stays.url]
 
 
 @pytest.mark.parametrize(("asked", "joins"), [("health", 1), ("join", 2), ("reload", 2)])

@@ -187,6 +187,9 @@ class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="Address of the server; any but loopback needs a token.")
     port: int = Field(8000, ge=1, le=65535, description="Port of the server.")
     urls: Urls = Field((), description="URLs of the servers, one or a list. Default: http://host:port.")
+    discover: UserPath | None = Field(
+        None, description="Servers that come and go, instead of urls: NAME:PORT, by DNS, or a file of URLs, PATH/FILE."
+    )
     token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds that the trainer waits for a server to be up.")
     silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
@@ -200,6 +203,13 @@ class ServerConfig(Section):
     kv_cache_mib: int | None = Field(None, ge=16, description="KV cache in MiB. Default: share on a GPU, 256 on a CPU.")
     max_concurrent: int = Field(256, ge=1, description="Maximum sequences that the engine decodes at the same time.")
     tool_parser: str | None = Field(None, description="vLLM's tool-call format (hermes, ...) of /v1, not env `tools`.")
+
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        where = self.discover or "servers/"
+        yield self.discover is not None and bool(self.urls), "discover and urls both name the servers: leave one out"
+        is_name, is_file = re.fullmatch(r"[^\s:/]+:\d{1,5}", where), "/" in where and "://" not in where
+        message = f"discover={where} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls"
+        yield not (is_name or is_file), message
 
 
 class HeldOutConfig(DataConfig):
@@ -233,7 +243,9 @@ class ObserveConfig(Section):
 
 
 class LaunchConfig(Section):
-    trainers: int = Field(1, ge=1, description="Number of trainer processes that quickstart starts.")
-    server_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's server.")
-    trainer_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's trainer.")
+    servers: int | None = Field(None, ge=1, description="Servers on one node. Default: half of the GPUs; 1 on a CPU.")
+    trainers: int | None = Field(None, ge=1, description="Trainer ranks. Default: one per GPU left; 1 on a CPU.")
+    server_gpus: str | None = Field(None, description="GPUs of the servers, e.g. 0,1. Default: divided.")
+    trainer_gpus: str | None = Field(None, description="GPUs of the trainer ranks, e.g. 2,3. Default: divided.")
+    gpus_per_node: int = Field(8, ge=0, description="GPUs of a cluster's node, for launch --engine. 0: CPUs only.")
     share_gpu: bool = Field(False, description="One GPU for both sides, which take turns on it; start both with it.")

@@ -65,7 +65,7 @@ class Config(Section):
             (ahead, "needs pipeline.max_staleness=0: server and trainer take turns"),
             (sync.backend != "disk", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
             (sync.delta, "does not go with sync.delta: whole versions are written"),
-            (len(self.server_urls) > 1, "is for one server; give several servers GPUs of their own"),
+            (len(self.server_urls) != 1, "is for one server; give several servers GPUs of their own"),
             (launch.server_gpus != launch.trainer_gpus, "needs equal launch.server_gpus and launch.trainer_gpus"),
         ):
             yield launch.share_gpu and wrong, f"launch.share_gpu {message}"
@@ -92,16 +92,20 @@ class Config(Section):
         """Whether the choice of prompts depends on pass rates."""
         return self.curriculum.name != "shuffle" or self.curriculum.retire_after > 0
 
+    def url_at(self, port: int) -> str:
+        """Return the base URL of a server on server.host, without a slash at the end."""
+        host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
+        return f"http://{host}:{port}"
+
     @property
     def own_url(self) -> str:
-        """Base URL of the server that this config starts, without a slash at the end."""
-        host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
-        return f"http://{host}:{self.server.port}"
+        """Base URL of the server that this config starts."""
+        return self.url_at(self.server.port)
 
     @property
     def server_urls(self) -> tuple[str, ...]:
-        """Base URLs of the generation servers that the trainer uses."""
-        return self.server.urls or (self.own_url,)
+        """Base URLs of the generation servers that the trainer uses; none where server.discover finds them."""
+        return self.server.urls or (() if self.server.discover else (self.own_url,))
 
     @property
     def token(self) -> str | None:

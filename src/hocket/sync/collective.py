@@ -50,6 +50,8 @@ class CollectiveTransport:
     async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`; connect with new ones first."""
         start = time.perf_counter()
+        for left in [server for server in self._links if server.is_closed]:
+            self._links.pop(left).group.close()
         self.buckets = self.buckets or self.trainer.layout(self.sync.bucket_mib << 20)
         joined = await asyncio.gather(*map(self._link, servers))
         links = [link for link in joined if isinstance(link, _Link)]

@@ -1,0 +1,43 @@
+"""Look up which servers there are at this moment: the addresses of a DNS name, or the lines of a file."""
+
+import asyncio
+import re
+import socket
+from pathlib import Path
+
+from hocket.errors import ServerError
+
+LOOK_UP_S = 10.0
+
+
+async def find_servers(where: str) -> list[str]:
+    """Return the URLs of the servers at `where`, a server.discover. Raise ServerError where it finds none."""
+    try:
+        async with asyncio.timeout(LOOK_UP_S):  # a resolver has deadlines of its own, a file on a network has none
+            found = await asyncio.to_thread(_in_file if "/" in where else _at_name, where)
+        problem = "it names none"
+    except TimeoutError:
+        found, problem = [], f"there was no answer in {LOOK_UP_S:g} s"
+    except (OSError, ValueError) as error:
+        found, problem = [], str(error)
+    if not found:
+        raise ServerError(f"server.discover={where} finds no server: {problem}", code="unreachable")
+    return list(dict.fromkeys(found))
+
+
+def _in_file(path: str) -> list[str]:
+    urls = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        url = line.partition("#")[0].strip().rstrip("/")
+        if url and not re.match(r"https?://[^/\s]+", url):
+            raise ValueError(f"line {number} is no URL of a server, such as http://10.0.0.1:8000: {line}")
+        urls += [url] if url else []
+    return urls
+
+
+def _at_name(name_and_port: str) -> list[str]:
+    name, _, port = name_and_port.rpartition(":")
+    found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+    family = min(entry[0] for entry in found)  # IPv4 if there is any: a server with both would count twice
+    addresses = [str(entry[4][0]) for entry in found if entry[0] == family]
+    return [f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}" for address in addresses]
