@@ -52,7 +52,6 @@ mkdir "$WORK/state" "$WORK/spool-hs1" "$WORK/spool-hs2"
 export SLURM_CONF=$WORK/slurm.conf
 
 # `ip netns exec` would hide /sys/fs/cgroup
-# shellcheck disable=SC2016 # for the inner shell
 on() { local node=$1 && shift && nsenter --net="/run/netns/hs$node" unshare --uts bash -c 'hostname "$0" && exec "$@"' "hs$node" "$@"; }
 pids() { ip netns pids hs1 && ip netns pids hs2; }
 finish() {
