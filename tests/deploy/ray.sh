@@ -59,4 +59,4 @@ on 1 ray job status "$job" | grep -oE "'$job'.*"
 grep -hE 'lost server|is there|steps in|accuracy' "$work/job.log"
 grep -c '^hocket: ready' "$work"/run/logs/server_*.log
 cat "$work/run/summary.json"
-grep -q 'lost server' "$work/job.log" && grep -q 'is there' "$work/job.log"
+sed -n '/lost server/,$p' "$work/job.log" | grep -q 'is there' # after it was lost
