@@ -133,7 +133,7 @@ class Simulation:
         self._tokens = speeds.prompt_tokens + setup.max_tokens  # that a rollout counts as in flight
         self.rate, self.training, self._rate_changed = 1.0, False, self.env.event()
         self.batches: dict[int, Batch] = {}
-        # The first batches begin together, and so do those that follow them: a wait comes back every max_staleness + 1 steps.
+        # Batches that began together stay together: a wait comes back every max_staleness + 1 steps.
         counted = math.ceil(setup.steps / (setup.max_staleness + 1)) * (setup.max_staleness + 1)
         self.steps = COLD_STEPS + counted + 2 * setup.max_staleness  # it fills and empties, which is not counted
         self.numbers = itertools.count()  # of groups and, in heaps, of jobs
