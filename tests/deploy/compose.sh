@@ -6,12 +6,13 @@
 #     two      `up --scale server=2`: both play; one is killed and comes back
 #     nccl     weights over the network: no version goes by disk
 #     ranks    two trainer processes
+#     resume   stopped as by Ctrl-C, the trainer closes the run; the next `up` ends it
 #     status   `up --exit-code-from trainer` ends with the trainer's status, for good and for bad
 #   GPU=1 adds docker/compose.gpu.yaml. HOCKET_PORT is the first port used on this machine (default 18000).
 #   Where the build reaches no index: WHEELS=FOLDER with torch's wheel, TORCH_INDEX=URL, BUILD_NETWORK=host, BASE=IMAGE.
 # It needs docker with compose, git, curl and python3, and leaves nothing but the images.
 set -euo pipefail
-case ${1:-} in -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit ;; esac
+case ${1:-} in -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 port=${HOCKET_PORT:-18000}
@@ -156,6 +157,19 @@ phase_ranks() {
     stop
 }
 
+phase_resume() {
+    start resume 'trainer.steps=30 checkpoint.every_steps=5'
+    wait_for 200 "10 steps are trained" steps 10
+    compose stop > "$work/stop.log" 2>&1 || { cat "$work/stop.log"; fail "stop"; }
+    status=$(docker inspect -f '{{.State.ExitCode}}' "$(container trainer-1)")
+    [ "$status" = 130 ] || fail "the stopped trainer ended with status $status, not as after Ctrl-C"
+    [ -e "$run/report.html" ] || fail "the stopped run has no report"
+    say "stop: the trainer has closed the run"
+    compose up --detach --no-build > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "up"; }
+    trained 0.1
+    stop
+}
+
 phase_status() {
     export HOCKET_SETTINGS='config/quickstart.yaml run.dir=runs/status trainer.steps=3 eval.num_prompts=8'
     compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "a good run"; }
@@ -168,7 +182,7 @@ phase_status() {
     stop
 }
 
-for phase in "${@:-build one two nccl ranks status}"; do
+for phase in "${@:-build one two nccl ranks resume status}"; do
     for name in $phase; do
         say "== $name"
         "phase_$name"
