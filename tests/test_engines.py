@@ -6,10 +6,13 @@ After a change of a template: HOCKET_GOLDEN=write python3 run.py test tests/test
 import ast
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jsonschema
@@ -19,6 +22,7 @@ import yaml
 from hocket import cli, config, engines
 from hocket.engines import lay_out
 from hocket.errors import ConfigError
+from processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).parent / "golden" / "engines"
@@ -105,6 +109,41 @@ def test_shellcheck_finds_nothing_in_the_batch_scripts_and_in_tests_deploy() -> 
     assert (found.stdout, found.returncode) == ("", 0)
 
 
+FAKE_SRUN = """#!/usr/bin/env bash
+echo "${#HOCKET_TOKEN} $*" >> "$CALLS"
+[[ $* != *" train "* ]] || exit 7
+"""
+
+
+def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trainer_does(tmp_path: Path) -> None:
+    # nodes of 4 GPUs: servers of 2 GPUs, so 2 + 1 on 2 nodes; 8 ranks on 2 nodes
+    sizes = ["launch.servers=3", "server.tensor_parallel_size=2", "launch.trainers=8", "launch.gpus_per_node=4"]
+    settings = ["config/multi_node/slurm.yaml", f"run.dir={tmp_path}/run", *sizes]
+    _, files = engines.render("slurm", settings, output=tmp_path, root=tmp_path, python="python3")
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'n%s\\n' 1 2 3 4\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    for path, text in files.items():
+        path.write_text(text)
+    calls = tmp_path / "calls"
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "n[1-4]",
+    }
+    assert subprocess.run(["bash", tmp_path / "job.sh"], env=env, timeout=60).returncode == 7
+    assert (tmp_path / "servers.txt").read_text().split() == ["http://n1:8000", "http://n1:8001", "http://n2:8000"]
+    wait_for(lambda: len(calls.read_text().splitlines()) == 4, "all steps have been started")
+    steps = sorted(calls.read_text().splitlines(), key=lambda step: ("train" in step, step.partition("server_")[2]))
+    assert all(step.startswith("32 ") for step in steps)  # each has the token
+    nodes_and_gpus = [re.search(r"--nodelist=(\S+) .*CUDA_VISIBLE_DEVICES=(\S+)", step) for step in steps[:3]]
+    assert [found and found.groups() for found in nodes_and_gpus] == [("n1", "0,1"), ("n1", "2,3"), ("n2", "0,1")]
+    assert "--nodes=2 --ntasks=2 --nodelist=n3,n4" in steps[3]
+    assert "--nnodes=2 --nproc-per-node=4" in steps[3]
+    assert "--rdzv-endpoint=n3:20042" in steps[3]
+
+
 def test_kubernetes_objects_have_the_fields_of_its_schemas() -> None:
     schemas = json.loads((GOLDEN.parent / "kubernetes_1.30.json").read_text(encoding="utf-8"))
     kinds = []
@@ -136,6 +175,33 @@ def test_the_names_in_the_kubernetes_files_agree() -> None:
         assert container["image"] in [image["name"] for image in top["images"]]
     master = next(word for word in job["spec"]["template"]["spec"]["containers"][0]["command"] if "master-addr" in word)
     assert master == f"--master-addr={job['metadata']['name']}-0.{meeting['metadata']['name']}"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "killed"),
+    [("ready", None, 0), ("updating", None, 0), ("failed", "reload_failed", 0), ("failed", "engine_dead", 1)],
+)
+def test_the_liveness_probe_ends_a_server_whose_engine_is_lost_and_no_other(
+    status: str, code: str | None, killed: int
+) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/health"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"status": status, "error": code and {"code": code}}).encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _, deployment = yaml.safe_load_all(
+            render("kubernetes", ["config/multi_node/kubernetes.yaml", f"server.port={server.server_port}"])[
+                "servers.yaml"
+            ]
+        )
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        _, *arguments = container["livenessProbe"]["exec"]["command"]
+        assert subprocess.run([sys.executable, *arguments], timeout=60).returncode == killed
+        server.shutdown()
 
 
 def test_the_ray_job_is_python_and_places_every_gpu_of_the_layout() -> None:

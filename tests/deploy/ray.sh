@@ -41,18 +41,21 @@ on 2 ray start --address=10.78.0.1:6379 --node-ip-address=10.78.0.2 --temp-dir="
 settings=(config/quickstart.yaml "run.dir=$work/run" "trainer.steps=$steps" launch.servers=2 launch.trainers=2 launch.gpus_per_node=2)
 on 1 "$python" run.py launch "${settings[@]}" --engine ray --submit | tee "$work/submit.log"
 job=$(grep -o 'raysubmit_[A-Za-z0-9]*' "$work/submit.log" | head -n 1)
-on 1 ray job logs -f "$job" > "$work/job.log" 2>&1 &
+on 1 ray job logs -f "$job" > "$work/job.log" 2>&1 & # ends with the job
+follow=$!
 
-lines() { cat "$work/run/metrics.jsonl" 2>/dev/null | wc -l; }
-ended() { on 1 ray job status "$job" 2>&1 | grep -E 'SUCCEEDED|FAILED|STOPPED' > "$work/end.log"; }
-for _ in $(seq 200); do [ "$(lines)" -ge 20 ] || ended && break; sleep 1; done
+lines() { cat "$work/run/metrics.jsonl" 2> /dev/null | wc -l; }
+for _ in $(seq 240); do
+    if [ "$(lines)" -ge 20 ] || ! kill -0 "$follow"; then break; fi
+    sleep 1
+done
 for pid in $(pids); do
-    if [[ $(tr '\0' ' ' < "/proc/$pid/cmdline") == ray::Server* ]]; then
+    if [ -d "/proc/$pid" ] && [[ $(tr '\0' ' ' < "/proc/$pid/cmdline") == ray::Server* ]]; then
         kill -KILL "$pid" && echo "killed server actor $pid after step $(lines)" && break
     fi
 done
-for _ in $(seq 100); do ended && break; sleep 3; done
-cat "$work/end.log"
+for _ in $(seq 300); do kill -0 "$follow" 2> /dev/null || break; sleep 1; done
+on 1 ray job status "$job" | grep -oE "'$job'.*"
 grep -hE 'lost server|is there|steps in|accuracy' "$work/job.log"
 grep -c '^hocket: ready' "$work"/run/logs/server_*.log
 cat "$work/run/summary.json"

@@ -38,7 +38,7 @@ def run(command: list[str], token: str, log: Path, *, show: bool = False) -> int
     """Run a program of hocket's, with all that it starts no longer than this process; return its exit status."""
     env = {**os.environ, "HOCKET_TOKEN": token, "PYTHONUNBUFFERED": "1"}
     env.pop("OMP_NUM_THREADS", None)  # Ray sets it to num_cpus
-    contained = [sys.executable, f"{ROOT}/src/hocket/processes.py", str(os.getpid()), PYTHON, *command]
+    contained = [sys.executable, "-I", f"{ROOT}/src/hocket/processes.py", str(os.getpid()), PYTHON, *command]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with log.open("a") as file, subprocess.Popen(contained, cwd=ROOT, env=env, text=True, **pipes) as child:
         for line in child.stdout:
