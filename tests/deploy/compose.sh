@@ -63,14 +63,15 @@ start() {  # start NAME SETTINGS OPTIONS-OF-UP...
 }
 steps() { [ "$(wc -l < "$run/metrics.jsonl")" -gt "$1" ]; }  # the first line is the evaluation before step 1
 container() { docker ps --all --quiet --filter label=com.docker.compose.project=hocket --filter "name=hocket-$1\$"; }
-said() { [ "$(compose logs --no-color trainer | grep -c -- "$2")" -ge "$1" ]; }  # said TIMES WORDS
+lines() { docker logs "$(container trainer-1)" 2>&1; }
+said() { [ "$(lines | grep -c -- "$2")" -ge "$1" ]; }  # said TIMES WORDS
 ended() { [ "$(docker inspect -f '{{.State.Status}}' "$(container trainer-1)")" = exited ]; }
 answer() { curl -fsS --max-time 20 -H "Authorization: Bearer $HOCKET_TOKEN" "$@"; }
 trained() {  # the trainer ended well and the policy is better
     wait_for 400 "the trainer has ended" ended
     status=$(docker inspect -f '{{.State.ExitCode}}' "$(container trainer-1)")
     [ "$status" = 0 ] || fail "the trainer ended with status $status"
-    compose logs --no-color --no-log-prefix trainer | grep -E 'steps in|held-out acc' | while read -r line; do say "$line"; done
+    lines | grep -E 'steps in|held-out acc' | while read -r line; do say "$line"; done
     python3 - "$run/summary.json" "${1:-0.5}" << 'PY' || fail "accuracy did not rise"
 import json, sys
 summary = json.load(open(sys.argv[1]))
@@ -114,7 +115,7 @@ phase_one() {
     wait_for 60 "crash of the server: the trainer waits for it" said 2 'lost server'
     wait_for 120 "the engine has restarted the server; it has the current weights" said 3 'holds version'
     trained
-    compose logs --no-color --no-log-prefix trainer | grep 'holds version' | while read -r line; do say "  $line"; done
+    lines | grep 'holds version' | while read -r line; do say "  $line"; done
 
     say "eval: $(compose run --rm --no-deps -T trainer eval config/quickstart.yaml server.discover=server:8000 run.dir=runs/eval 2> /dev/null | grep accuracy)"
     compose up --no-build --exit-code-from trainer > "$work/again.log" 2>&1 || { cat "$work/again.log"; fail "a second up"; }
@@ -135,7 +136,7 @@ phase_two() {
         say "server $number at $address has generated $tokens tokens since its start"
         [ "$tokens" -gt 0 ] || fail "server $number did not play"
     done
-    compose logs --no-color --no-log-prefix trainer | grep -E 'server http' | while read -r line; do say "  $line"; done
+    lines | grep -E 'server http' | while read -r line; do say "  $line"; done
     stop
 }
 
