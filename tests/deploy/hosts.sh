@@ -63,6 +63,7 @@ up() {
 inhabitants() { for i in 1 2; do ip netns pids "$NAME-$i" 2> /dev/null || :; done; }
 down() {
   local pids
+  trap '' INT TERM  # what was begun here is finished
   for signal in TERM KILL; do
     pids=$(inhabitants)
     # shellcheck disable=SC2086  # one word per pid
@@ -81,6 +82,7 @@ serve() {
 train() {  # RUN: one rank on each host, by torchrun; the first host keeps the list of ranks
   run=$1
   rm -rf "${OUT:?}/$run"
+  plug
   for i in 1 2; do
     host "$i" "$OUT/$run.n$i.log" "$PYTHON" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 \
       --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-id "$run" --local-addr "n$i" \
