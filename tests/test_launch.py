@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hocket import launch
-from hocket.errors import ServerError
+from hocket import config, launch
+from hocket.errors import ConfigError, ServerError
 from hocket.launch import Child
 from processes import wait_for
 
@@ -73,11 +73,16 @@ def test_ranks_run_together_and_find_each_other(tmp_path: Path) -> None:
     ]
 
 
-def test_a_rank_that_fails_ends_the_others_with_its_status(tmp_path: Path) -> None:
-    code = f"{RANK}\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)"
-    assert launch.run_ranks(["-c", code, str(tmp_path)], 3, env={"X": "y"}, check=lambda: None) == 7
-    assert len(ranks_in(tmp_path)) == 3
-    assert all(gone(int(words[0])) for words in ranks_in(tmp_path))
+def test_a_rank_that_fails_ends_the_others_with_its_status_and_last_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = f"{RANK}\nif os.environ['RANK'] == '1': sys.exit('no room')\ntime.sleep(600)"
+    folder, logs = tmp_path / "ranks", tmp_path / "logs"
+    folder.mkdir()
+    assert launch.run_ranks(["-c", code, str(folder)], 3, env={"X": "y"}, check=lambda: None, logs=logs) == 1
+    assert f"rank 1 ended with status 1; the end of {logs / 'rank_1.log'}:\nno room" in capsys.readouterr().err
+    assert len(ranks_in(folder)) == 3
+    assert all(gone(int(words[0])) for words in ranks_in(folder))
 
 
 def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
@@ -88,6 +93,87 @@ def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
     with pytest.raises(ServerError):
         launch.run_ranks(["-c", f"{RANK}\ntime.sleep(600)", str(tmp_path)], 3, env={"X": "y"}, check=check)
     wait_for(lambda: all(words and gone(int(words[0])) for words in ranks_in(tmp_path)), "the ranks are gone")
+
+
+def placed(gpus: str, settings: list[str]) -> launch.Placement:
+    values = config.load(None, settings)
+    return launch.place(values.launch, values.server.tensor_parallel_size, values.sync.backend, list(gpus))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "servers", "ranks"),
+    [
+        ("", [], [""], ("", 1)),
+        ("", ["launch.servers=2", "launch.trainers=2"], ["", ""], ("", 2)),
+        ("0", [], ["0"], ("0", 1)),
+        ("0123", [], ["0", "1"], ("2,3", 2)),
+        ("0123", ["server.tensor_parallel_size=2"], ["0,1"], ("2,3", 2)),
+        ("01234567", ["server.tensor_parallel_size=2", "launch.trainers=2"], ["0,1", "2,3", "4,5"], ("6,7", 2)),
+        ("01234567", ["launch.servers=6"], ["0", "1", "2", "3", "4", "5"], ("6,7", 2)),
+        ("01234567", ["launch.server_gpus=4,5", "launch.servers=1"], ["4"], ("0,1,2,3,6,7", 6)),
+        ("0123", ["launch.trainer_gpus=0"], ["1", "2", "3"], ("0", 1)),
+        ("0123", ["launch.server_gpus=0", "launch.trainer_gpus=0"], ["0"], ("0", 1)),
+        ("0123", ["launch.share_gpu=true"], ["0"], ("0", 1)),
+    ],
+)
+def test_gpus_are_divided_between_servers_and_ranks(
+    gpus: str, settings: list[str], servers: list[str], ranks: tuple[str, int]
+) -> None:
+    assert placed(gpus, settings) == (servers, *ranks)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "reason"),
+    [
+        ("0", ["launch.trainers=2"], "launch.trainers=2 needs 2 GPUs, and of this machine's 1 it has 1"),
+        ("0123", ["launch.servers=4"], "launch.trainers=1 needs 1 GPUs, and of this machine's 4 it has 0"),
+        ("01", ["server.tensor_parallel_size=4"], "launch.servers=1 needs 4 GPUs, and of this machine's 2 it has 2"),
+        (
+            "0",
+            ["sync.backend=nccl"],
+            "GPU 0 has a server and a trainer(.|\n)*launch.share_gpu=true sync.backend=disk",
+        ),
+    ],
+)
+def test_too_few_gpus_and_a_gpu_for_both_sides_of_nccl_are_refused(gpus: str, settings: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        placed(gpus, settings)
+
+
+def test_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5")
+    assert launch.visible_gpus() == ["2", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert launch.visible_gpus() == []
+
+
+def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    ports = [8100, 8101]
+    monkeypatch.setattr(launch, "free_port", lambda host, wanted: wanted)
+    settings = ["server.port=8100", "server.host=localhost", f"run.dir={tmp_path}/a"]
+    assert launch.launch(config.load(None, settings), settings, tmp_path / "a", dry_run=True) == 0
+    said = capsys.readouterr().out
+    assert [f"server_{i}: http://localhost:{port} on GPU {i}" in said for i, port in enumerate(ports)] == [True, True]
+    assert "trainer: 2 ranks on GPU 2,3" in said
+    assert f"hocket serve {' '.join(settings)} server.port=8101" in said
+    assert "'server.urls=[http://localhost:8100,http://localhost:8101]'" in said
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_dead_server_is_reported_once_and_the_last_one_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = [Child(["-c", "raise SystemExit(3)"], env={}, log=tmp_path / name) for name in "ab"]
+    for child in ended:
+        wait_for(child.poll, "the child ends")
+    with pytest.raises(ServerError, match="ended with status 3"):
+        launch.refuse_all_dead(ended)
+    said = capsys.readouterr().out
+    assert said.count("ended with status 3") == 1
+    assert "servers that are left: 1" in said
 
 
 def test_what_comes_next_is_a_model_that_can_be_served(tmp_path: Path) -> None:
@@ -108,6 +194,9 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
         assert launch.free_port("127.0.0.1", port) == port
         held.listen()
         assert launch.free_port("127.0.0.1", port) != port
+        ports = launch.free_ports("127.0.0.1", port, 3)
+        assert port not in ports
+        assert len(set(ports)) == 3
 
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("quickstart", lambda args: launch.quickstart(args.config, args.arguments))
+    start = add("launch", _launch)
+    start.add_argument("--dry-run", action="store_true", help="only say what would run where")
+    start.add_argument("--engine", choices=("slurm", "ray", "kubernetes"), help="write the files that a cluster runs")
+    start.add_argument("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE")
+    start.add_argument("--submit", action="store_true", help="submit them, too")
     add("serve", _serve)
     add("train", _train)
     add("rollout", _rollout)
@@ -74,6 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     add("ledger", _ledger, "RUN")
     add("doctor", lambda args: doctor.run())
     return parser
+
+
+def _launch(args: argparse.Namespace) -> int:
+    if args.engine:
+        from hocket import engines
+
+        engines.launch(args.engine, args.arguments, args.output, submit=args.submit, dry_run=args.dry_run)
+        return 0
+    if args.output or args.submit:
+        raise ConfigError("--output and --submit need an --engine: slurm, ray or kubernetes")
+    return launch.launch(args.config, args.arguments, args.config.run_dir, dry_run=args.dry_run)
 
 
 def _serve(args: argparse.Namespace) -> None:

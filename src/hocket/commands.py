@@ -21,7 +21,7 @@ from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
-from hocket.launch import Child, free_port, server_process
+from hocket.launch import Child, free_port, running, variables
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder, lines_of
 from hocket.pool import Member, ServerPool
@@ -312,7 +312,10 @@ class Parts:
             servers.bring_up = check
             with ExitStack() as stack:
                 if not named and not await servers.members[0].server.answers():
-                    own.append(stack.enter_context(server_process(self.config, arguments, self.config.run_dir)))
+                    log = self.config.run_dir / "logs" / "server.log"
+                    env = variables(self.config.launch.server_gpus or "")
+                    serve = running(["-m", "hocket", "serve", *arguments], env=env, log=log)
+                    own.append(stack.enter_context(serve))
                 await servers.wait_up()
                 yield servers
 

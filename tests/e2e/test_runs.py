@@ -214,11 +214,13 @@ def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> 
     assert "Traceback" not in log.read_text()
 
 
-def test_a_killed_quickstart_takes_its_children_along(tmp_path: Path) -> None:
+def test_a_killed_launch_takes_its_servers_and_ranks_along(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
-    with running("quickstart", log, f"run.dir={run_dir}", "launch.trainers=2") as process:
+    with running("launch", log, f"run.dir={run_dir}", "launch.servers=2", "launch.trainers=2") as process:
         process.wait_for((run_dir / "rollouts" / "step_000001.jsonl").exists, "step_000001")
-        assert sorted(ranks_of(process.members())) == ["0 of 2", "1 of 2"]
+        members = process.members()
+        assert sorted(ranks_of(members)) == ["0 of 2", "1 of 2"]
+        assert len([member for member in members if member.cmdline()[1:4] == ["-m", "hocket", "serve"]]) == 2
         process.kill()
         process.assert_gone()
 

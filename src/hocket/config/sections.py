@@ -243,7 +243,9 @@ class ObserveConfig(Section):
 
 
 class LaunchConfig(Section):
-    trainers: int = Field(1, ge=1, description="Number of trainer processes that quickstart starts.")
-    server_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's server.")
-    trainer_gpus: str | None = Field(None, description="CUDA_VISIBLE_DEVICES of quickstart's trainer.")
+    servers: int | None = Field(None, ge=1, description="Servers on one node. Default: half of the GPUs; 1 on a CPU.")
+    trainers: int | None = Field(None, ge=1, description="Trainer ranks. Default: one per GPU left; 1 on a CPU.")
+    server_gpus: str | None = Field(None, description="GPUs of the servers, e.g. 0,1. Default: divided.")
+    trainer_gpus: str | None = Field(None, description="GPUs of the trainer ranks, e.g. 2,3. Default: divided.")
+    gpus_per_node: int = Field(8, ge=0, description="GPUs of a cluster's node, for launch --engine. 0: CPUs only.")
     share_gpu: bool = Field(False, description="One GPU for both sides, which take turns on it; start both with it.")

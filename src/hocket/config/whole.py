@@ -92,11 +92,15 @@ class Config(Section):
         """Whether the choice of prompts depends on pass rates."""
         return self.curriculum.name != "shuffle" or self.curriculum.retire_after > 0
 
+    def url_at(self, port: int) -> str:
+        """Return the base URL of a server on server.host, without a slash at the end."""
+        host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
+        return f"http://{host}:{port}"
+
     @property
     def own_url(self) -> str:
-        """Base URL of the server that this config starts, without a slash at the end."""
-        host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
-        return f"http://{host}:{self.server.port}"
+        """Base URL of the server that this config starts."""
+        return self.url_at(self.server.port)
 
     @property
     def server_urls(self) -> tuple[str, ...]:

@@ -1,0 +1,39 @@
+# Process 1, the generation server: vLLM, without DeepSpeed. docker/compose.yaml builds it; by hand, in the repository:
+#   docker build -f docker/server.Dockerfile --build-arg DEVICE=cuda -t hocket-server:cuda .
+# DEVICE=cpu or cuda (NVIDIA); BASE: the same Python from your registry, or by digest; TORCH_INDEX: a mirror of PyTorch's
+# index of CPU wheels. For torch from a folder of wheels: --build-context wheels=FOLDER.
+ARG BASE=python:3.11-slim
+FROM scratch AS wheels
+
+FROM ${BASE}
+ARG DEVICE=cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# vLLM on a CPU loads libnuma; on a GPU Triton compiles its driver with a C compiler when the engine starts.
+RUN apt-get update \
+    && if [ "$DEVICE" = cuda ]; then set -- gcc libc6-dev; else set -- libnuma1; fi \
+    && apt-get install -y --no-install-recommends "$@" \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --no-create-home hocket && install -d -o hocket -g hocket /hocket
+
+# As src/hocket/environment.py does, which says why: on a CPU torch comes first and the engine without its dependencies.
+COPY requirements*.txt /opt/hocket/
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels set -e; cd /opt/hocket; \
+    if [ "$DEVICE" = cuda ]; then file=requirements.txt; else file=requirements-cpu.txt; \
+        pip install --no-deps --find-links /wheels --extra-index-url "$TORCH_INDEX" "$(grep '^torch==' $file)+cpu"; fi; \
+    sed '/^# The trainer alone/,/^$/d' $file > server.txt; pip install -r server.txt; \
+    if [ "$DEVICE" = cpu ]; then pip install --no-deps -r requirements-cpu-engine.txt; fi
+RUN --mount=type=bind,target=/source,rw pip install --no-cache-dir --no-deps --no-build-isolation /source
+
+# The examples, so that an image works by itself; compose mounts your clone over them, and edits need no build.
+WORKDIR /hocket
+COPY config config
+COPY checkpoints checkpoints
+# Any uid may run it: libraries ask for a name and for a folder that they can write to.
+ENV USER=hocket HOME=/tmp HF_HOME=/hocket/runs/huggingface PYTHONUNBUFFERED=1
+USER 1000:1000
+EXPOSE 8000
+HEALTHCHECK --interval=5s --timeout=10s --start-period=10m --retries=6 CMD python -I -c "import http.client, json; \
+    c = http.client.HTTPConnection('127.0.0.1', 8000, timeout=9); c.request('GET', '/health'); \
+    raise SystemExit(json.load(c.getresponse())['status'] == 'failed')"
+ENTRYPOINT ["hocket"]
+CMD ["serve", "config/quickstart.yaml", "server.host=0.0.0.0"]

@@ -1,0 +1,177 @@
+#!/usr/bin/env bash
+# Prove docker/ on a machine with a Docker engine: real images, training, failures. Exits non-zero where a check fails.
+#   tests/deploy/compose.sh [PHASE...]      all of them by default; about 10 minutes on 2 cores, and the build
+#     build    both images from a copy of this tree, and their sizes
+#     one      one server: accuracy rises, curl answers, the server is killed, comes back, crashes, comes back
+#     two      `up --scale server=2`: both play; one is killed and comes back
+#     nccl     weights over the network: no version goes by disk
+#     ranks    two trainer processes
+#     status   `up --exit-code-from trainer` ends with the trainer's status, for good and for bad
+#   GPU=1 adds docker/compose.gpu.yaml. HOCKET_PORT is the first port used on this machine (default 18000).
+#   Where the build reaches no index: WHEELS=FOLDER with torch's wheel, TORCH_INDEX=URL, BUILD_NETWORK=host, BASE=IMAGE.
+# It needs docker with compose, git, curl and python3, and leaves nothing but the images.
+set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit ;; esac
+cd "$(dirname "$0")/../.."
+work=$(mktemp -d)
+port=${HOCKET_PORT:-18000}
+device=${GPU:+cuda}; device=${device:-cpu}
+export HOCKET_TOKEN=a-token-of-this-test HOCKET_PORT=$port
+
+# A copy of what git knows or would add, as a user's clone: a run must need nothing else, and leaves nothing here.
+mkdir "$work/hocket"
+git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --no-dereference -t "$work/hocket"
+owner=$(id -u):$(id -g)
+if [ "$owner" = 0:0 ]; then owner=1000:1000; chown -R $owner "$work/hocket"; fi  # a user is not root
+export HOCKET_USER=$owner
+build() {  # the part of an override that says how SERVICE is built
+    echo "  $1: {build: {network: ${BUILD_NETWORK:-default}, args: {TORCH_INDEX: '${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}', BASE: '${BASE:-python:3.11-slim}'}${WHEELS:+, additional_contexts: {wheels: '$WHEELS'\}}}}"
+}
+printf 'services:\n%s\n%s\n' "$(build server)" "$(build trainer)" > "$work/override.yaml"
+files=(-f "$work/hocket/docker/compose.yaml" ${GPU:+-f "$work/hocket/docker/compose.gpu.yaml"} -f "$work/override.yaml")
+compose() { timeout 600 docker compose --ansi never "${files[@]}" "$@"; }  # bounded, whatever hangs
+
+say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
+fail() {
+    say "FAILED: $*"
+    compose logs --no-color --tail 40 || :
+    exit 1
+}
+finish() {
+    compose down --volumes --timeout 30 > "$work/down.log" 2>&1 || cat "$work/down.log"
+    rm -rf "$work"
+}
+trap finish EXIT
+
+wait_for() {  # wait_for SECONDS WHAT COMMAND...: until the command succeeds
+    local end=$((SECONDS + $1)) what=$2
+    shift 2
+    until "$@" > /dev/null 2>&1; do
+        [ $SECONDS -lt $end ] || fail "$what did not happen in time"
+        sleep 0.5
+    done
+    say "$what"
+}
+run=  # folder of the current run, set by `start`
+start() {  # start NAME SETTINGS OPTIONS-OF-UP...
+    run=$work/hocket/runs/$1
+    export HOCKET_SETTINGS="config/quickstart.yaml run.dir=runs/$1 $2"
+    shift 2
+    compose up --detach --no-build "$@" > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "up"; }
+    say "up: the server is healthy and the trainer has started"
+}
+steps() { [ "$(wc -l < "$run/metrics.jsonl")" -gt "$1" ]; }  # the first line is the evaluation before step 1
+container() { docker ps --all --quiet --filter label=com.docker.compose.project=hocket --filter "name=hocket-$1\$"; }
+said() { [ "$(compose logs --no-color trainer | grep -c -- "$2")" -ge "$1" ]; }  # said TIMES WORDS
+ended() { [ "$(docker inspect -f '{{.State.Status}}' "$(container trainer-1)")" = exited ]; }
+answer() { curl -fsS --max-time 20 -H "Authorization: Bearer $HOCKET_TOKEN" "$@"; }
+trained() {  # the trainer ended well and the policy is better
+    wait_for 400 "the trainer has ended" ended
+    status=$(docker inspect -f '{{.State.ExitCode}}' "$(container trainer-1)")
+    [ "$status" = 0 ] || fail "the trainer ended with status $status"
+    compose logs --no-color --no-log-prefix trainer | grep -E 'steps in|held-out acc' | while read -r line; do say "$line"; done
+    python3 - "$run/summary.json" "${1:-0.5}" << 'PY' || fail "accuracy did not rise"
+import json, sys
+summary = json.load(open(sys.argv[1]))
+sys.exit(not summary["after"] > summary["before"] + float(sys.argv[2]))
+PY
+    foreign=$(find "$run" ! -user "${owner%:*}")
+    [ -z "$foreign" ] || fail "files of another user than ${owner%:*}: $foreign"
+}
+stop() {  # down leaves nothing
+    compose down --timeout 30 > "$work/down.log" 2>&1 || { cat "$work/down.log"; fail "down"; }
+    left=$(docker ps -aq --filter label=com.docker.compose.project=hocket; docker network ls -q --filter label=com.docker.compose.project=hocket)
+    [ -z "$left" ] || fail "left after down: $left"
+    say "down: no container and no network is left"
+}
+
+phase_build() {
+    for service in server trainer; do  # one after the other: the second takes downloads from the first one's cache
+        compose --progress plain build $service
+    done
+    docker image ls --format '{{.Repository}}:{{.Tag}} {{.Size}}' | grep '^hocket-' | while read -r line; do say "image $line"; done
+    for image in server trainer; do
+        docker history --no-trunc --format '{{.CreatedBy}}' "hocket-$image:$device" > "$work/layers"
+        if grep -i token "$work/layers"; then fail "a token in a layer"; fi
+    done
+}
+
+phase_one() {
+    start one ''
+    wait_for 200 "10 steps are trained" steps 10
+    say "curl /health: $(curl -fsS "http://127.0.0.1:$port/health" | cut -c 1-90)..."
+    [ "$(curl -s -o /dev/null -w '%{http_code}' "http://127.0.0.1:$port/v1/models")" = 401 ] || fail "no token was asked for"
+    say "curl /generate: $(answer "http://127.0.0.1:$port/generate" -d '{"prompts": ["Sort: dbca"], "sampling": {"max_tokens": 8}}' | cut -c 1-150)..."
+
+    docker kill "$(container server-1)" > /dev/null
+    wait_for 60 "docker kill: the trainer waits for the server" said 1 'lost server'
+    docker start "$(container server-1)" > /dev/null
+    wait_for 120 "docker start: the server is back, with the current weights" said 2 'holds version'
+
+    wait_for 200 "40 steps are trained" steps 40
+    kill -KILL "$(docker inspect -f '{{.State.Pid}}' "$(container server-1)")"
+    wait_for 60 "crash of the server: the trainer waits for it" said 2 'lost server'
+    wait_for 120 "the engine has restarted the server; it has the current weights" said 3 'holds version'
+    trained
+    compose logs --no-color --no-log-prefix trainer | grep 'holds version' | while read -r line; do say "  $line"; done
+
+    say "eval: $(compose run --rm --no-deps -T trainer eval config/quickstart.yaml server.discover=server:8000 run.dir=runs/eval 2> /dev/null | grep accuracy)"
+    compose up --no-build --exit-code-from trainer > "$work/again.log" 2>&1 || { cat "$work/again.log"; fail "a second up"; }
+    say "up again: $(grep -o 'all .* steps are done.*' "$work/again.log")"
+    stop
+}
+
+phase_two() {
+    HOCKET_PORT=$port-$((port + 1)) start two '' --scale server=2
+    wait_for 200 "10 steps are trained" steps 10
+    docker kill "$(container server-2)" > /dev/null
+    wait_for 200 "docker kill of one: the other goes on, 25 steps are trained" steps 25
+    docker start "$(container server-2)" > /dev/null
+    trained
+    for number in 1 2; do
+        address=$(compose port --index $number server 8000)
+        tokens=$(answer "http://$address/metrics" | awk '/^vllm:generation_tokens_total/ {print int($2)}')
+        say "server $number at $address has generated $tokens tokens since its start"
+        [ "$tokens" -gt 0 ] || fail "server $number did not play"
+    done
+    compose logs --no-color --no-log-prefix trainer | grep -E 'server http' | while read -r line; do say "  $line"; done
+    stop
+}
+
+phase_nccl() {
+    HOCKET_SYNC=nccl start nccl ''
+    trained
+    python3 - "$run/metrics.jsonl" << 'PY' || fail "versions went by disk"
+import json, sys
+rows = [row for row in map(json.loads, open(sys.argv[1])) if "sync/fallbacks" in row]
+print(f"         {len(rows)} versions, {sum(row['sync/fallbacks'] for row in rows):.0f} by disk")
+sys.exit(not rows or any(row["sync/fallbacks"] for row in rows))
+PY
+    stop
+}
+
+phase_ranks() {
+    HOCKET_RANKS=2 start ranks 'trainer.steps=20'
+    trained 0.1
+    stop
+}
+
+phase_status() {
+    export HOCKET_SETTINGS='config/quickstart.yaml run.dir=runs/status trainer.steps=3 eval.num_prompts=8'
+    compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "a good run"; }
+    say "a good run: up ends with status 0"
+    stop
+    HOCKET_SETTINGS+=' data.source=not-there.jsonl' status=0
+    compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || status=$?
+    [ "$status" = 1 ] || { cat "$work/up.log"; fail "a bad run ended with $status"; }
+    say "a bad run: up ends with status 1: $(grep -o 'error: .*' "$work/up.log" | head -n 1)"
+    stop
+}
+
+for phase in "${@:-build one two nccl ranks status}"; do
+    for name in $phase; do
+        say "== $name"
+        "phase_$name"
+    done
+done
+say "all checks passed"

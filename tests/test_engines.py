@@ -1,0 +1,276 @@
+"""The files for SLURM, Ray and Kubernetes: compared with golden ones, and read by the engines' own checkers.
+
+After a change of a template: HOCKET_GOLDEN=write python3 run.py test tests/test_engines.py, then read the difference.
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from hocket import cli, config, engines
+from hocket.engines import lay_out
+from hocket.errors import ConfigError
+from processes import wait_for
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = Path(__file__).parent / "golden" / "engines"
+SHARED = Path("/shared/hocket")  # the checkout, as nodes of a cluster see it
+PYTHON = "/shared/hocket/.venv/bin/python"
+ONE_NODE = ["config/multi_node/slurm.yaml", "run.dir=runs/one-node", "launch.servers=2", "launch.trainers=6"]
+CASES = {
+    "slurm": ("slurm", ["config/multi_node/slurm.yaml"]),
+    "slurm_one_node": ("slurm", ONE_NODE),
+    "ray": ("ray", ["config/multi_node/ray.yaml"]),
+    "kubernetes": ("kubernetes", ["config/multi_node/kubernetes.yaml"]),
+}
+
+
+def render(engine: str, settings: list[str]) -> dict[str, str]:
+    _, files = engines.render(engine, settings, output=None, root=SHARED, python=PYTHON)
+    return {path.name: text for path, text in files.items()}
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_are_the_golden_ones(case: str) -> None:
+    files, folder = render(*CASES[case]), GOLDEN / case
+    if os.environ.get("HOCKET_GOLDEN") == "write":
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    assert files == {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_written_config_loads_as_the_given_one_with_what_the_engine_adds(case: str, tmp_path: Path) -> None:
+    engine, settings = CASES[case]
+    (tmp_path / "config.yaml").write_text(render(engine, settings)["config.yaml"], encoding="utf-8")
+    written, given = config.load(tmp_path / "config.yaml"), config.read_settings(settings)[0]
+    added = {"checkpoint.resume", "run.dir", "server.host", "server.discover"}
+    assert config.changes(config.as_dict(given), written).keys() <= added
+    assert written.checkpoint.resume
+    assert written.run_dir.is_absolute()
+
+
+def test_servers_and_ranks_have_nodes_of_their_own_unless_one_node_holds_both() -> None:
+    # 4 servers x 2 GPUs fill a node of 8; 16 ranks fill two
+    assert lay_out(4, 2, 16, 8)[3:] == (4, 1, 8, 2, 3)
+    # 3 servers of 3 GPUs: 2 to a node of 8, so 2 nodes; 12 ranks on 2 nodes are 6 on each
+    assert lay_out(3, 3, 12, 8)[3:] == (2, 2, 6, 2, 4)
+    # 2 + 6 GPUs are one node of 8; one more is not
+    assert lay_out(2, 1, 6, 8)[3:] == (2, 1, 6, 1, 1)
+    assert lay_out(2, 1, 7, 8)[3:] == (2, 1, 7, 1, 2)
+    # without GPUs there is nothing to count
+    assert lay_out(5, 1, 9, 0)[3:] == (5, 1, 9, 1, 1)
+    assert str(lay_out(4, 2, 16, 8)) == "4 servers of 2 GPUs on 1 node, 16 ranks on 2 nodes"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], "set launch.servers and launch.trainers"),
+        (["launch.servers=1"], "set launch.servers and launch.trainers"),
+        # 17 ranks need 3 nodes of 8; 18 are 6 on each
+        (["launch.servers=1", "launch.trainers=17"], "set launch.trainers=18"),
+        (["launch.servers=1", "launch.trainers=8", "server.tensor_parallel_size=16"], "set it to 8 or less"),
+        (["launch.servers=1", "launch.trainers=1", "launch.share_gpu=true"], "leave it out"),
+        (["launch.servers=8", "launch.trainers=8", "server.urls=http://a:8000"], "leave one out"),
+    ],
+)
+def test_what_no_engine_can_run_is_refused_with_what_to_change(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        render("slurm", settings)
+
+
+def test_shellcheck_finds_nothing_in_the_batch_scripts_and_in_tests_deploy() -> None:
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    shellcheck = shutil.which("shellcheck", path=programs)
+    assert shellcheck, "run `python3 run.py test` once: it installs requirements-dev.txt"
+    scripts = [*GOLDEN.glob("slurm*/job.sh"), *(ROOT / "tests" / "deploy").glob("*.sh")]
+    assert len(scripts) > 2
+    meant = "--exclude=SC2016"  # "$" in single quotes is for an inner shell
+    found = subprocess.run([shellcheck, meant, *scripts], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (found.stdout, found.returncode) == ("", 0)
+
+
+FAKE_SRUN = """#!/usr/bin/env bash
+echo "${#HOCKET_TOKEN} $*" >> "$CALLS"
+[[ $* != *" train "* ]] || exit 7
+"""
+
+
+def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trainer_does(tmp_path: Path) -> None:
+    # nodes of 4 GPUs: servers of 2 GPUs, so 2 + 1 on 2 nodes; 8 ranks on 2 nodes
+    sizes = ["launch.servers=3", "server.tensor_parallel_size=2", "launch.trainers=8", "launch.gpus_per_node=4"]
+    settings = ["config/multi_node/slurm.yaml", f"run.dir={tmp_path}/run", *sizes]
+    _, files = engines.render("slurm", settings, output=tmp_path, root=tmp_path, python="python3")
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'n%s\\n' 1 2 3 4\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    for path, text in files.items():
+        path.write_text(text)
+    calls = tmp_path / "calls"
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "n[1-4]",
+    }
+    assert subprocess.run(["bash", tmp_path / "job.sh"], env=env, timeout=60).returncode == 7
+    assert (tmp_path / "servers.txt").read_text().split() == ["http://n1:8000", "http://n1:8001", "http://n2:8000"]
+    wait_for(lambda: len(calls.read_text().splitlines()) == 4, "all steps have been started")
+    steps = sorted(calls.read_text().splitlines(), key=lambda step: ("train" in step, step.partition("server_")[2]))
+    assert all(step.startswith("32 ") for step in steps)  # each has the token
+    nodes_and_gpus = [re.search(r"--nodelist=(\S+) .*CUDA_VISIBLE_DEVICES=(\S+)", step) for step in steps[:3]]
+    assert [found and found.groups() for found in nodes_and_gpus] == [("n1", "0,1"), ("n1", "2,3"), ("n2", "0,1")]
+    assert "--nodes=2 --ntasks=2 --nodelist=n3,n4" in steps[3]
+    assert "--nnodes=2 --nproc-per-node=4" in steps[3]
+    assert "--rdzv-endpoint=n3:20042" in steps[3]
+
+
+def test_kubernetes_objects_have_the_fields_of_its_schemas() -> None:
+    schemas = json.loads((GOLDEN.parent / "kubernetes_1.30.json").read_text(encoding="utf-8"))
+    kinds = []
+    for name in ("servers.yaml", "trainer.yaml", "storage.yaml"):
+        for thing in yaml.safe_load_all((GOLDEN / "kubernetes" / name).read_text(encoding="utf-8")):
+            schema = {"$ref": f"#/$defs/{schemas['kinds'][thing['kind']]}", "$defs": schemas["$defs"]}
+            jsonschema.validate(thing, schema, jsonschema.Draft202012Validator)
+            kinds.append(thing["kind"])
+    assert sorted(kinds) == ["Deployment", "Job", "PersistentVolumeClaim", "Service", "Service"]
+
+
+def test_the_names_in_the_kubernetes_files_agree() -> None:
+    files = render(*CASES["kubernetes"])
+    service, deployment = yaml.safe_load_all(files["servers.yaml"])
+    meeting, job = yaml.safe_load_all(files["trainer.yaml"])
+    top, (claim,) = yaml.safe_load(files["kustomization.yaml"]), yaml.safe_load_all(files["storage.yaml"])
+    settings = yaml.safe_load(files["config.yaml"])
+    assert settings["server"]["discover"] == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert meeting["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
+    for selector, pods in ((service, deployment), (meeting, job)):
+        assert selector["spec"]["selector"] == pods["spec"]["template"]["metadata"]["labels"]
+        spec = pods["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+        assert volumes["config"]["configMap"]["name"] == top["configMapGenerator"][0]["name"]
+        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert container["envFrom"][0]["secretRef"]["name"] == top["secretGenerator"][0]["name"]
+        assert container["image"] in [image["name"] for image in top["images"]]
+    master = next(word for word in job["spec"]["template"]["spec"]["containers"][0]["command"] if "master-addr" in word)
+    assert master == f"--master-addr={job['metadata']['name']}-0.{meeting['metadata']['name']}"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "killed"),
+    [("ready", None, 0), ("updating", None, 0), ("failed", "reload_failed", 0), ("failed", "engine_dead", 1)],
+)
+def test_the_liveness_probe_ends_a_server_whose_engine_is_lost_and_no_other(
+    status: str, code: str | None, killed: int
+) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/health"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"status": status, "error": code and {"code": code}}).encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _, deployment = yaml.safe_load_all(
+            render("kubernetes", ["config/multi_node/kubernetes.yaml", f"server.port={server.server_port}"])[
+                "servers.yaml"
+            ]
+        )
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        _, *arguments = container["livenessProbe"]["exec"]["command"]
+        assert subprocess.run([sys.executable, *arguments], timeout=60).returncode == killed
+        server.shutdown()
+
+
+def test_the_ray_job_is_python_and_places_every_gpu_of_the_layout() -> None:
+    code = ast.parse(render(*CASES["ray"])["ray_job.py"])
+    values = {
+        ast.unparse(node.targets[0]): ast.literal_eval(node.value)
+        for node in code.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.Tuple)
+    }
+    assert values["(NUM_SERVERS, GPUS_PER_SERVER, FIRST_PORT)"] == (4, 2, 8000)
+    assert values["(NUM_NODES, RANKS_PER_NODE)"] == (2, 4)
+
+
+def test_launch_writes_files_keeps_what_was_edited_and_makes_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(*more: str) -> int:
+        return cli.main(
+            ["launch", "config/multi_node/kubernetes.yaml", *more, "--engine", "kubernetes", f"--output={tmp_path}"]
+        )
+
+    assert launch("server.token=never-in-a-file") == 0
+    printed = capsys.readouterr().out
+    assert "4 servers of 1 GPU on 1 node, 8 ranks on 1 node" in printed
+    assert "kubectl apply -k ." in printed
+    token = tmp_path / "token.env"
+    secret = token.read_text()
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(secret.strip().removeprefix("HOCKET_TOKEN=")) == 32
+    assert (tmp_path / ".gitignore").read_text() == "token.env\n"
+    assert not any(
+        word in path.read_text() for path in tmp_path.glob("*.yaml") for word in (secret[-17:], "never-in-a")
+    )
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    assert launch() == 0  # once more: the same bytes, and the same token
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+    (tmp_path / "storage.yaml").write_text("# mine\n")
+    assert launch() == 0
+    assert "storage.yaml~" in capsys.readouterr().out
+    assert (tmp_path / "storage.yaml~").read_text() == "# mine\n"
+    assert (tmp_path / "storage.yaml").read_bytes() == before["storage.yaml"]
+
+
+def test_submit_runs_the_engines_command_in_the_folder_and_reports_its_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "launch",
+        "config/multi_node/slurm.yaml",
+        "--engine",
+        "slurm",
+        "--submit",
+        f"--output={tmp_path / 'job'}",
+    ]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(arguments) == 1
+    assert "sbatch is not installed here" in capsys.readouterr().err
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!{sys.executable}\nimport os, sys\nsys.exit(0 if os.path.exists(sys.argv[1]) else 3)\n")
+    sbatch.chmod(0o755)
+    assert cli.main(arguments) == 0
+    sbatch.write_text(f"#!{sys.executable}\nraise SystemExit(3)\n")
+    assert cli.main(arguments) == 1
+    assert "`sbatch job.sh`" in capsys.readouterr().err
+
+
+def test_output_and_submit_need_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "--submit"]) == 1
+    assert "--engine" in capsys.readouterr().err
