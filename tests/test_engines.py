@@ -105,7 +105,8 @@ def test_shellcheck_finds_nothing_in_the_batch_scripts_and_in_tests_deploy() -> 
     assert shellcheck, "run `python3 run.py test` once: it installs requirements-dev.txt"
     scripts = [*GOLDEN.glob("slurm*/job.sh"), *(ROOT / "tests" / "deploy").glob("*.sh")]
     assert len(scripts) > 2
-    found = subprocess.run([shellcheck, *scripts], stdout=subprocess.PIPE, text=True, timeout=60)
+    meant = "--exclude=SC2016"  # "$" in single quotes is for an inner shell
+    found = subprocess.run([shellcheck, meant, *scripts], stdout=subprocess.PIPE, text=True, timeout=60)
     assert (found.stdout, found.returncode) == ("", 0)
 
 

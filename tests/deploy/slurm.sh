@@ -6,7 +6,7 @@
 # Debian's packages, unpacked into a folder and seen by this script's processes alone: nothing is installed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-steps=${1:-160} python=$PWD/.venv/bin/python
+steps=${1:-240} python=$PWD/.venv/bin/python
 if [ -z "${WORK:-}" ]; then
     WORK=$(mktemp -d /tmp/hslurm.XXXX)
     export WORK
@@ -52,7 +52,6 @@ mkdir "$WORK/state" "$WORK/spool-hs1" "$WORK/spool-hs2"
 export SLURM_CONF=$WORK/slurm.conf
 
 # `ip netns exec` would hide /sys/fs/cgroup
-# shellcheck disable=SC2016 # for the inner shell
 on() { local node=$1 && shift && nsenter --net="/run/netns/hs$node" unshare --uts bash -c 'hostname "$0" && exec "$@"' "hs$node" "$@"; }
 pids() { ip netns pids hs1 && ip netns pids hs2; }
 finish() {
@@ -95,12 +94,16 @@ for pid in $(pids); do
         kill -KILL "$pid" && echo "killed server $pid after step $(lines)" && break
     fi
 done
-for _ in $(seq 120); do grep -q 'is there' "$log" && break; sleep 1; done
-reach 70
+back() { awk '/lost server/ { lost = 1 } lost && /is there/ { back = 1 } END { exit !back }' "$log"; }
+for _ in $(seq 120); do back && break; sleep 1; done
+reach $(($(lines) + 10))
 echo "requeued after step $(lines)" && on 1 scontrol requeue "$job"
-for _ in $(seq 60); do on 1 scontrol update job="$job" starttime=now 2> /dev/null && break; sleep 1; done # else SLURM waits for two minutes
+for _ in $(seq 60); do # a requeued job waits for two minutes, unless told not to
+    if [ "$(state)" = JobState=PENDING ]; then on 1 scontrol update job="$job" starttime=now && break; fi
+    sleep 1
+done
 for _ in $(seq 120); do [[ $(state) == *=@(COMPLETED|FAILED) ]] && break; sleep 3; done
 state
-grep -hE 'lost server|is there|resum|continu|checkpoint|steps in|accuracy' "$log"
+grep -hE 'lost server|is there|going on|steps in|accuracy' "$log"
 cat "$WORK/run/summary.json"
-grep -q 'lost server' "$log" && grep -q 'is there' "$log" && [ "$(state)" = JobState=COMPLETED ]
+back && [ "$(state)" = JobState=COMPLETED ]

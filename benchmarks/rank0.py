@@ -1,0 +1,175 @@
+"""Processor seconds that rank 0, one process, needs per rollout, token and rank: the limits of one event loop.
+
+    python benchmarks/rank0.py [--rollouts 1024] [--tokens 64,4096] [--ranks 8,32,128]
+
+A second process answers /generate with completions that it has ready, as fast as it can, so that what is counted here
+is the trainer's side alone: HTTP, parsing, rollouts, groups (in the event loop, while servers generate), then rows of
+the rollouts file, pickling for the other ranks and packing (between the last score and the update). No engine, no
+model. simulate.py takes the last line's figures as defaults.
+"""
+
+import argparse
+import asyncio
+import functools
+import json
+import multiprocessing
+import pickle
+import random
+import struct
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from hocket.batcher import Batcher
+from hocket.observe.run_folder import lines_of
+from hocket.pool import Deadline, ServerPool
+from hocket.protocol import Completion, Health, SamplingParams, StreamEnd
+from hocket.rollout.collect import Batch, Plan, collect
+from hocket.rollout.episode import single_turn
+from hocket.trainer.batching import balance, pack
+from hocket.types import Prompt, Rollout, Score, TrainSample
+
+GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 16, 500, 150_000
+HEALTH = Health(
+    status="ready", version=1, model="m", dtype="bfloat16", vocab_size=VOCABULARY, max_length=1 << 20, in_flight=0,
+    tokenizer_sha256="", session="s", root="/", device="cpu", workers=1, kv_tokens=1 << 24,
+)  # fmt: skip
+
+
+def completion(tokens: int) -> str:
+    """Returns the JSON of a completion of this length: large token ids, float32 log-probs, four letters per token."""
+    draw = random.Random(tokens)
+    logprobs = [struct.unpack("f", struct.pack("f", -draw.expovariate(2)))[0] for _ in range(tokens)]
+    ids = tuple(draw.randrange(VOCABULARY) for _ in range(tokens))
+    return Completion(
+        token_ids=ids, logprobs=tuple(logprobs), text="word" * tokens, finish_reason="stop", versions=((1, 0, tokens),)
+    ).model_dump_json()
+
+
+def serve(pipe: Connection) -> None:
+    """Answers every request with ready completions of sampling.max_tokens, on a port that goes through the pipe."""
+    ready = functools.cache(completion)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length: ")[2].split("\r\n")[0] or 0)
+        request = json.loads(await reader.readexactly(length)) if length else None
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n")
+        if request is None:
+            writer.write(HEALTH.model_dump_json().encode())
+        else:
+            body = ready(request["sampling"]["max_tokens"])
+            for prompt, seeds in enumerate(request["seeds"]):
+                for index in range(len(seeds)):
+                    writer.write(f'{{"prompt":{prompt},"index":{index},"completion":{body}}}\n'.encode())
+                    await writer.drain()
+            writer.write(StreamEnd(version=1, model="m").model_dump_json().encode() + b"\n")
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        pipe.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(run())
+
+
+async def score(rollout: Rollout) -> Score:
+    return Score(total=float(len(rollout.text) % 2), parts={"r": 1.0})
+
+
+async def gather(port: int, rollouts: int, tokens: int) -> tuple[float, Batch]:
+    """Collects one batch; returns the processor seconds of this process, and the batch."""
+    prompt_ids = tuple(random.Random(0).randrange(VOCABULARY) for _ in range(PROMPT_TOKENS))
+    count = rollouts // GROUP_SIZE
+    left = {i: Prompt(id=f"p{i}", token_ids=(i, *prompt_ids), text="?") for i in range(count)}
+    plan = Plan(
+        label="step 1",
+        sampling=SamplingParams(max_tokens=tokens, seed=0),
+        group_size=GROUP_SIZE,
+        wanted=count,
+        at_most=count,
+        deadline=Deadline(600.0),
+    )
+    async with ServerPool([f"http://127.0.0.1:{port}"]) as pool:
+        play = functools.partial(single_turn, ask=Batcher(pool).ask)
+        start = time.process_time()
+        batch = await collect(plan, lambda n: {i: left.pop(i) for i in list(left)[:n]}, play, score)
+        return time.process_time() - start, batch
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def prepare(batch: Batch, tokens: int) -> dict[str, float]:
+    """Returns the processor seconds of each part of the work between the last score and the update."""
+    samples = [
+        TrainSample(sequence=sequence, advantages=tuple(float(sampled) for sampled in sequence.mask))
+        for group in batch.groups
+        for rollout in group.rollouts
+        for sequence in rollout.sequences
+    ]
+    pickled = pickle.dumps(samples)
+    cost = functools.partial(pack, samples, micro_batch_tokens=max(32_768, tokens + PROMPT_TOKENS + 1), num_ranks=1)
+    return {
+        "rows": seconds(lambda: lines_of(batch.groups).encode()),
+        "pickle": seconds(lambda: pickle.dumps(samples)),
+        "unpickle": seconds(lambda: pickle.loads(pickled)),
+        "pack": seconds(cost),
+    }
+
+
+def pair_s(rollouts: int, ranks: int) -> float:
+    """Returns the processor seconds of dividing rollouts among ranks, per rollout and rank."""
+    draw = random.Random(0)
+    costs = [draw.lognormvariate(8, 0.8) for _ in range(rollouts)]
+    return seconds(lambda: balance(costs, ranks)) / (rollouts * ranks)
+
+
+def main() -> None:
+    numbers = lambda text: [int(number) for number in text.split(",")]  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=1024)
+    parser.add_argument("--tokens", type=numbers, default=[64, 4096], help="a short and a long completion")
+    parser.add_argument("--ranks", type=numbers, default=[8, 32, 128])
+    options = parser.parse_args()
+    ours, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    try:
+        port, found = ours.recv(), []
+        for tokens in options.tokens:
+            asyncio.run(gather(port, GROUP_SIZE, tokens))  # the server makes its completion
+            loop_s, batch = asyncio.run(gather(port, options.rollouts, tokens))
+            parts = prepare(batch, tokens)
+            found.append((loop_s / options.rollouts, sum(parts.values()) / options.rollouts))
+            text = ", ".join(f"{name} {value / options.rollouts * 1e3:.3f}" for name, value in parts.items())
+            print(f"{tokens} tokens: ms per rollout: event loop {found[-1][0] * 1e3:.3f}, {text}", flush=True)
+    finally:
+        server.terminate()
+        server.join()
+    (short, _), (long, after) = found[0], found[-1]
+    token_s = (long - short) / (options.tokens[-1] - options.tokens[0])
+    pairs = {ranks: pair_s(options.rollouts, ranks) for ranks in options.ranks}
+    for ranks, value in pairs.items():
+        print(f"dividing rollouts among {ranks} ranks: {value * 1e6:.2f} us per rollout and rank", flush=True)
+    figures = {
+        "rollout_s": max(0.0, short - token_s * options.tokens[0]),
+        "rollout_token_s": token_s,
+        "step_token_s": after / (options.tokens[-1] + PROMPT_TOKENS),
+        "pack_pair_s": pairs[options.ranks[-1]],
+    }
+    print(json.dumps({name: float(f"{value:.3g}") for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
