@@ -133,6 +133,9 @@ class Simulation:
         self._tokens = speeds.prompt_tokens + setup.max_tokens  # that a rollout counts as in flight
         self.rate, self.training, self._rate_changed = 1.0, False, self.env.event()
         self.batches: dict[int, Batch] = {}
+        # Batches that began together stay together: a wait comes back every max_staleness + 1 steps.
+        counted = math.ceil(setup.steps / (setup.max_staleness + 1)) * (setup.max_staleness + 1)
+        self.steps = COLD_STEPS + counted + 2 * setup.max_staleness  # it fills and empties, which is not counted
         self.numbers = itertools.count()  # of groups and, in heaps, of jobs
         self._gathering, self._gathered = 0, 0.0  # batches under way; when the last one was complete
         self._rank0_free = self.rank0_busy_s = 0.0
@@ -145,10 +148,7 @@ class Simulation:
             for server in self.servers:
                 self.env.process(self._failures(server))
         self.env.run(self.env.process(self.train(progress)))
-        first = min(
-            COLD_STEPS + self.setup.max_staleness, self.setup.steps // 2
-        )  # it fills with as many batches at once
-        last = max(first + 1, self.setup.steps - self.setup.max_staleness)  # the last ones have no batch beside theirs
+        first, last = COLD_STEPS + self.setup.max_staleness, self.steps - self.setup.max_staleness
         start, end = self.records[first], self.records[last]
         warm, seconds = self.records[first:last], end["start"] - start["start"]
         total = {name: math.fsum(row[name] for row in warm) for name in warm[0]}
@@ -169,21 +169,21 @@ class Simulation:
             "rank0_busy": (end["rank0"] - start["rank0"]) / seconds,
             "staleness_mean": total["age"] / len(warm),
             "staleness_max": max(row["oldest"] for row in warm),
-            "replayed": self.replayed / rollouts / self.setup.steps,
+            "replayed": self.replayed / rollouts / self.steps,
         }
 
     def train(self, progress: Callable[[str], None] = lambda text: None) -> Process:
         """Take all steps, as loop.py's `Run.train`."""
         env, setup, speeds = self.env, self.setup, self.speeds
         asked = 0.0
-        for step in range(1, setup.steps + 1):
+        for step in range(1, self.steps + 1):
             yield from self.bring_up()
-            progress(f"step {step}/{setup.steps}")
+            progress(f"step {step}/{self.steps}")
             start = env.now
             no_batch_s = 0.0 if self._gathering else start - max(asked, self._gathered)
             row = {"start": start, "no_batch": no_batch_s / (start - asked) if step > 1 else 0.0} | self._spent()
             asked = start
-            for due in range(step, min(step + setup.max_staleness, setup.steps) + 1):
+            for due in range(step, min(step + setup.max_staleness, self.steps) + 1):
                 if due not in self.batches:
                     self._begin(due)
             batch = self.batches[step]

@@ -24,7 +24,7 @@ PLAIN: dict[str, Any] = {  # every second in its place, nothing hidden
 
 
 def setup(**changed: Any) -> Setup:
-    return Setup(**{"prompts": 4, "group_size": 2, "max_tokens": 10, "max_staleness": 0, "steps": 12} | changed)
+    return Setup(**{"prompts": 4, "group_size": 2, "max_tokens": 10, "max_staleness": 0, "steps": 8} | changed)
 
 
 def speeds(**changed: float) -> Speeds:
@@ -65,10 +65,17 @@ def test_a_step_in_turn_takes_the_sum_of_its_parts() -> None:
 
 @pytest.mark.parametrize(("decode_token_s", "position_s"), [(0.05, 0.1), (0.1, 0.05)])
 def test_with_staleness_one_a_step_takes_as_long_as_the_slower_side(decode_token_s: float, position_s: float) -> None:
-    # 8 warm steps: where generation is slower, two steps repeat, one that waits and one that does not.
-    found = result(setup(max_staleness=1, steps=14), speeds(decode_token_s=decode_token_s, position_s=position_s))
+    # Where generation is slower, two steps repeat, one that waits and one that does not.
+    found = result(setup(max_staleness=1), speeds(decode_token_s=decode_token_s, position_s=position_s))
     assert found["step_s"] == pytest.approx(80 * max(decode_token_s, position_s))
     assert found["staleness_max"] == 1  # admission bounds it
+
+
+@pytest.mark.parametrize("bound", [1, 2, 4])
+def test_one_long_completion_is_waited_for_once_per_batches_in_flight(bound: int) -> None:
+    # 10 s from a batch's begin to its end; all but 1 s of each of the `bound` updates in between is hidden behind it.
+    found = result(setup(max_staleness=bound, steps=1), speeds(decode_fixed_s=1.0, train_fixed_s=1.0))
+    assert found["step_s"] == pytest.approx(max(1.0, 11 / (bound + 1)))
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
@@ -91,7 +98,7 @@ def test_more_servers_than_requests_wait_for_a_request() -> None:
 
 def test_a_lost_servers_share_is_played_again_and_it_comes_back_with_the_weights() -> None:
     parts = speeds(decode_fixed_s=1.0, silence_s=2.0, transfer_s=0.5, canary_s=1.0)
-    simulation = Simulation(setup(servers=2, steps=4), parts, TEN)
+    simulation = Simulation(setup(servers=2), parts, TEN)
     simulation.env.process(simulation.outage(simulation.servers[1], after_s=4.0, away_s=12.0))
     simulation.run()
     starts = [row["start"] for row in simulation.records]
@@ -99,9 +106,9 @@ def test_a_lost_servers_share_is_played_again_and_it_comes_back_with_the_weights
     # Lost at 4, noticed at 6, played again by the other until 16, then weights: .5 s. It answers at 16, and is brought
     # up before step 2: weights .5 and log-probs 1.
     assert steps[0] == pytest.approx(4 + 2 + 10 + 0.5 + 0.5 + 1.0)
-    assert steps[1:] == pytest.approx([10.5, 10.5, 10.5])
+    assert steps[1:] == pytest.approx([10.5] * 11)
     assert simulation.replayed == 4
-    assert all(server.up and server.version == 4 for server in simulation.servers)
+    assert all(server.up and server.version == 12 for server in simulation.servers)
     assert simulation.requests == 0
 
 
@@ -127,7 +134,7 @@ def test_rank_zeros_event_loop_bounds_the_rollouts_per_second() -> None:
 def test_the_best_split_has_as_many_servers_as_keep_the_ranks_busy() -> None:
     # 3,200 tokens take 32 s of one server and 96 s of one rank: a quarter of the GPUs are servers.
     toy = speeds(decode_token_s=0.01, position_s=0.03)
-    many = setup(max_staleness=1, prompts=160, group_size=1, max_tokens=20, steps=9)
+    many = setup(max_staleness=1, prompts=160, group_size=1, max_tokens=20)
     for gpus, servers in ((4, 1), (8, 2), (64, 16)):
         split, found = simulate.best_split(gpus, many, lambda one: result(one, toy, [[20]]))
         assert (split.servers, split.ranks) == (servers, gpus - servers)
@@ -226,7 +233,7 @@ def test_overlapping_runs_and_unknown_inputs_are_refused(tmp_path: Path) -> None
 def test_every_output_is_marked_and_every_input_has_a_source(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["simulate.py", "predict", "--gpus", "4", "prompts=4", "steps=6"])
+    monkeypatch.setattr(sys, "argv", ["simulate.py", "predict", "--gpus", "4", "prompts=4", "steps=2"])
     simulate.main()
     assert capsys.readouterr().out.startswith("SIMULATION, not a measurement; not calibrated: public figures")
     rows = simulate.inputs_table().splitlines()[2:]
