@@ -98,7 +98,7 @@ def launch(config: Config, arguments: Sequence[str], run_dir: Path, *, dry_run: 
     urls = [config.url_at(port) for port in ports]
     names = [f"server_{number}" for number in range(len(ports))] if len(ports) > 1 else ["server"]
     serve = [["-m", "hocket", "serve", *arguments, f"server.port={port}"] for port in ports]
-    train = ["-m", "hocket", "train", *arguments, f"server.urls=[{','.join(urls)}]"]
+    train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{','.join(urls)}]"]
     print(f"run folder {run_dir}, logs in {logs}")
     for name, url, gpus in zip(names, urls, plan.servers, strict=True):
         print(f"{name}: {url} on {_where(gpus)}")

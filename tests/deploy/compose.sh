@@ -6,12 +6,13 @@
 #     two      `up --scale server=2`: both play; one is killed and comes back
 #     nccl     weights over the network: no version goes by disk
 #     ranks    two trainer processes
+#     resume   stopped as by Ctrl-C, the trainer closes the run; the next `up` ends it
 #     status   `up --exit-code-from trainer` ends with the trainer's status, for good and for bad
 #   GPU=1 adds docker/compose.gpu.yaml. HOCKET_PORT is the first port used on this machine (default 18000).
 #   Where the build reaches no index: WHEELS=FOLDER with torch's wheel, TORCH_INDEX=URL, BUILD_NETWORK=host, BASE=IMAGE.
 # It needs docker with compose, git, curl and python3, and leaves nothing but the images.
 set -euo pipefail
-case ${1:-} in -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit ;; esac
+case ${1:-} in -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 port=${HOCKET_PORT:-18000}
@@ -62,14 +63,15 @@ start() {  # start NAME SETTINGS OPTIONS-OF-UP...
 }
 steps() { [ "$(wc -l < "$run/metrics.jsonl")" -gt "$1" ]; }  # the first line is the evaluation before step 1
 container() { docker ps --all --quiet --filter label=com.docker.compose.project=hocket --filter "name=hocket-$1\$"; }
-said() { [ "$(compose logs --no-color trainer | grep -c -- "$2")" -ge "$1" ]; }  # said TIMES WORDS
+lines() { docker logs "$(container trainer-1)" 2>&1; }
+said() { [ "$(lines | grep -c -- "$2")" -ge "$1" ]; }  # said TIMES WORDS
 ended() { [ "$(docker inspect -f '{{.State.Status}}' "$(container trainer-1)")" = exited ]; }
 answer() { curl -fsS --max-time 20 -H "Authorization: Bearer $HOCKET_TOKEN" "$@"; }
 trained() {  # the trainer ended well and the policy is better
     wait_for 400 "the trainer has ended" ended
     status=$(docker inspect -f '{{.State.ExitCode}}' "$(container trainer-1)")
     [ "$status" = 0 ] || fail "the trainer ended with status $status"
-    compose logs --no-color --no-log-prefix trainer | grep -E 'steps in|held-out acc' | while read -r line; do say "$line"; done
+    lines | grep -E 'steps in|held-out acc' | while read -r line; do say "$line"; done
     python3 - "$run/summary.json" "${1:-0.5}" << 'PY' || fail "accuracy did not rise"
 import json, sys
 summary = json.load(open(sys.argv[1]))
@@ -113,7 +115,7 @@ phase_one() {
     wait_for 60 "crash of the server: the trainer waits for it" said 2 'lost server'
     wait_for 120 "the engine has restarted the server; it has the current weights" said 3 'holds version'
     trained
-    compose logs --no-color --no-log-prefix trainer | grep 'holds version' | while read -r line; do say "  $line"; done
+    lines | grep 'holds version' | while read -r line; do say "  $line"; done
 
     say "eval: $(compose run --rm --no-deps -T trainer eval config/quickstart.yaml server.discover=server:8000 run.dir=runs/eval 2> /dev/null | grep accuracy)"
     compose up --no-build --exit-code-from trainer > "$work/again.log" 2>&1 || { cat "$work/again.log"; fail "a second up"; }
@@ -134,7 +136,7 @@ phase_two() {
         say "server $number at $address has generated $tokens tokens since its start"
         [ "$tokens" -gt 0 ] || fail "server $number did not play"
     done
-    compose logs --no-color --no-log-prefix trainer | grep -E 'server http' | while read -r line; do say "  $line"; done
+    lines | grep -E 'server http' | while read -r line; do say "  $line"; done
     stop
 }
 
@@ -156,6 +158,19 @@ phase_ranks() {
     stop
 }
 
+phase_resume() {
+    start resume 'trainer.steps=30 checkpoint.every_steps=5'
+    wait_for 200 "10 steps are trained" steps 10
+    compose stop > "$work/stop.log" 2>&1 || { cat "$work/stop.log"; fail "stop"; }
+    status=$(docker inspect -f '{{.State.ExitCode}}' "$(container trainer-1)")
+    [ "$status" = 130 ] || fail "the stopped trainer ended with status $status, not as after Ctrl-C"
+    [ -e "$run/report.html" ] || fail "the stopped run has no report"
+    say "stop: the trainer has closed the run"
+    compose up --detach --no-build > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "up"; }
+    trained 0.1
+    stop
+}
+
 phase_status() {
     export HOCKET_SETTINGS='config/quickstart.yaml run.dir=runs/status trainer.steps=3 eval.num_prompts=8'
     compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "a good run"; }
@@ -168,7 +183,7 @@ phase_status() {
     stop
 }
 
-for phase in "${@:-build one two nccl ranks status}"; do
+for phase in "${@:-build one two nccl ranks resume status}"; do
     for name in $phase; do
         say "== $name"
         "phase_$name"

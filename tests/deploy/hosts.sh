@@ -4,18 +4,18 @@
 #   tests/deploy/hosts.sh            all of: whole, cut, lost (about 5 minutes on 2 cores)
 #   tests/deploy/hosts.sh whole      a whole run over both hosts
 #   tests/deploy/hosts.sh cut        the link is cut for CUT_S (20) seconds in mid-run: the run goes on and ends well
-#   tests/deploy/hosts.sh lost       the link is cut for good: every process ends, says why, within LOST_S (150) seconds
+#   tests/deploy/hosts.sh lost       the link is cut for good: every process ends, says why, within LOST_S (240) seconds
 #
 # The hosts are network namespaces with a bridge between them: real TCP over a real link, a name, /etc/hosts and
 # /dev/shm each. n1 has rank 0, n2 has rank 1 and the server, so that both the gradients (gloo) and everything between
 # trainer and server (HTTP, and gloo for the weights) cross the link. Logs and runs are left in OUT (runs/hosts).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-case ${1:-} in -h | --help) sed -n '2,13p' "$0"; exit ;; esac
+case ${1:-} in -h | --help) sed -n '2,11p' "$0"; exit ;; esac
 parts=("${@:-}"); [ "${parts[*]}" ] || parts=(whole cut lost)
 [ "$(id -u)" = 0 ] || { echo "hosts.sh: needs root, to make network namespaces" >&2; exit 2; }
 
-OUT=${OUT:-runs/hosts} PYTHON=${PYTHON:-.venv/bin/python} CUT_S=${CUT_S:-20} LOST_S=${LOST_S:-150}
+OUT=${OUT:-runs/hosts} PYTHON=${PYTHON:-.venv/bin/python} CUT_S=${CUT_S:-20} LOST_S=${LOST_S:-240}
 HOCKET_TOKEN=hosts-$RANDOM$RANDOM$RANDOM; export HOCKET_TOKEN  # the server listens where other hosts reach it
 NAME=hocket$$  # of the namespaces: no other run's, and nobody else's
 
@@ -56,11 +56,14 @@ up() {
     ip -n "$NAME-$i" addr add "10.77.0.$i/24" dev eth0
     ip -n "$NAME-$i" link set eth0 up
     ip -n "$NAME-$i" link set lo up
+    # torchrun's own calls have no deadline but TCP's: a quarter of an hour, here 100 s.
+    ip netns exec "$NAME-$i" sysctl -q net.ipv4.tcp_retries2=8
   done
 }
 inhabitants() { for i in 1 2; do ip netns pids "$NAME-$i" 2> /dev/null || :; done; }
 down() {
   local pids
+  trap '' INT TERM  # what was begun here is finished
   for signal in TERM KILL; do
     pids=$(inhabitants)
     # shellcheck disable=SC2086  # one word per pid
@@ -73,12 +76,13 @@ down() {
 serve() {
   host 2 "$OUT/server.log" "$PYTHON" run.py serve "${SETTINGS[@]}" run.dir="$OUT/server" server.host=10.77.0.2
   server=$!
-  wait_for 240 "the server is not ready: $OUT/server.log" grep -q 'hocket: ready' "$OUT/server.log"
+  wait_for 240 "the server is not ready: $OUT/server.log" grep -qs "hocket: ready" "$OUT/server.log"
   say "server on n2: $(grep 'hocket: ready' "$OUT/server.log")"
 }
 train() {  # RUN: one rank on each host, by torchrun; the first host keeps the list of ranks
   run=$1
   rm -rf "${OUT:?}/$run"
+  plug
   for i in 1 2; do
     host "$i" "$OUT/$run.n$i.log" "$PYTHON" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 \
       --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-id "$run" --local-addr "n$i" \
@@ -86,7 +90,7 @@ train() {  # RUN: one rank on each host, by torchrun; the first host keeps the l
     launchers[i]=$!
   done
 }
-steps() { wc -l < "$OUT/$run/metrics.jsonl" 2> /dev/null || echo 0; }
+steps() { wc -l 2> /dev/null < "$OUT/$run/metrics.jsonl" || echo 0; }
 reached() { [ "$(steps)" -gt "$1" ] || ! kill -0 "${launchers[1]}" 2> /dev/null; }
 ended() { ! kill -0 "${launchers[$1]}" 2> /dev/null; }
 any_ended() {  # report and forget a launcher that has ended

@@ -55,8 +55,8 @@ for pid in $(pids); do
     fi
 done
 for _ in $(seq 300); do kill -0 "$follow" 2> /dev/null || break; sleep 1; done
-on 1 ray job status "$job" | grep -oE "'$job'.*"
+on 1 ray job status "$job" | grep -oE "'$job'.*" || :
 grep -hE 'lost server|is there|steps in|accuracy' "$work/job.log"
 grep -c '^hocket: ready' "$work"/run/logs/server_*.log
 cat "$work/run/summary.json"
-sed -n '/lost server/,$p' "$work/job.log" | grep -q 'is there' # after it was lost
+awk '/lost server/ { lost = 1 } lost && /is there/ { back = 1 } END { exit !back }' "$work/job.log"

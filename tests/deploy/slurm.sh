@@ -94,7 +94,7 @@ for pid in $(pids); do
         kill -KILL "$pid" && echo "killed server $pid after step $(lines)" && break
     fi
 done
-back() { sed -n '/lost server/,$p' "$log" | grep -q 'is there'; } # after it was lost
+back() { awk '/lost server/ { lost = 1 } lost && /is there/ { back = 1 } END { exit !back }' "$log"; }
 for _ in $(seq 120); do back && break; sleep 1; done
 reach $(($(lines) + 10))
 echo "requeued after step $(lines)" && on 1 scontrol requeue "$job"

@@ -69,6 +69,12 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     assert "12345678" not in (run / "config.yaml").read_text()
 
 
+def test_a_folder_that_can_not_be_written_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file is in the way, as a folder of another user would be")
+    with pytest.raises(ConfigError, match=r"can't write to run\.dir=.*let user \d+ write there"):
+        RunFolder(settings(tmp_path))
+
+
 def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had_and_is_not_written_over(tmp_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt), RunFolder(settings(tmp_path)) as folder:
         folder.finish(1, {"reward/mean": 0.5})

@@ -182,16 +182,27 @@ def test_two_ranks_train_the_adapter_of_one(runs: dict[int, Path]) -> None:
             assert untimed(step) == pytest.approx(untimed(other), rel=1e-4, abs=1e-5)
 
 
-def test_a_rank_that_hangs_within_a_step_ends_the_other_at_its_deadline(tied_model: str, tmp_path: Path) -> None:
-    processes = start_two("rank_hangs", tied_model, tmp_path)
+@pytest.mark.parametrize(
+    ("scenario", "stuck", "message"),
+    [
+        ("rank_hangs", 1, "rank 0 lost the other ranks while doing the common step"),
+        ("rank_is_cut_off", 1, "rank 0 lost the other ranks while telling the other ranks what to do"),
+        ("main_is_cut_off", 0, "hocket: rank 1 ends, for rank 0, or the launcher, is gone: its store does not answer"),
+    ],
+)
+def test_a_rank_that_does_not_answer_ends_the_other_at_its_deadline(
+    tied_model: str, tmp_path: Path, scenario: str, stuck: int, message: str
+) -> None:
+    processes = start_two(scenario, tied_model, tmp_path)
     try:
-        output, _ = processes[0].communicate(timeout=DEADLINE_S)
-        assert processes[1].poll() is None  # it still sleeps
+        output, _ = processes[1 - stuck].communicate(timeout=DEADLINE_S)
+        assert processes[stuck].poll() is None
     finally:
-        processes[1].kill()
-        outputs_of(processes[1:])
-    assert processes[0].returncode == 1, output
-    assert "did not answer within trainer.collective_timeout_s=20" in output
+        processes[stuck].kill()
+        outputs_of([processes[stuck]])
+    assert processes[1 - stuck].returncode == 1, output
+    assert message in output
+    assert ("no answer in 20 s" if stuck == 0 else "did not answer within trainer.collective_timeout_s=20") in output
 
 
 @pytest.mark.parametrize(

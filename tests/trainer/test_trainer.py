@@ -21,7 +21,7 @@ import fakes
 from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
 from hocket.config import TrainerConfig
-from hocket.errors import ConfigError, TrainerError
+from hocket.errors import ConfigError, ServerError, TrainerError
 from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.ranks import Ranks, _share_cores
 from hocket.trainer.trainer import Trainer
@@ -264,3 +264,11 @@ def test_an_entropy_bonus_or_a_kl_alone_moves_the_policy(
     with make_trainer(ranks, tied_model, *settings) as trainer:
         first, *_, last = (trainer.step(samples)[f"train/{name}"] for _ in range(10))
     assert sign * (last - first) > 0.1
+
+
+def test_what_ends_a_run_is_not_hidden_by_ranks_that_can_not_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "close", Mock(side_effect=TrainerError("the other ranks are lost")))
+    with pytest.raises(ServerError, match="the cause"), object.__new__(Trainer):
+        raise ServerError("the cause", code="timeout")
+    with pytest.raises(TrainerError, match="the other ranks are lost"), object.__new__(Trainer):
+        pass

@@ -195,6 +195,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)  # with the store: connections stay, and nothing answers, as with a cut link
+
+
 def hang() -> None:
     time.sleep(1000)
 
@@ -207,6 +211,8 @@ FAILURES: dict[str, dict[str, Callable[[], object]]] = {
     # between two steps, while rank 1 waits for the next one
     "main_fails": {"0": complain},
     "main_dies": {"0": die},
+    "main_is_cut_off": {"0": stop},
+    "rank_is_cut_off": {"1": stop},  # before the first one
     # in the middle of a step, at the second micro-batch, while rank 0 waits for its share of the gradients
     "rank_dies": {"1": die},
     "rank_hangs": {"1": hang},
@@ -219,8 +225,9 @@ FAILURES: dict[str, dict[str, Callable[[], object]]] = {
 
 def fail(scenario: str, model: str) -> None:
     happen = FAILURES[scenario].get(os.environ["RANK"], lambda: None)
-    between, micro_batches = scenario.startswith("main"), itertools.count(1)
-    if scenario == "rank_waits_for_ever":
+    cut_off, micro_batches = scenario.endswith("cut_off"), itertools.count(1)
+    between = cut_off or scenario.startswith("main")
+    if cut_off or scenario == "rank_waits_for_ever":
         ranks.WATCH_S, ranks.GRACE_S = 0.2, 1.0
 
     def deadly(logprobs_bt: torch.Tensor, entropy_bt: torch.Tensor, batch: TrainBatch) -> LossOutput:
@@ -228,10 +235,12 @@ def fail(scenario: str, model: str) -> None:
             happen()
         return LossOutput(loss=-logprobs_bt.sum() / batch.num_tokens_global, metrics={})
 
-    timeout_s = 20 if scenario == "rank_hangs" else 60
+    timeout_s = 20 if cut_off or scenario == "rank_hangs" else 60
     settings = ("trainer.micro_batch_tokens=20", f"trainer.collective_timeout_s={timeout_s}", "trainer.zero_stage=2")
     trainer = Trainer(make_config(model, *settings), loss=deadly)
     if not trainer.is_main:
+        if between:
+            happen()
         trainer.follow()
         return
     with trainer:

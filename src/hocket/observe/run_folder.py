@@ -26,15 +26,19 @@ COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
-    """Own the files of one run. Raises ConfigError if the folder holds one already and checkpoint.resume is off."""
+    """Own the files of one run. Raises ConfigError if it can't, or one is there and not to be resumed."""
 
     def __init__(self, config: Config) -> None:
         self.path = config.run_dir
         if (self.path / METRICS).exists() and not config.checkpoint.resume:
             advice = "continue it with checkpoint.resume=true, or choose another run.dir"
             raise ConfigError(f"{self.path} holds a run already; {advice}")
-        (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / "config.yaml", config_module.dump(config))
+        try:
+            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path / "config.yaml", config_module.dump(config))
+        except OSError as error:
+            advice = f"let user {os.getuid()} write there (in Docker: HOCKET_USER), or choose another run.dir"
+            raise ConfigError(f"can't write to run.dir={self.path}: {error.strerror}; {advice}") from error
         for name in (METRICS, LEDGER):
             (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step

@@ -4,6 +4,7 @@ Commands of rank 0 and reports to it use gloo groups of their own, beside the gr
 """
 
 import atexit
+import concurrent.futures
 import contextlib
 import datetime
 import os
@@ -55,7 +56,8 @@ class Ranks:
                 self._store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
             self._reports = dist.new_group(backend="gloo", timeout=timeout)
-            self._commands = dist.new_group(backend="gloo", timeout=_NO_DEADLINE)
+            # Rank 0 does not send to a lost rank for ever; the others are idle until it sends.
+            self._commands = dist.new_group(backend="gloo", timeout=timeout if self.is_main else _NO_DEADLINE)
         if self.size > 1:
             self._watcher.start()
             atexit.register(self._stop_watching)  # a thread within the store's C++ would abort a process that ends
@@ -113,11 +115,12 @@ class Ranks:
             # gloo raises plain RuntimeErrors that begin with the place in its source
             is_gloos = isinstance(error, RuntimeError) and re.search("gloo|nccl", str(error), re.IGNORECASE)
             if not (is_gloos or isinstance(error, dist.DistError)):
+                reason = f"rank {self.rank} failed: {type(error).__name__}: {error}"
                 with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
-                    self._store.compare_set(FAILURE, "", f"rank {self.rank} failed: {type(error).__name__}: {error}")
+                    self._ask_store(lambda: self._store.compare_set(FAILURE, "", reason), GRACE_S)
                 raise
             with contextlib.suppress(RuntimeError):
-                failure = self._failure()
+                failure = self._ask_store(self._failure, GRACE_S)
                 if failure is not None:
                     raise TrainerError(f"rank {self.rank} stopped while {doing}, for {failure}") from error
             reason = re.sub(r"^\[.*?\] *|\. .*", "", str(error).splitlines()[0])  # gloo's source line, its jokes
@@ -127,8 +130,27 @@ class Ranks:
             ) from error
 
     def _failure(self) -> str | None:
-        """Return why a rank has failed, None if none has. Raise RuntimeError where the store does not answer."""
+        """Return why a rank has failed, None if none has."""
         return str(self._store.get(FAILURE).decode()) if self._store.check([FAILURE]) else None
+
+    def _ask_store(self, call: Callable[[], T], seconds: float) -> T:
+        """Return what a call of the store returns; RuntimeError where it fails, or takes longer than `seconds`.
+
+        Where the link to its host is cut, the call itself would end with TCP's deadline, after a quarter of an hour.
+        """
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(call())
+            except RuntimeError as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="hocket-store", daemon=True).start()
+        try:
+            return answer.result(seconds)
+        except TimeoutError:
+            raise RuntimeError(f"no answer in {seconds:g} s") from None
 
     def _stop_watching(self) -> None:
         self._left.set()
@@ -139,7 +161,7 @@ class Ranks:
         """End this rank where another one has failed or rank 0 is gone, and its own calls don't notice."""
         while not self._left.wait(WATCH_S):
             try:
-                failure = self._failure()
+                failure = self._ask_store(self._failure, self.timeout_s)
             except RuntimeError as error:
                 failure = f"rank 0, or the launcher, is gone: its store does not answer ({str(error).splitlines()[0]})"
             if failure is not None and not self._left.wait(GRACE_S):

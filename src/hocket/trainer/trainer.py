@@ -42,6 +42,7 @@ def on_all_ranks(method: F) -> F:
     @functools.wraps(method)
     def call(trainer: "Trainer", /, *args: Any) -> Any:
         trainer._check(name, args)  # before the others start: its error leaves all ranks usable
+        trainer._broken = True  # until the work has ended well
         trainer.ranks.send((name, [None if callable(value) else value for value in args]))
         return trainer._run(name, args)
 
@@ -80,8 +81,12 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except TrainerError:
+            if cause is None:  # else ranks that can't be reached are what follows from it
+                raise
 
     def follow(self) -> None:
         """Run each call of rank 0 on this rank too, until rank 0 closes. Raise TrainerError if rank 0 dies."""
@@ -117,7 +122,7 @@ class Trainer:
 
     def _run(self, name: str, args: Sequence[Any]) -> Any:
         """Run this rank's part of a method `on_all_ranks`."""
-        self._broken = True  # until the work has ended well
+        self._broken = True
         self.ranks.use_this_thread()
         with self.ranks.deadline(f"doing the common {name.strip('_')}"):
             try:
