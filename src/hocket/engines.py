@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(servers: int, gpus_per_server: int, ranks: int, gpus_per_node: int) -> Layout:
-    """Return how many nodes of that many GPUs the run takes; 0 GPUs: one node. Raise ConfigError if it can't be."""
+    """Place a run on nodes of `gpus_per_node` GPUs; 0: one node. Raise ConfigError for a layout that can't be."""
     if gpus_per_node == 0 or servers * gpus_per_server + ranks <= gpus_per_node:
         return Layout(servers, gpus_per_server if gpus_per_node else 0, ranks, servers, 1, ranks, 1, 1)
     per_node, rank_nodes = gpus_per_node // gpus_per_server, -(-ranks // gpus_per_node)

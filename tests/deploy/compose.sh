@@ -77,7 +77,9 @@ import json, sys
 summary = json.load(open(sys.argv[1]))
 sys.exit(not summary["after"] > summary["before"] + float(sys.argv[2]))
 PY
-    foreign=$(find "$run" ! -user "${owner%:*}")
+    grep -q 'held-out accuracy' "$work/hocket/runs/logs/trainer.log" || fail "no log of the trainer on the host"
+    grep -qs 'ready on' "$work"/hocket/runs/logs/server-*.log || fail "no log of a server on the host"
+    foreign=$(find "$work/hocket/runs" ! -user "${owner%:*}")
     [ -z "$foreign" ] || fail "files of another user than ${owner%:*}: $foreign"
 }
 stop() {  # down leaves nothing
