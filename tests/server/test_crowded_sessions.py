@@ -137,8 +137,8 @@ def test_new_weights_end_only_streams_of_which_some_was_told_and_all_others_begi
 def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_closed(
     server: Any, leaves: bool
 ) -> None:
-    for _ in range(5):  # on a busy machine all may have been sampled before anybody has looked
-        before = server.metric("generation_tokens_total")
+    for _ in range(8):  # on a busy machine all may have been sampled before anybody has looked
+        before, error = server.metric("generation_tokens_total"), ""
         session_id, client = opened(server)
         with client:
             stream = client.completions.create(prompt=[9], stream=True, **ENDLESS)
@@ -148,14 +148,17 @@ def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_
                 stream.close()
             else:
                 (call,) = close(server, session_id).calls
-                assert call.completion is None
-                with pytest.raises(openai.APIError, match="the session was closed, which ends its calls"):
+                try:
                     list(chunks)
+                except openai.APIError as raised:
+                    error = str(raised)
         server.generate(prompts=[[5]], sampling={"max_tokens": 2})  # the engine counts when it works
         server.wait_for(lambda _: server.metric("num_requests_running") == 0)
         if leaves:
             (call,) = close(server, session_id).calls
-            assert call.completion is None
-        if (sampled := server.metric("generation_tokens_total") - before - 2) < TOKENS:
+        sampled = server.metric("generation_tokens_total") - before - 2
+        if call.completion is None and sampled < TOKENS:
             break
+    assert call.completion is None
+    assert leaves or "the session was closed, which ends its calls" in error
     assert sampled < TOKENS
