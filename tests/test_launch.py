@@ -112,6 +112,7 @@ def placed(gpus: str, settings: list[str]) -> launch.Placement:
         ("01234567", ["launch.servers=6"], ["0", "1", "2", "3", "4", "5"], ("6,7", 2)),
         ("01234567", ["launch.server_gpus=4,5", "launch.servers=1"], ["4"], ("0,1,2,3,6,7", 6)),
         ("0123", ["launch.trainer_gpus=0"], ["1", "2", "3"], ("0", 1)),
+        ("0123", ["launch.server_gpus=0, 1"], ["0", "1"], ("2,3", 2)),
         ("0123", ["launch.server_gpus=0", "launch.trainer_gpus=0"], ["0"], ("0", 1)),
         ("0123", ["launch.share_gpu=true"], ["0"], ("0", 1)),
     ],
@@ -143,8 +144,9 @@ def test_too_few_gpus_and_a_gpu_for_both_sides_of_nccl_are_refused(gpus: str, se
 def test_gpus_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5")
     assert launch.visible_gpus() == ["2", "5"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert launch.visible_gpus() == []
+    for none in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert launch.visible_gpus() == []
 
 
 def test_a_dry_run_says_what_would_run_where_and_starts_nothing(

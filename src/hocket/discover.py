@@ -4,6 +4,7 @@ import asyncio
 import re
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from hocket.errors import ServerError
 
@@ -31,6 +32,7 @@ def _in_file(path: str) -> list[str]:
         url = line.partition("#")[0].strip().rstrip("/")
         if url and not re.match(r"https?://[^/\s]+", url):
             raise ValueError(f"line {number} is no URL of a server, such as http://10.0.0.1:8000: {line}")
+        _ = urlsplit(url).port  # ValueError where it is no number
         urls += [url] if url else []
     return urls
 

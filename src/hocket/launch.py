@@ -124,7 +124,7 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
     """
     if not gpus:
         return Placement([""] * (settings.servers or 1), "", settings.trainers or 1)
-    ours, theirs = (text.split(",") if text else [] for text in (settings.server_gpus, settings.trainer_gpus))
+    ours, theirs = map(_names, (settings.server_gpus, settings.trainer_gpus))
     if not (ours or theirs or settings.share_gpu or len(gpus) == 1):
         left = len(gpus) - settings.trainers if settings.trainers else len(gpus) // 2
         ours = [*gpus[: size * (settings.servers or max(1, left // size))]]
@@ -154,8 +154,10 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
 
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on the CPU build."""
+    if os.environ.get("HOCKET_DEVICE", "").lower() == "cpu":
+        return []
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
+        return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), _names(chosen))]  # as CUDA reads it
     if "cuda" not in environment.builds():
         return []
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
@@ -188,7 +190,7 @@ def run_ranks(
                 if child.returncode:
                     if child.log is not None:  # the others print into this process's output
                         print(child.last_words(f"rank {number}"), file=sys.stderr)
-                    return int(child.returncode)
+                    return child.returncode if child.returncode > 0 else 128 - child.returncode  # as a shell says it
             if None not in statuses:
                 return 0
             check()
@@ -228,6 +230,10 @@ def variables(gpus: str, num_servers: int = 1) -> dict[str, str]:
         return {}
     cores = len(os.sched_getaffinity(0)) - 1  # one is the trainer's
     return {"OMP_NUM_THREADS": str(max(1, cores // num_servers))}
+
+
+def _names(gpus: str | None) -> list[str]:
+    return [gpu.strip() for gpu in (gpus or "").split(",") if gpu.strip()]
 
 
 def _where(gpus: str) -> str:
