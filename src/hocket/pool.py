@@ -76,6 +76,7 @@ class Member:
     in_flight: int = 0  # prompt and completion tokens of its unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work; None: it does, or has not been looked at
     kv_tokens: int = 0  # tokens that its KV cache holds
+    dtype: str = ""  # precision of its engine
     next_look: float = 0.0  # by time.monotonic, while it is out
 
     @property
@@ -210,7 +211,7 @@ class ServerPool:
         member.next_look = math.inf  # others that ask for servers meanwhile need not look, too
         try:
             health = await member.server.health(timeout_s=LOOK_S)
-            member.kv_tokens = health.kv_tokens
+            member.kv_tokens, member.dtype = health.kv_tokens, health.dtype
             # A failed load is mended by the next one that succeeds; from any other failure a server does not recover.
             if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
                 member.mark_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
