@@ -49,10 +49,10 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def __exit__(self, *exc_info: object) -> None:
         """Write the report of a run that fails, too."""
-        with contextlib.suppress(OSError if exc_info[0] else ()):  # the first error is the one to tell
-            if self._board is not None:
-                self._board.close()
-            if exc_info[0] is not None:
+        if exc_info[0] is None and self._board is not None:
+            self._board.close()
+        if exc_info[0] is not None:
+            with contextlib.suppress(OSError):  # the first error is the one to tell
                 write_report(self.path)
 
     @property
