@@ -19,6 +19,7 @@ from hocket.protocol import (
     GroupRequest,
     GroupResponse,
     Health,
+    HeartbeatRequest,
     Memory,
     ReloadRequest,
     ReloadResponse,
@@ -32,6 +33,7 @@ from hocket.protocol import (
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import RESTART, Job, Sampler
+from hocket.server.holder import Holder
 from hocket.server.uploads import Uploads
 from hocket.types import InFlight
 
@@ -74,6 +76,7 @@ class Engine:
         self._group: str | None = None
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
+        self._holder = Holder()
         self._base_replaced = self._stopping = False
         self._reload_lock = asyncio.Lock()
 
@@ -116,19 +119,28 @@ class Engine:
             error=None if reason is ASLEEP else reason,
         )
 
+    def heartbeat(self, request: HeartbeatRequest) -> Health:
+        """Note that a trainer lives, or leaves. Raises ApiError where the server works for another one."""
+        if request.leaving:
+            self._holder.leave(request.trainer)
+        else:
+            self._holder.hear(request.trainer, take_over=request.take_over)
+        return self.health()
+
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Validate and tokenize the body of /generate. Raises ApiError with a status of 4xx."""
         request, jobs = await self.sampler.read(body)
-        self._check_session(request.session)
+        self._admit(request)
         return request, jobs
 
     def check(self, request: SessionRequest) -> None:
         """Raise ApiError where the engine can't sample in this way, or has restarted since the caller's session."""
-        self._check_session(request.session)
+        self._admit(request)
         self.sampler.check_sampling(request.sampling)
 
-    def _check_session(self, session: str | None) -> None:
-        if session not in (None, self._session):
+    def _admit(self, request: GenerateRequest | SessionRequest) -> None:
+        self._holder.hear(request.trainer)
+        if request.session not in (None, self._session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -140,6 +152,7 @@ class Engine:
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
             if request.session != self._group:
                 self._group = None
@@ -162,6 +175,7 @@ class Engine:
         stays paused, all requests end with the reason, and the next reload that succeeds brings everything back.
         """
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
             if "weights" in self._asleep:
                 hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
@@ -209,6 +223,7 @@ class Engine:
     async def sleep(self, request: SleepRequest) -> SleepResponse:
         """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests."""
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
             if not self._share_gpu:
                 hint = "start server and trainer with launch.share_gpu=true"
@@ -226,6 +241,7 @@ class Engine:
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
         """Bring parts back to the GPU; generation goes on with the last of them."""
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
             waking = [part for part in PARTS if part in request.tags and part in self._asleep]
             left = tuple(part for part in self._asleep if part not in waking)
