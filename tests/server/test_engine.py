@@ -141,7 +141,7 @@ def test_a_server_works_for_one_trainer_and_for_those_who_are_none(server: Any) 
 
     def ask(route: str, trainer: str | None, **more: Any) -> tuple[int, str]:
         answer = server.client.post(route, json={**bodies.get(route, {}), "trainer": trainer, **more})
-        return answer.status_code, answer.json().get("error", {}).get("code", "")
+        return answer.status_code, (answer.json().get("error") or {}).get("code", "")
 
     assert ask("/heartbeat", "first") == (200, "")
     try:
