@@ -197,11 +197,15 @@ class CollectiveSource(Strict):
 
 
 class ReloadRequest(FromTrainer):
-    """POST /reload_weights. Idempotent per version: a version already held is answered without loading."""
+    """POST /reload_weights. Idempotent per version: a version already held is answered without loading.
+
+    With `compare` nothing is loaded: the model is compared with the version that it holds, which comes once more.
+    """
 
     version: int = Field(ge=1)
     source: DiskSource | CollectiveSource = Field(discriminator="kind")
     in_flight: InFlight = "keep"
+    compare: bool = False
 
 
 class ReloadResponse(Strict):

@@ -181,7 +181,7 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(spares: A
         with contextlib.suppress(OSError), (weights / "filler").open("wb") as filler:
             filler.write(bytes(8 << 20))
         assert run.wait_end(120) != 0
-        assert re.search(r"can't write weight version \d+ to .*: .*No space left on device.*Free space", run.output())
+        assert re.search(r"can't write weight version \d+ to .*: .*No space left on device.*free space", run.output())
         assert [path.name for path in weights.iterdir() if path.name.startswith(".")] == []
         assert run.steps()[-1]["step"] >= 3
         run.assert_gone()
