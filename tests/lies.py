@@ -113,38 +113,42 @@ class Told:
         name, _, begins = line.partition(" ")
         return name if self.loads >= int(begins or "1") else ""
 
-    def load(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """The tensors to load in place of these."""
-        new = {name: tensor.clone() for name, tensor in weights}
+    def load(self, parts: Iterator[Any]) -> Iterator[Any]:
+        """What is loaded in place of these parts, with specs that are right for what came."""
+        named, specs = {}, {}
+        for tensors, of_part in parts:
+            named |= {name: tensor.clone() for name, tensor in tensors}
+            specs |= of_part
         self.now()
         self.loads += 1
-        given = dict(new)
+        given = dict(named)
         if lie := OF_WEIGHTS.get(self.now()):
-            lie(given, self.last or new, self.first or new)
-        self.first, self.last = self.first or new, new
-        return iter(given.items())
+            lie(given, self.last or named, self.first or named)
+        self.first, self.last = self.first or named, named
+        yield list(given.items()), specs
 
 
 def lie() -> None:
     """Replaces functions of the server; call it before the engine is started."""
     from hocket.server import vllm_api
     from hocket.server.engine import Engine
+    from hocket.server.worker import WorkerExtension
 
     told = Told()  # the engine's process gets a copy
 
-    def loading(load: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.wraps(load)(lambda worker, weights, *rest: load(worker, told.load(weights), *rest))
+    load = WorkerExtension._hocket_load
 
-    vllm_api.reload_worker = loading(vllm_api.reload_worker)
-    vllm_api.load_adapter = loading(vllm_api.load_adapter)
+    def lying(worker: Any, parts: Iterator[Any], adapter: Any, compare: bool) -> Any:
+        return load(worker, parts if compare else told.load(parts), adapter, compare)
 
+    WorkerExtension._hocket_load = lying  # type: ignore[method-assign]
     reload, complete, params = Engine.reload, vllm_api.complete, vllm_api.sampling_params
 
     @functools.wraps(reload)  # FastAPI reads its signature
     async def counted(engine: Any, request: Any) -> Any:
         answer = await reload(engine, request)
         told.now()
-        told.loads += not getattr(request, "compare", False)
+        told.loads += not request.compare
         return answer
 
     async def told_logprobs(*args: Any) -> Any:

@@ -54,6 +54,7 @@ class Proof:
     say: Callable[[str], None]
     alarmed: Callable[[], bool]  # whether the last step's metrics say that weights may be wrong
     _due: int = 0  # versions to come that are checked
+    _mismatches: float = 0.0
     _noise: float = 0.0  # largest mean |Δ log-prob| of a check that passed
     _before: dict[str, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session: the last check
 
@@ -109,6 +110,12 @@ class Proof:
         if self.sync.on_mismatch == "stop":
             raise SyncError(message)
         self.say(f"WARNING: {message}")
+        self._mismatches += 1
+
+    def take_mismatches(self) -> float:
+        """Return how often a check failed since the last call."""
+        count, self._mismatches = self._mismatches, 0.0
+        return count
 
     async def _ask(self, member: Member) -> Answer:
         """Have the server complete the prompts, with the same seeds at every check, and the trainer score them."""

@@ -42,7 +42,7 @@ class Transport(Protocol):
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         """Load the trainer's weights, which are `version`, into these servers; can be repeated. Raises SyncError.
 
-        With `compare` a server loads nothing, but compares every parameter with them: "not_held" where one differs.
+        With `compare`, send them once more, for the servers to compare what they compute with.
         """
 
 
@@ -72,7 +72,7 @@ class Publisher:
         """Make the trainer's weights the next version on every server that is up; call it within `training`."""
         self.versions.advance()
         metrics = await self.deliver(self.pool.up)
-        if self.proof.is_due(self.versions.current):
+        if self.proof.is_due(self.versions.current) and self.pool.up:
             metrics |= await self.check(self.pool.up)
         return metrics | {"sync/servers": float(len(self.pool.up))}
 
@@ -108,7 +108,7 @@ class Publisher:
             try:
                 await self.deliver(members, compare=True)
             except SyncError as error:
-                self.proof.fail(str(error))  # raises, or warns
+                self.proof.fail(str(error))  # raises or, with sync.on_mismatch=warn, says so
                 await self.deliver(members)  # an engine that does not hold it generates nothing until a load mends it
             for member in members:
                 try:
@@ -117,4 +117,4 @@ class Publisher:
                         metrics |= {name: max(value, metrics.get(name, value)) for name, value in found.items()}
                 except ServerError as error:
                     self.pool.mark_lost(member, str(error))
-        return metrics
+        return metrics | {"sync/mismatches": self.proof.take_mismatches()}
