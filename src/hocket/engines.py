@@ -3,7 +3,6 @@
 hocket schedules nothing: the files are filled in from templates/, and are the user's from then on.
 """
 
-import hashlib
 import json
 import re
 import secrets
@@ -26,7 +25,7 @@ SUBMIT = {  # command lines, in the folder of the files
     "kubernetes": ["kubectl apply -f storage.yaml", "kubectl apply -k ."],
 }
 TOKEN_FILE = "token.env"  # Kubernetes' secret is made of it
-RECORD = ".written.json"  # SHA-256 of each file as hocket wrote it; another one has been edited
+RECORD = ".written.json"  # each file as hocket last wrote it; one that differs has been edited
 HEAD = "# The settings of this run, read by all of its processes; yours to edit.\n"
 
 
@@ -127,20 +126,20 @@ def launch(engine: str, settings: Sequence[str], output: Path | None, *, submit:
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
     written = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    new = {path.name: _digest(text) for path, text in files.items()}
-    there = {path.name: _digest(path.read_text(encoding="utf-8")) for path in files if path.exists()}
-    edited = [name for name, digest in there.items() if digest not in (new[name], written.get(name))]
+    edited = []
     for path, text in files.items():
-        if path.name not in edited:
+        if path.exists() and path.read_text(encoding="utf-8") not in (text, written.get(path.name)):
+            edited.append(path.name)
+        else:
             path.write_text(text, encoding="utf-8")
-    record.write_text(json.dumps(new), encoding="utf-8")
+    record.write_text(json.dumps({path.name: text for path, text in files.items()}), encoding="utf-8")
     if edited:
         print(f"kept as you have edited it: {' '.join(edited)}; for a fresh one delete it, or name another --output")
     token = folder / TOKEN_FILE
     if engine == "kubernetes" and not token.exists():
         token.touch(mode=0o600)
-        gated = "# HF_TOKEN=hf_... for models and data that ask for it"
-        token.write_text(f"HOCKET_TOKEN={secrets.token_hex(16)}\n{gated}\n", encoding="utf-8")
+        others = "# HF_TOKEN=hf_... for models and data that ask for it\n"
+        token.write_text(f"HOCKET_TOKEN={secrets.token_hex(16)}\n{others}", encoding="utf-8")
         (folder / ".gitignore").write_text(f"{TOKEN_FILE}\n", encoding="utf-8")
     lines = [line.format(folder=shlex.quote(str(folder))) for line in SUBMIT[engine]]
     if not submit:
@@ -153,10 +152,6 @@ def launch(engine: str, settings: Sequence[str], output: Path | None, *, submit:
             raise ConfigError(f"{error.filename} is not installed here: submit from a machine that has it") from error
         if status:
             raise ConfigError(f"`{line}` in {folder} ended with status {status}, for the reason above")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _count(number: int, thing: str) -> str:

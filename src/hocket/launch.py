@@ -249,11 +249,10 @@ def _names(gpus: str | None) -> list[str]:
 
 def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:
     """Return the line that runs a command of hocket, as several ranks where asked, from a shell in this folder."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    by_path = Path(sys.argv[0]).name == "run.py"  # it makes hocket importable
-    program = [sys.argv[0], *command[2:]] if by_path else command
-    words = [sys.executable, *(torchrun if num_ranks > 1 else ()), *program]
-    return " ".join([*(f"{name}={value}" for name, value in env.items()), shlex.join(words)])
+    program = [sys.argv[0], *command[2:]] if Path(sys.argv[0]).name == "run.py" else command  # it finds hocket
+    if num_ranks > 1:
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program]
+    return " ".join([*(f"{name}={value}" for name, value in env.items()), shlex.join([sys.executable, *program])])
 
 
 def _where(gpus: str) -> str:

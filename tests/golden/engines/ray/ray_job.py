@@ -111,8 +111,8 @@ def main() -> int:
         server.serve.remote(number, url_file, token)
     for _ in range(1 + NUM_RETRIES):
         where = ray.get(rendezvous.options(**place(NUM_SERVERS)).remote(), timeout=ROOM_TIMEOUT_S)
-        nodes = [train.options(**place(NUM_SERVERS + node)).remote(node, *where, token) for node in range(NUM_NODES)]
-        status, running, lost = 0, nodes, False
+        running = [train.options(**place(NUM_SERVERS + n)).remote(n, *where, token) for n in range(NUM_NODES)]
+        status, lost = 0, False
         while running and not lost:
             (ended,), running = ray.wait(running)
             try:
