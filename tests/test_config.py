@@ -107,7 +107,8 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
     [
         ("algorithm.preset=grop", "algorithm.preset: Input should be 'grpo', 'dapo'"),
         ("algorithm.correction=[]", "algorithm.correction: Input should be"),
-        ("algorithm.baseline=none", "set scale to batch or none"),
+        ("algorithm.baseline=none", "set scale to tokens or none"),
+        ("algorithm.baseline=critic algorithm.scale=batch", "set scale to tokens or none"),
         ("algorithm.discount=0.9", "discount is for baseline none or critic"),
         ("algorithm.preset=reinforce_pp algorithm.gae_lambda=0.9", "gae_lambda is for baseline critic"),
         ("algorithm.ratio=sequence", "set correction=none"),
@@ -117,7 +118,7 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("algorithm.kl=k2", "kl=k2 needs a weight"),
         ("algorithm.kl=k1 algorithm.kl_coef=0.1", "set kl_in=reward, or kl=k2"),
         ("algorithm.kl=k2 algorithm.kl_coef=0.1 algorithm.kl_target=1", "set kl_in=reward"),
-        ("algorithm.kl=k1 algorithm.kl_coef=0.1 algorithm.kl_in=reward", "with kl_in=reward set scale=batch or none"),
+        ("algorithm.kl=k1 algorithm.kl_coef=0.1 algorithm.kl_in=reward", "with kl_in=reward set another scale"),
         ("trainer.stps=3", "unknown key 'trainer.stps'; did you mean 'trainer.steps'?"),
         ("eval.data.sauce=x", "unknown key 'eval.data.sauce'; did you mean 'eval.data.source'?"),
         ("zzzz=1", "`python run.py config --reference` lists every key"),

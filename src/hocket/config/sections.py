@@ -243,7 +243,7 @@ class CheckpointConfig(Section):
 
 
 class ObserveConfig(Section):
-    tensorboard: bool = Field(True, description="TensorBoard files, if the package is installed.")
+    tensorboard: bool = Field(False, description="TensorBoard files; needs `pip install tensorboard`.")
     console: Literal["auto", "live", "plain"] = Field("auto", description="Live table or plain lines; `auto` decides.")
 
 
