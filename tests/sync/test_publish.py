@@ -208,7 +208,7 @@ async def test_without_a_schedule_the_first_two_versions_are_checked_and_those_a
     checked = []
     for version in range(2, 10):
         world.alarmed = version == 6  # in the step before
-        checked += [version] if "sync/canary_gap" in await world.sync.publish() else []
+        checked += [version] if "sync/logprob_gap" in await world.sync.publish() else []
     assert checked == [2, 6, 7]
 
 
@@ -217,10 +217,10 @@ async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_ch
     world.sync.proof._noise = 0.04
     world.trainer.gaps = [0.02, 0.03]
     metrics = await world.sync.publish()
-    assert metrics["sync/canary_gap"] == pytest.approx(0.03)
+    assert metrics["sync/logprob_gap"] == pytest.approx(0.03)
     world.servers[0].error = GONE
     metrics = await world.sync.publish()
-    assert (world.up, metrics["sync/servers"], metrics["sync/canary_gap"]) == ([B], 1.0, pytest.approx(1e-6))
+    assert (world.up, metrics["sync/servers"], metrics["sync/logprob_gap"]) == ([B], 1.0, pytest.approx(1e-6))
 
 
 @pytest.mark.parametrize("gap", [1.1e-3, float("nan")])
@@ -255,7 +255,7 @@ async def test_a_user_may_set_another_highest_gap_and_a_stop_may_be_a_warning() 
     assert not any("WARNING" in line for line in world.said)
     world.trainer.gaps = [0.21]
     metrics = await world.sync.publish()
-    assert (metrics["sync/canary_gap"], metrics["sync/servers"]) == (pytest.approx(0.21), 1.0)
+    assert (metrics["sync/logprob_gap"], metrics["sync/servers"]) == (pytest.approx(0.21), 1.0)
     assert world.said[-1].startswith("WARNING: http://a and the trainer disagree on version 6")
 
 

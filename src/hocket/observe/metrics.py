@@ -103,7 +103,7 @@ METRICS = (
     Metric("sync/transfer_s", "seconds until the last server had loaded the version, including a fall-back"),
     Metric("sync/fallbacks", "servers that sync.backend=nccl could not reach and that got the version by disk",
            high=0, advice="the console names the cause; sync.backend=disk avoids the attempt"),
-    Metric("sync/canary_gap", "mean |trainer − engine log-prob| of a few completions; the largest of all servers"),
+    Metric("sync/logprob_gap", "mean |trainer − engine log-prob| of a few completions; the largest of all servers"),
     Metric("sync/max_gap", "the most of it that rounding explains; above it the run stops (sync.on_mismatch)"),
     Metric("sync/missing_share", "share of the last update that the server's log-probs lack; 1: it is one behind"),
     Metric("sync/mismatches", "sync.on_mismatch=warn: failed comparisons of parameters or log-probs",

@@ -27,10 +27,10 @@ async def bring_up(
         if member.session is None:
             return  # lost: `member.out` has the reason
         metrics |= await publisher.check([member])
-        if "sync/canary_gap" not in metrics:
+        if "sync/logprob_gap" not in metrics:
             return  # lost meanwhile
     say(
         f"server {member.url} holds version {publisher.versions.current}: {health.dtype}, "
         f"{metrics['sync/mebibytes']:.1f} MiB in {metrics['sync/prepare_s'] + metrics['sync/transfer_s']:.2f} s, "
-        f"parameters compared, mean |Δ log-prob| {metrics['sync/canary_gap']:.1e}"
+        f"parameters compared, mean |Δ log-prob| {metrics['sync/logprob_gap']:.1e}"
     )

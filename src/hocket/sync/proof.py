@@ -75,7 +75,7 @@ class Proof:
             self._due = max(self._due, 1)  # only at its second version can it be seen to be behind
         self._before[member.session] = version, answer
         gap, bound = mean_gap(answer), self.bound(member.dtype)
-        metrics = {"sync/canary_gap": gap, "sync/max_gap": bound}
+        metrics = {"sync/logprob_gap": gap, "sync/max_gap": bound}
         if not gap <= bound:
             self.fail(
                 f"{member.url} and the trainer disagree on version {version}: mean |Δ log-prob| {gap:.3g} is more than "
