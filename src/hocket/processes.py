@@ -10,10 +10,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 GRACE_S = 30  # after a Ctrl-C, for the command to end by itself
-LOOK_S = 0.25  # between looks at what a command and its descendants take
+LOOK_S = 0.1  # between looks at what a command and its descendants take
+SPARE_TASKS = 2048
 OVER_LIMIT = 100  # exit status of a command that was killed because they took too much
 PASS_VARIABLE = "HOCKET_PASS_ENV"  # names, with commas between them, that are no secrets whatever they look like
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE)
@@ -53,10 +54,15 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))
     signal.signal(signal.SIGINT, lambda *_: signal.alarm(GRACE_S))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # waited for below
+    if max_processes:
+        with contextlib.suppress(PermissionError):  # only root may be served before a thousand processes
+            os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     program = os.fork()
     if program == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if max_processes:
+            _limit_tasks()
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")  # where memory runs out, the kernel kills this before the process that asked for it
         os.execvp(command[0], list(command))
@@ -76,6 +82,16 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
         _kill_descendants()
 
 
+def _limit_tasks() -> None:
+    """Have the kernel refuse this user, unless it is root, more than SPARE_TASKS further processes and threads."""
+    import resource  # not on Windows
+
+    with open("/proc/loadavg", encoding="ascii") as file:
+        tasks = int(file.read().split()[3].partition("/")[2])  # of all users
+    with contextlib.suppress(ValueError):  # the limit is lower already
+        resource.setrlimit(resource.RLIMIT_NPROC, (tasks + SPARE_TASKS, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+
+
 def _is_over(max_processes: int, max_mib: int) -> bool:
     if not max_processes:
         return False
@@ -83,17 +99,20 @@ def _is_over(max_processes: int, max_mib: int) -> bool:
     for pid in _descendants():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
             pages.append(int(file.read().split()[1]))  # 0: it has ended, and its parent has not asked how
-    return sum(map(bool, pages)) > max_processes or sum(pages) * os.sysconf("SC_PAGE_SIZE") > max_mib << 20
+        if sum(map(bool, pages)) > max_processes:
+            return True
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE") > max_mib << 20
 
 
-def _descendants() -> list[int]:
-    found = [os.getpid()]
-    for pid in found:  # it grows meanwhile
+def _descendants() -> Iterator[int]:
+    todo = [os.getpid()]
+    for pid in todo:  # it grows meanwhile
         with contextlib.suppress(OSError):  # that one has ended: what it left is a child of this process
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                    found += [int(child) for child in file.read().split()]
-    return found[1:]
+                    children = [int(child) for child in file.read().split()]
+                todo += children
+                yield from children
 
 
 def _kill_descendants() -> None:
