@@ -71,15 +71,16 @@ class Worker:
         try:
             self._socket.settimeout(timeout_s)
             self._socket.sendall(number.encode() + request)
-            while not answer.endswith(b"\n"):
+            while b"\n" not in answer:
                 self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
                 if not (received := self._socket.recv(MAX_ANSWER)):
                     raise EOFError
                 answer += received
                 if len(answer) > MAX_ANSWER:
                     raise ValueError
-            answers, total, parts, error = _ANSWER.validate_json(answer)
-            if answers != number:
+            line, unasked = answer.split(b"\n", 1)
+            answers, total, parts, error = _ANSWER.validate_json(line)
+            if answers != number or unasked:
                 raise ValueError
             return Score(total=total, parts=parts) if error is None else no_score(error, parts)
         except TimeoutError:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -23,6 +22,7 @@ from hocket.protocol import (
     GenerateRequest,
     GenerateResponse,
     Health,
+    HeartbeatRequest,
     SessionRequest,
     SessionResponse,
     StreamEnd,
@@ -30,10 +30,10 @@ from hocket.protocol import (
 )
 from hocket.server import middleware
 from hocket.server.engine import Engine
-from hocket.server.errors import ApiError, from_validation
+from hocket.server.errors import ApiError, parse
 from hocket.server.generate import Job
 from hocket.server.sessions import OpenSessions, RouteSessions
-from hocket.system import cancel
+from hocket.system import cancel, run_in_thread
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
@@ -62,18 +62,16 @@ def assemble(
 
 
 class _Route(APIRoute):
-    """Read bodies as JSON whatever Content-Type says (`curl -d`); refuse wrong ones in hocket's form of errors."""
+    """Read bodies as JSON whatever Content-Type says (`curl -d`), in a thread; refuse wrong ones in hocket's form."""
 
     def get_route_handler(self) -> Handler:
-        handle = super().get_route_handler()
+        if self.body_field is None:
+            return super().get_route_handler()
+        message: Any = self.body_field.field_info.annotation
 
         async def handled(request: Request) -> Response:
-            others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
-            request.scope["headers"] = [*others, (b"content-type", b"application/json")]
-            try:
-                return await handle(request)
-            except RequestValidationError as error:
-                raise from_validation(error.errors()) from None
+            answer = await self.endpoint(await run_in_thread(parse, message, await request.body()))
+            return Response(answer.model_dump_json(), media_type="application/json")
 
         return handled
 
@@ -102,6 +100,11 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
 
     how: dict[str, Any] = {"methods": ["POST"], "response_model": GenerateResponse}
     router.add_api_route("/generate", generate, route_class_override=_UnparsedRoute, **how)
+
+    @router.post("/heartbeat")
+    async def heartbeat(request: HeartbeatRequest) -> Health:
+        """Take the server for a trainer, keep it, or leave it; another one's requests are refused meanwhile."""
+        return engine.heartbeat(request)
 
     router.post("/reload_weights")(engine.reload)
     router.post("/init_weight_group")(engine.join_group)
