@@ -32,7 +32,6 @@ class Setup:
     max_staleness: int = given(1, "pipeline.max_staleness")
     max_concurrent: int = given(256, "server.max_concurrent", "default of hocket")
     micro_batch_tokens: int = given(32_768, "trainer.micro_batch_tokens")
-    max_requests: int = given(48, "requests in flight, all servers together; 0: any number", "batcher.py, MAX_REQUESTS")
     steps: int = given(12, "steps that count, rounded up to a multiple of max_staleness + 1")
 
 

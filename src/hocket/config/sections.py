@@ -212,7 +212,8 @@ class ServerConfig(Section):
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         where = self.discover or "servers/"
         yield self.discover is not None and bool(self.urls), "discover and urls both name the servers: leave one out"
-        is_name, is_file = re.fullmatch(r"[^\s:/]+:\d{1,5}", where), "/" in where and "://" not in where
+        name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", where)
+        is_name, is_file = name is not None and int(name[1]) < 1 << 16, "/" in where and "://" not in where
         message = f"discover={where} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls"
         yield not (is_name or is_file), message
 
@@ -250,7 +251,9 @@ class ObserveConfig(Section):
 
 
 class LaunchConfig(Section):
-    servers: int | None = Field(None, ge=1, description="Servers on one node. Default: half of the GPUs; 1 on a CPU.")
+    servers: int | None = Field(
+        None, ge=1, description="Servers. Default: as many as half of the GPUs hold, or those that `trainers` leaves."
+    )
     trainers: int | None = Field(None, ge=1, description="Trainer ranks. Default: one per GPU left; 1 on a CPU.")
     server_gpus: str | None = Field(None, description="GPUs of the servers, e.g. 0,1. Default: divided.")
     trainer_gpus: str | None = Field(None, description="GPUs of the trainer ranks, e.g. 2,3. Default: divided.")

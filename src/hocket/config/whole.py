@@ -65,7 +65,8 @@ class Config(Section):
             (ahead, "needs pipeline.max_staleness=0: server and trainer take turns"),
             (sync.backend != "disk", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
             (sync.delta, "does not go with sync.delta: whole versions are written"),
-            (len(self.server_urls) != 1, "is for one server; give several servers GPUs of their own"),
+            (self.server.discover is not None, "is for one server that server.urls names: leave server.discover out"),
+            (len(self.server_urls) > 1, "is for one server; give several servers GPUs of their own"),
             (launch.server_gpus != launch.trainer_gpus, "needs equal launch.server_gpus and launch.trainer_gpus"),
         ):
             yield launch.share_gpu and wrong, f"launch.share_gpu {message}"

@@ -26,7 +26,7 @@ async def bring_up(
     member: Member,
     health: Health,
 ) -> None:
-    """Give a new or returned server the current version. Raise TrainerError for another model, SyncError if refused."""
+    """Give a new or returned server the current version. Raise ServerError for another model, SyncError if refused."""
     if publisher.is_training and publisher.pool.up:
         member.out = "the trainer is at work"  # the pool asks again soon
         return

@@ -17,7 +17,7 @@ from hocket import tokenizer as tokenizers
 from hocket.algorithm.ratios import effective_sample_size
 from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
-from hocket.errors import TrainerError
+from hocket.errors import ServerError, TrainerError
 from hocket.protocol import Health, TensorLayout, TensorSpec
 from hocket.trainer import flops, guards, offload
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
@@ -171,12 +171,13 @@ class Trainer:
         return f"a step needs {self.models.estimate}{found}"
 
     def check_same_model(self, health: Health) -> None:
-        """Raise TrainerError where the server's vocabulary or tokenizer is not the trainer's."""
+        """Raise ServerError where the server's vocabulary or tokenizer is not the trainer's."""
         vocab_size = self.policy.vocab_size
         if (health.vocab_size, health.tokenizer_sha256) != (vocab_size, tokenizers.fingerprint(self.tokenizer)):
-            raise TrainerError(
+            raise ServerError(
                 f"the server serves {health.model} (vocabulary {health.vocab_size}), which is not the trainer's model "
-                f"or tokenizer (vocabulary {vocab_size}); start both with the same model.path"
+                f"or tokenizer (vocabulary {vocab_size}); start both with the same model.path",
+                code="other_model",
             )
 
     def step(self, samples: Sequence[TrainSample], *, keep: Path | None = None) -> dict[str, float]:
