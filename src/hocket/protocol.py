@@ -11,10 +11,10 @@ FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its 
 TokenId = Annotated[int, Field(ge=0)]
 PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[dict[str, Any]], FAIL_FAST]
 """Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
-MAX_COMPLETIONS = 1 << 14
-"""Of one request, all prompts together."""
+MAX_PROMPTS, MAX_SAMPLES, MAX_COMPLETIONS = 1024, 128, 1 << 14
+"""In one request: prompts, completions of one of them, and of all together."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Seeds = Annotated[list[Seed], Field(min_length=1, max_length=128, fail_fast=True)]
+Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
 Memory = Literal["weights", "kv_cache"]  # what leaves the GPU while the engine sleeps
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
@@ -74,11 +74,11 @@ class GenerateRequest(FromTrainer):
     at most MAX_COMPLETIONS in all.
     """
 
-    prompts: list[PromptInput] = Field(min_length=1, max_length=1024, fail_fast=True)
+    prompts: list[PromptInput] = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
     sampling: SamplingParams = SamplingParams()
-    n: int = Field(1, ge=1, le=128)
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
     stream: bool = False
-    seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=1024)
+    seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
     session: str | None = None  # of the server: refused if it has restarted since and lost its weights
     tools: Toolbox | None = None
 
@@ -140,7 +140,7 @@ class SessionRequest(FromTrainer):
     sampling: SamplingParams
     max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
     max_calls: int = Field(ge=1)
-    idle_timeout_s: float = Field(gt=0)  # a session is forgotten after this time without a call
+    idle_timeout_s: float = Field(gt=0, le=100_000)  # a session is forgotten after this time without a call
     session: str | None = None  # as in a GenerateRequest
 
 

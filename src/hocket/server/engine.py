@@ -218,7 +218,8 @@ class Engine:
             seconds = time.perf_counter() - start
             response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
             self._held = (key, response)
-            await asyncio.to_thread(self._uploads.remove, uploaded, key)
+            self._uploads.hold(key)
+            await asyncio.to_thread(self._uploads.remove, uploaded)
             return response
 
     async def sleep(self, request: SleepRequest) -> SleepResponse:

@@ -31,6 +31,9 @@ SERVER_PID = "HOCKET_SERVER_PID"
 """Environment variable with the pid of the server: when it ends, the engine's processes are killed."""
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
+ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
+ROUTES |= {"/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
+"""The routes of vLLM that are served; others can abort anybody's requests, for one."""
 SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
@@ -140,6 +143,7 @@ def start_engine(args: Namespace) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.exceptions import EngineGenerateError
 
     class AdaptedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
         require_ready: Callable[[], None] = staticmethod(lambda: None)
@@ -170,11 +174,14 @@ def start_engine(args: Namespace) -> Any:
                     async with contextlib.aclosing(ask()) as outputs:
                         async for output in outputs:
                             yield output
+                except EngineGenerateError as error:
+                    self.require_ready()
+                    raise _failure(error) from error
                 finally:
                     self.in_flight -= 1
 
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    slots = asyncio.Semaphore(SLOTS * vllm_config.scheduler_config.max_num_seqs)
+    slots = asyncio.Semaphore(SLOTS * args.max_num_seqs)
     if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
         vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     original = EngineCoreProc.run_engine_core
@@ -184,6 +191,18 @@ def start_engine(args: Namespace) -> Any:
         return AdaptedLLM.from_vllm_config(vllm_config)
     finally:
         EngineCoreProc.run_engine_core = original
+
+
+def _failure(error: Exception) -> ApiError:
+    """Return the answer where vLLM could not begin a request; its own error has no message."""
+    cause = error.__cause__ or error
+    logger.error("vLLM could not begin a request", exc_info=cause)
+    if isinstance(cause, ImportError):
+        hint = (
+            "leave structured outputs out, or install lm-format-enforcer and outlines-core in the server's environment"
+        )
+        return ApiError(422, "not_installed", f"this server lacks a package for this request: {cause}", hint)
+    return ApiError(500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more")
 
 
 def run_engine(*args: Any, **kwargs: Any) -> None:
@@ -197,7 +216,7 @@ def run_engine(*args: Any, **kwargs: Any) -> None:
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:
-    """Return vLLM's OpenAI-compatible FastAPI app on the engine, without its own /health."""
+    """Return vLLM's OpenAI-compatible FastAPI app on the engine, with the ROUTES alone."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
     tasks = await llm.get_supported_tasks()
@@ -207,11 +226,11 @@ async def openai_app(llm: Any, args: Namespace) -> Any:
 
 
 def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
-    """Return the app with all of its routes, which can't answer yet."""
+    """Return the app with its routes, which can't answer yet."""
     from vllm.entrypoints.launchers.app import build_app
 
     app = build_app(args, tasks, model_config)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/health"]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     return app
 
 
