@@ -53,8 +53,8 @@ class Proof:
     trainer_turn: TrainerTurn
     say: Callable[[str], None]
     alarmed: Callable[[], bool]  # whether the last step's metrics say that weights may be wrong
+    mismatches: float = 0.0  # with sync.on_mismatch=warn: what failed so far
     _due: int = 0  # versions to come that are checked
-    _mismatches: float = 0.0
     _noise: float = 0.0  # largest mean |Δ log-prob| of a check that passed
     _before: dict[str, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session: the last check
 
@@ -74,7 +74,7 @@ class Proof:
         if last < 0:
             self._due = max(self._due, 1)  # only at its second version can it be seen to be behind
         self._before[member.session] = version, answer
-        gap, bound = mean_gap(answer), self.bound(member.dtype)
+        gap, bound, noise = mean_gap(answer), self.bound(member.dtype), self._noise
         metrics = {"sync/logprob_gap": gap, "sync/max_gap": bound}
         if not gap <= bound:
             self.fail(
@@ -86,7 +86,7 @@ class Proof:
         else:
             self._noise = max(self._noise, gap)
         if last == version - 1:
-            missing, error = missing_share(before, answer, self._noise)
+            missing, error = missing_share(before, answer, noise)
             metrics["sync/missing_error"] = error
             if error <= MAX_ERROR:
                 metrics["sync/missing_share"] = missing
@@ -110,12 +110,7 @@ class Proof:
         if self.sync.on_mismatch == "stop":
             raise SyncError(message)
         self.say(f"WARNING: {message}")
-        self._mismatches += 1
-
-    def take_mismatches(self) -> float:
-        """Return how often a check failed since the last call."""
-        count, self._mismatches = self._mismatches, 0.0
-        return count
+        self.mismatches += 1
 
     async def _ask(self, member: Member) -> Answer:
         """Have the server complete the prompts, with the same seeds at every check, and the trainer score them."""
