@@ -282,7 +282,7 @@ def start(folder: Path, *settings: str) -> LyingServer:
         f"server.port={port}",
     ]
     with (folder / "log").open("wb") as log:
-        env = os.environ | {FILE: str(folder / "lie")}
+        env = os.environ | {FILE: str(folder / "lie"), "HOCKET_SERVER_PID": str(os.getpid())}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
     server = LyingServer(folder, f"http://127.0.0.1:{port}", process)
 
@@ -301,8 +301,10 @@ def start(folder: Path, *settings: str) -> LyingServer:
 def serve(arguments: Sequence[str]) -> None:
     """Serves, and lies."""
     from hocket import config as configs
+    from hocket.server import vllm_api
     from hocket.server.main import serve
 
+    vllm_api.die_with_server()  # with the process that started this one
     lie()
     serve(configs.load(None, list(arguments)))
 
