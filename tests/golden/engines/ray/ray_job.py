@@ -23,9 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 ROOT = "/shared/hocket"
 PYTHON = "/shared/hocket/.venv/bin/python"  # has hocket's packages
-CONFIG = "/shared/hocket/runs/math7b-ray/launch/ray/config.yaml"
-LOGS = Path("/shared/hocket/runs/math7b-ray/logs")
-URLS = Path("/shared/hocket/runs/math7b-ray/launch/ray/servers.txt")  # server.discover: the trainer reads it
+CONFIG = "/shared/hocket/runs/math7b/launch/ray/config.yaml"
+LOGS = Path("/shared/hocket/runs/math7b/logs")
+URLS = Path("/shared/hocket/runs/math7b/launch/ray/servers.txt")  # server.discover: the trainer reads it
 
 GPUS = True
 NUM_SERVERS, GPUS_PER_SERVER, FIRST_PORT = 4, 2, 8000
