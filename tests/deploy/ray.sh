@@ -22,7 +22,7 @@ finish() {
 trap finish EXIT
 
 make_nodes hray 10.78.0 4
-export RAY_memory_monitor_refresh_ms=0
+export RAY_memory_monitor_refresh_ms=0 GLOO_SOCKET_IFNAME=eth0 # all nodes have the name of this machine
 start() { # NODE OPTIONS...: Ray's part of a node
     local node=$1 && shift
     on "$node" ray start "$@" --node-ip-address="10.78.0.$node" --temp-dir="$work/n$node" --num-gpus=1 --num-cpus=1 \
