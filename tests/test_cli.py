@@ -90,7 +90,7 @@ def test_a_mistake_is_one_line_and_status_1(
         ),
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            "standard output: No space left on device; free space there",
+            "a write failed: No space left on device; free space there",
         ),
         (
             OSError(errno.EROFS, "Read-only file system", "a"),

@@ -307,3 +307,24 @@ def test_tools_that_could_not_be_parsed_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"(?s){said}"):
         vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=tuple(tools)))
+
+
+def test_what_ends_the_engine_s_process_is_kept_for_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def fail() -> None:
+        raise RuntimeError("Unsupported CPU attention configuration\nand more")
+
+    for name in ("die_with_server", "allow_amx", "os.setpgid"):
+        monkeypatch.setattr(f"hocket.server.vllm_api.{name}", lambda *_: None)
+    monkeypatch.setattr(EngineCoreProc, "vllm_run_engine_core", fail, raising=False)
+    llm = SimpleNamespace(last_words=tmp_path / "words")
+    assert vllm_api.last_words(llm) == ""
+    with pytest.raises(SystemExit) as ended:
+        vllm_api.run_engine(llm.last_words)
+    assert ended.value.code == 1
+    assert vllm_api.last_words(llm) == f"Unsupported CPU attention configuration (its traceback is in {tmp_path}/words)"
+    assert "in fail\n" in llm.last_words.read_text()
+    assert capsys.readouterr().err == ""
