@@ -133,8 +133,9 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
             "server: discover=servers is neither NAME:PORT nor a file with a slash",
         ),
         ("server.discover=http://a:1", "a URL goes to urls"),
+        ("server.discover=server:65536", "server: discover=server:65536 is neither NAME:PORT nor a file"),
         ("server.discover=a:1 server.urls=http://a:1", "discover and urls both name the servers: leave one out"),
-        ("sync.timeout_s=600", "must exceed 3 · sync.timeout_s = 1800: ranks wait"),
+        ("sync.timeout_s=600", "must exceed 4 · sync.timeout_s = 2400: ranks wait"),
         ("pipeline.replay=runs/default", "this run's own folder"),
         ("trainer.steps", "overrides look like section.key=value"),
         ("trainer.steps=[1", "not valid YAML"),
@@ -150,7 +151,7 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("launch.share_gpu=true pipeline.max_staleness=1", "needs pipeline.max_staleness=0"),
         ("launch.share_gpu=true sync.backend=nccl", "NCCL can't connect two processes on one GPU"),
         ("launch.share_gpu=true server.urls=[http://a:1,http://b:1]", "one server"),
-        ("launch.share_gpu=true server.discover=a:1", "one server"),
+        ("launch.share_gpu=true server.discover=a:1", "is for one server that server.urls names: leave server.disc"),
         ("launch.share_gpu=true launch.server_gpus=0 launch.trainer_gpus=1", "needs equal launch.server_gpus"),
     ],
 )
@@ -210,7 +211,7 @@ def test_the_token_comes_from_config_or_environment_and_a_weak_one_is_refused(mo
         (["server.urls=https://gpu.example/hocket/"], ("https://gpu.example/hocket",)),
         (["server.urls=[http://a:1, http://b:2/, http://a:1/]"], ("http://a:1", "http://b:2")),
         (["server.urls=[]", "server.port=9"], ("http://127.0.0.1:9",)),
-        (["server.discover=server:8000"], ()),
+        (["server.discover=server:65535"], ()),
         (["server.discover=./servers"], ()),
     ],
 )

@@ -1,36 +1,28 @@
 """Score rollouts: call every configured reward with a deadline. An error is never counted as a number.
 
-Plain functions are called in worker processes, because a thread that hangs can't be ended. A request goes to a worker
-pickled; the answer comes back as one line of JSON, because a reward may have run code that a model wrote.
+Plain functions are called in worker processes (worker.py), because a thread that hangs can't be ended.
 """
 
 import asyncio
-import contextlib
-import dataclasses
-import importlib
-import json
+import itertools
+import math
 import os
 import pickle
-import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, RewardError
-from hocket.processes import die_with_parent
-from hocket.registry import PLUGIN_PREFIX, load_plugins
-from hocket.rewards.base import REWARDS, Reward, as_score, bind, call, failure, no_score
+from hocket.registry import PLUGIN_PREFIX
+from hocket.rewards.base import Reward, as_score, bind, call, failure, no_score
+from hocket.rewards.worker import Worker
 from hocket.types import Group, Rollout, Score
 
 MAX_WORKERS = 4
 START_TIMEOUT_S = 120.0
-_MAIN = "from hocket.rewards.scorer import work; work()"
 
 
 class RewardScorer:
@@ -44,6 +36,7 @@ class RewardScorer:
         # Each asks one worker. Never shut down: a worker dies with the thread that started it.
         self._threads = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1), "reward")
         self._workers: dict[int, Worker] = {}  # by thread
+        self._printed = itertools.count(1)  # lines, by all of them
         self._unusable: str | None = None  # why no worker can be started any more
 
     def __enter__(self) -> "RewardScorer":
@@ -71,6 +64,8 @@ class RewardScorer:
             total += reward.weight * result.total
             parts[reward.name] = result.total
             parts |= {f"{reward.name}/{part}": value for part, value in result.parts.items()}
+        if not math.isfinite(total):
+            errors.append(f"the weighted sum is {total}")
         return no_score("; ".join(errors), parts) if errors else Score(total=total, parts=parts)
 
     async def _call(self, reward: Reward, rollout: Rollout) -> Score:
@@ -87,100 +82,35 @@ class RewardScorer:
 
     async def _in_time(self, coroutine: Awaitable[Any]) -> Score:
         """Return the coroutine's score; one that is late or no longer wanted is cancelled but not waited for."""
-        task = asyncio.ensure_future(coroutine)
+        task = asyncio.ensure_future(_result(coroutine))
         try:
             await asyncio.wait({task}, timeout=self._timeout_s)
-            return as_score(task.result()) if task.done() else no_score(f"no result within {self._timeout_s:g} s")
+            if task.cancelled():
+                return no_score("it cancelled itself")
+            return task.result() if task.done() else no_score(f"no result within {self._timeout_s:g} s")
         finally:
-            if not task.done():
-                task.cancel()
-                # Look at its exception: asyncio logs one that was never retrieved.
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            task.cancel()
 
     def _ask_worker(self, request: bytes) -> Score:
         """Ask this thread's worker, which is started first if there is none or if it was lost."""
         thread = threading.get_ident()
-        if self._unusable is None and (thread not in self._workers or self._workers[thread].ended):
-            worker = self._workers[thread] = Worker(self._modules)
+        worker = self._workers.get(thread)
+        if self._unusable is None and (worker is None or not worker.ready()):
+            worker = self._workers[thread] = Worker(self._modules, self._printed)
             if problem := worker.ask(b"", START_TIMEOUT_S).error:  # nor can the next one load it
                 self._unusable = self._unusable or f"its worker process can't load it: {problem}"
             if self._unusable is not None:  # or the rewards were closed meanwhile
                 worker.kill()
-        return no_score(self._unusable) if self._unusable else self._workers[thread].ask(request, self._timeout_s)
+        if worker is None or self._unusable is not None:
+            return no_score(self._unusable or "")
+        return worker.ask(request, self._timeout_s)
 
 
-class Worker:
-    """A process that has loaded modules (names, or paths of plugins) and calls their rewards, one at a time."""
-
-    def __init__(self, modules: Iterable[str]) -> None:
-        self.ended = False
-        self._socket, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *modules],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # a reward that prints must not write into the command's own output
-            start_new_session=True,  # all that a reward starts is killed with its worker
-        )
-        theirs.close()
-
-    def ask(self, request: bytes, timeout_s: float) -> Score:
-        """Send a pickled (reward name, arguments), b"" to load; return the answer. A worker that is late is killed."""
-        deadline, answer = time.monotonic() + timeout_s, b""
-        try:
-            self._socket.settimeout(timeout_s)
-            self._socket.sendall(request)
-            while not answer.endswith(b"\n"):
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                if not (received := self._socket.recv(1 << 16)):
-                    raise EOFError
-                answer += received
-            return as_score(Score(**json.loads(answer)))
-        except TimeoutError:
-            problem = f"no result within {timeout_s:g} s; its worker process was ended"
-        except (EOFError, OSError):
-            problem = "its worker process ended"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                problem += f" with exit code {self._process.wait(1)}"
-        except (ValueError, TypeError):
-            problem = "its worker process answered with something else than a result"
-        self.kill()
-        return no_score(problem)
-
-    def kill(self) -> None:
-        if self.ended:
-            return  # by now the pid may be another process's
-        self.ended = True
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself and left nothing
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=10)
-        self._socket.close()
-
-
-def work() -> None:
-    """Run a worker process; its arguments are the file descriptor of a socket, the parent's pid, and the modules."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
-    die_with_parent(int(sys.argv[2]), signal.SIGKILL)
-    stream = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
-    score = call(_load, {"modules": sys.argv[3:]})
-    while True:
-        stream.write(json.dumps(dataclasses.asdict(score)).encode() + b"\n")
-        stream.flush()
-        try:
-            name, arguments = pickle.load(stream)
-        except EOFError:
-            return
-        score = call(REWARDS.get(name).function, arguments)
-
-
-def _load(modules: Sequence[str]) -> float:
-    for module in modules:
-        if module.endswith(".py"):
-            load_plugins([module])
-        else:
-            importlib.import_module(module)
-    return 0.0
+async def _result(coroutine: Awaitable[Any]) -> Score:
+    try:
+        return as_score(await coroutine)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
+        return failure(error)
 
 
 def _module_of(reward: Reward) -> str:
