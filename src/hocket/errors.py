@@ -6,7 +6,7 @@ import os
 TRACEBACK = "HOCKET_TRACEBACK"  # environment variable that has errors show their tracebacks; --traceback sets it
 _REMEDIES = {
     errno.ENOSPC: "free space there",
-    errno.EROFS: "it is read-only: mount it writable, or name another folder",
+    errno.EROFS: "mount it writable",
     errno.EACCES: "give user {user} access to it (in Docker: HOCKET_USER)",
     errno.ENOENT: "something has removed a file or folder there",
 }
