@@ -65,10 +65,9 @@ def without_secrets() -> dict[str, str]:
     }
 
 
-def kill_with_parent(command: Sequence[str], *, max_processes: int = 0, max_mib: int = 0) -> list[str]:
+def kill_with_parent(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:
     """Return the command line that runs `command` contained and ends it when this process is gone; 0: no limit."""
-    limits = (str(max_processes), str(max_mib))
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *limits, *command]
+    return [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), max_processes, max_mib)), *command]
 
 
 def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> int:
@@ -79,7 +78,7 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
     signal.signal(signal.SIGINT, lambda *_: signal.alarm(GRACE_S))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # waited for below
     if max_processes:
-        with contextlib.suppress(PermissionError):  # only root may be served before a thousand processes
+        with contextlib.suppress(PermissionError):  # only root may come before a thousand processes
             os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     program = os.fork()
     if program == 0:
@@ -97,7 +96,7 @@ def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) ->
                 code = os.waitstatus_to_exitcode(status)
                 return code if code >= 0 else 128 - code
             if pid == 0:
-                if _is_over(max_processes, max_mib):
+                if max_processes and _is_over(max_processes, max_mib):
                     return OVER_LIMIT
                 signal.sigtimedwait([signal.SIGCHLD], LOOK_S)
     finally:
@@ -110,15 +109,12 @@ def _limit_tasks() -> None:
     """Have the kernel refuse this user, unless it is root, more than SPARE_TASKS further processes and threads."""
     import resource  # not on Windows
 
-    with open("/proc/loadavg", encoding="ascii") as file:
-        tasks = int(file.read().split()[3].partition("/")[2])  # of all users
-    with contextlib.suppress(ValueError):  # the limit is lower already
+    with open("/proc/loadavg", encoding="ascii") as file, contextlib.suppress(ValueError):  # it is lower already
+        tasks = int(re.split("[ /]", file.read())[4])  # of all users
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks + SPARE_TASKS, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
 
 
 def _is_over(max_processes: int, max_mib: int) -> bool:
-    if not max_processes:
-        return False
     pages = []
     for pid in _descendants():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
@@ -134,8 +130,7 @@ def _descendants() -> Iterator[int]:
         with contextlib.suppress(OSError):  # that one has ended: what it left is a child of this process
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                    children = [int(child) for child in file.read().split()]
-                todo += children
+                    todo += (children := [int(child) for child in file.read().split()])
                 yield from children
 
 

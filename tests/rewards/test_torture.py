@@ -73,8 +73,8 @@ def scorer(mark: str) -> Iterator[RewardScorer]:
     """One for all tests, with one worker; nothing is left when it is closed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hocket.rewards.scorer.MAX_WORKERS", 1)
-        patch.setattr("hocket.rewards.worker.MAX_PROCESSES", 20)
-        patch.setattr("hocket.rewards.worker.MAX_MIB", 1000)
+        patch.setattr("hocket.rewards.scorer.MAX_PROCESSES", 20)
+        patch.setattr("hocket.rewards.scorer.MAX_MIB", 1000)
         with RewardScorer(RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})) as scorer:
             yield scorer
     assert len(started(mark)) == 0
@@ -82,20 +82,20 @@ def scorer(mark: str) -> Iterator[RewardScorer]:
 
 HANGS = "no result within 1 s; its worker process was ended"
 NONSENSE = "its worker process answered with something else than a result"
-TOOK = "its worker process was ended: with what it started it took more than 1000 MiB or 20 processes"
+TOOK = "its worker process ended: it took more than 1000 MiB or 20 processes"
 
 
 @pytest.mark.parametrize(
     ("does", "error"),
     [
         ("{}['gone']", "KeyError: 'gone' ("),
-        ("(_ for _ in ()).throw(Mute())", "Mute: an error without text ("),
+        ("(_ for _ in ()).throw(Mute())", "Mute: a Mute without a text ("),
         ("int('x' * 10**6)", "ValueError: "),
         ("(lambda f: f(f))(lambda f: f(f))", "RecursionError: "),
         ("sys.exit(3)", "SystemExit: 3 ("),
         ("os._exit(7)", "its worker process ended with exit code 7"),
-        ("os.abort()", "its worker process ended with exit code 134 (Aborted)"),
-        ("ctypes.string_at(0)", "its worker process ended with exit code 139 (Segmentation fault)"),
+        ("os.abort()", "its worker process ended with exit code 134"),
+        ("ctypes.string_at(0)", "its worker process ended with exit code 139"),
         ("os.kill(os.getppid(), 9) or time.sleep(600)", "its worker process ended with exit code -9"),
         ("time.sleep(600)", HANGS),
         ("re.match('(a+)+$', 'a' * 64 + 'b')", HANGS),  # holds the interpreter's lock
@@ -201,12 +201,12 @@ async def test_a_daemon_ends_with_its_worker(scorer: RewardScorer, make_rollout:
 async def test_a_million_lines_are_dropped_after_the_first(
     make_rollout: Make, mark: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hocket.rewards.worker.MAX_LINES", 10)
+    monkeypatch.setattr("hocket.rewards.scorer.MAX_LINES", 10)
     with RewardScorer(RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})) as scorer:
         assert (await scorer.score(make_rollout("[print(i) for i in range(10**6)] and 1.0"))).total == 1
         shown = wait_for(lambda: (text := capfd.readouterr().err).count("\n") == 11 and text, "it is shown")
         assert shown.split("\n")[:2] == ["0", "1"]
-        assert shown.endswith("rewards have printed 10 lines: the rest is not shown\n")
+        assert shown.endswith("rewards have printed more: it is not shown\n")
         assert (await scorer.score(make_rollout("print('x' * 10**7) or 2"))).total == 2
     assert capfd.readouterr() == ("", "")
 
@@ -235,7 +235,7 @@ async def test_async_and_inline_ones_may_raise_anything_too(
 
     reward("raises")(raises)
     reward("raises_inline", inline=True)(raises_inline)
-    says = {"exits": "SystemExit: 2 (", "refuses": "ValueError: ?" + "x" * 1000, "cancels": "it cancelled itself"}
+    says = {"exits": "SystemExit: 2 (", "refuses": "ValueError: ?" + "x" * 900, "cancels": "it cancelled itself"}
     for text, error in says.items():
         assert await error_of(scorer_of({"raises": 1.0}), make_rollout(text)) == starts_with(f"raises: {error}")
         if text != "cancels":

@@ -97,14 +97,14 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Score:
 def as_score(returned: Any) -> Score:
     """Return the unweighted score for a function's return value; an error if that is no finite number."""
     if isinstance(returned, Score) and returned.error is not None:
-        return no_score(str(returned.error))
+        return no_score(_plain(returned.error))
     total, parts = (returned.total, returned.parts) if isinstance(returned, Score) else (returned, {})
     try:
         if isinstance(returned, Mapping):
             if not returned:
                 raise ValueError("returned no parts")
             total, parts = math.fsum(map(_number, returned.values())), returned
-        return Score(total=_number(total), parts={_plain(str(name)): _number(value) for name, value in parts.items()})
+        return Score(total=_number(total), parts={_plain(name): _number(value) for name, value in parts.items()})
     except ValueError as error:
         return no_score(str(error))
 
@@ -117,16 +117,16 @@ def no_score(error: str, parts: Mapping[str, float] | None = None) -> Score:
 def failure(error: BaseException) -> Score:
     """Return the score of a function that raised; the error names the line."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - code of others, too
-        text = "an error without text"
+    text = _plain(error)[: MAX_TEXT // 2]
     return no_score(f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})")
 
 
-def _plain(text: str) -> str:
-    """Return what files and the console can take: not everything, and no half surrogate pair."""
-    return text[:MAX_TEXT].encode("utf-8", "replace").decode()
+def _plain(value: object) -> str:
+    """Return its text as files and the console can take it: not too much, no half surrogate pair."""
+    try:
+        return str(value)[:MAX_TEXT].encode("utf-8", "replace").decode()
+    except Exception:  # noqa: BLE001 - code of others, too
+        return f"a {type(value).__name__} without a text"
 
 
 def _number(value: Any) -> float:
