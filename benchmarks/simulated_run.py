@@ -329,7 +329,7 @@ class Simulation:
     @property
     def bring_up_s(self) -> float:
         speeds = self.speeds
-        return speeds.prepare_s + speeds.transfer_s + speeds.per_server_s + speeds.canary_s
+        return speeds.prepare_s + speeds.transfer_s + speeds.per_server_s + speeds.check_s
 
     def outage(self, server: Server, after_s: float, away_s: float) -> Process:
         """Lose a server; its work goes to the others once that is noticed, and it is brought up at a later step."""

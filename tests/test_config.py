@@ -135,7 +135,7 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("server.discover=http://a:1", "a URL goes to urls"),
         ("server.discover=server:65536", "server: discover=server:65536 is neither NAME:PORT nor a file"),
         ("server.discover=a:1 server.urls=http://a:1", "discover and urls both name the servers: leave one out"),
-        ("sync.timeout_s=600", "must exceed 3 · sync.timeout_s = 1800: ranks wait"),
+        ("sync.timeout_s=600", "must exceed 4 · sync.timeout_s = 2400: ranks wait"),
         ("pipeline.replay=runs/default", "this run's own folder"),
         ("trainer.steps", "overrides look like section.key=value"),
         ("trainer.steps=[1", "not valid YAML"),

@@ -258,7 +258,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
     well = True
 
     async def bring_up(member: Member, health: Health) -> None:
-        member.mark_ready(health.session)  # as the transport reports, before the canary is looked at
+        member.mark_ready(health.session)  # as the transport reports, before it is checked
         if not well:
             raise SyncError("it can't take the weights")
         brought.append((member.url, health.session))

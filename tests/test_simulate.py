@@ -19,7 +19,7 @@ TEN = [[10, 10]]  # every completion has ten tokens
 PLAIN: dict[str, Any] = {  # every second in its place, nothing hidden
     "decode_fixed_s": 0.0, "decode_token_s": 0.0, "batch_s": 0.0, "reward_s": 0.0, "reward_workers": 0,
     "prompt_tokens": 0.0, "rollout_s": 0.0, "rollout_token_s": 0.0, "step_token_s": 0.0, "pack_pair_s": 0.0,
-    "train_fixed_s": 0.0, "prepare_s": 0.0, "transfer_s": 0.0, "canary_s": 0.0, "silence_s": 0.0,
+    "train_fixed_s": 0.0, "prepare_s": 0.0, "transfer_s": 0.0, "check_s": 0.0, "silence_s": 0.0,
 }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_more_sequences_than_places_queue() -> None:
 
 
 def test_a_lost_servers_share_is_played_again_and_it_comes_back_with_the_weights() -> None:
-    parts = speeds(decode_fixed_s=1.0, silence_s=2.0, transfer_s=0.5, canary_s=1.0)
+    parts = speeds(decode_fixed_s=1.0, silence_s=2.0, transfer_s=0.5, check_s=1.0)
     simulation = Simulation(setup(servers=2), parts, TEN)
     simulation.env.process(simulation.outage(simulation.servers[1], after_s=4.0, away_s=12.0))
     simulation.run()

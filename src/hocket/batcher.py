@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 
 from hocket.errors import ServerError
 from hocket.pool import GONE, MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
-from hocket.protocol import Completion, GenerateRequest, SamplingParams, Toolbox
+from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox
 
 WINDOW_S = 0.002
 MAX_REQUESTS = 48
 """Requests in flight on one server; its client has a few more connections."""
-MAX_TURNS, MAX_SAMPLES = 1024, 128  # in one request, and of one prompt in it: at most what a server takes
+MAX_TURNS = MAX_PROMPTS  # in one request: at most what a server takes
 MAX_HOMES = 1 << 12
 """Groups whose server is remembered."""
 AGAIN = frozenset({"aborted", "asleep"})

@@ -79,6 +79,7 @@ class Member:
     out: str | None = None  # why it gets no work; None: it does, or has not been looked at
     left_out: str | None = None  # why it can't be used, as last reported
     kv_tokens: int = 0  # tokens that its KV cache holds
+    dtype: str = ""  # precision of its engine
     next_look: float = 0.0  # by time.monotonic, while it is out
     held: bool = False  # whether it has worked for this trainer
 
@@ -237,7 +238,7 @@ class ServerPool:
                 take_over = self.take_over and not member.held
                 health = await member.server.heartbeat(timeout_s=LOOK_S, take_over=take_over)
                 member.held = True
-            member.kv_tokens = health.kv_tokens
+            member.kv_tokens, member.dtype = health.kv_tokens, health.dtype
             # A failed load is mended by the next one that succeeds; from any other failure a server does not recover.
             if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
                 member.mark_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")

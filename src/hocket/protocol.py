@@ -11,10 +11,10 @@ FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its 
 TokenId = Annotated[int, Field(ge=0)]
 PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[dict[str, Any]], FAIL_FAST]
 """Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
-MAX_COMPLETIONS = 1 << 14
-"""Of one request, all prompts together."""
+MAX_PROMPTS, MAX_SAMPLES, MAX_COMPLETIONS = 1024, 128, 1 << 14
+"""In one request: prompts, completions of one of them, and of all together."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Seeds = Annotated[list[Seed], Field(min_length=1, max_length=128, fail_fast=True)]
+Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
 Memory = Literal["weights", "kv_cache"]  # what leaves the GPU while the engine sleeps
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
@@ -74,11 +74,11 @@ class GenerateRequest(FromTrainer):
     at most MAX_COMPLETIONS in all.
     """
 
-    prompts: list[PromptInput] = Field(min_length=1, max_length=1024, fail_fast=True)
+    prompts: list[PromptInput] = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
     sampling: SamplingParams = SamplingParams()
-    n: int = Field(1, ge=1, le=128)
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
     stream: bool = False
-    seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=1024)
+    seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
     session: str | None = None  # of the server: refused if it has restarted since and lost its weights
     tools: Toolbox | None = None
 
@@ -140,7 +140,7 @@ class SessionRequest(FromTrainer):
     sampling: SamplingParams
     max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
     max_calls: int = Field(ge=1)
-    idle_timeout_s: float = Field(gt=0)  # a session is forgotten after this time without a call
+    idle_timeout_s: float = Field(gt=0, le=100_000)  # a session is forgotten after this time without a call
     session: str | None = None  # as in a GenerateRequest
 
 
@@ -251,8 +251,8 @@ class SleepResponse(Strict):
 class GroupRequest(FromTrainer):
     """POST /init_weight_group: the engine's workers leave their weight group and join a new one, with the trainer."""
 
-    session: str  # a new name for every attempt
-    host: str  # of the trainer's key-value store
+    session: str = Field(min_length=1, max_length=128)  # a new name for every attempt
+    host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
     port: int = Field(ge=1, le=65535)
     backend: Literal["nccl", "gloo"]
     device: str | None  # the trainer's GPU: NCCL can't connect two processes on one
@@ -290,6 +290,7 @@ class Health(Strict):
     device: str  # kind of device, "cpu" or "cuda"
     workers: int  # processes that hold weights
     kv_tokens: int  # tokens of all requests together that fit into the KV cache
+    joining: str | None = None  # the weight group that its workers are joining; it generates meanwhile
     error: ErrorBody | None = None
 
 

@@ -280,6 +280,8 @@ async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
         ({"origin": "https://attacker.example"}, 403),
         ({"host": "attacker.example", "origin": "http://attacker.example"}, 403),  # a name that leads to this machine
         ({"host": "attacker.example"}, 403),
+        ({"host": "["}, 403),
+        ({"host": "[::1"}, 403),
         ({"origin": "null"}, 403),
     ],
 )

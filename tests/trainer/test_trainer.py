@@ -222,17 +222,17 @@ def test_one_rank_on_a_cpu_shares_only_what_it_has_twice(
     assert default_zero_stage(TrainerConfig(**settings), dtype, ranks) == stage
 
 
-def test_the_logprob_gap_is_the_mean_over_sampled_tokens_of_transformers_own_difference(
+def test_the_log_probs_of_samples_are_those_of_transformers_in_the_order_of_the_samples(
     trainer: Trainer, tmp_path: Path
 ) -> None:
     rollouts = make_rollouts(4, longest=30, seed=3)
     trainer.export(tmp_path)
     expected = builders.logprobs_of(tmp_path, rollouts)
-    gaps = [abs(value + 3.0) for row in expected for value in row if value]  # the engine's are all -3
     before = weights_of(trainer)
-    gap = trainer.logprob_gap([sample_of(rollout, 0.0) for rollout in rollouts])
-    assert gap == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
-    for work in (trainer.logprob_gap, trainer.step):
+    found = trainer.logprobs([sample_of(rollout, 0.0) for rollout in rollouts])
+    for own, row in zip(found, expected, strict=True):
+        assert own == pytest.approx(row, abs=1e-5)
+    for work in (trainer.logprobs, trainer.step):
         with pytest.raises(TrainerError, match="nothing to train on"):
             work([])
     assert same(before, weights_of(trainer))

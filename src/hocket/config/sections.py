@@ -116,7 +116,9 @@ class RolloutConfig(Section):
 class EnvConfig(Section, extra="allow"):
     name: str = Field("single_turn", description="`single_turn`, `guess`, `tools`, `agent`, or a plugin with options.")
     max_turns: int = Field(16, ge=1, description="Maximum turns of an episode, or model calls of an agent.")
-    timeout_s: float = Field(60.0, gt=0, description="Seconds of the environment's work, or of an agent, per episode.")
+    timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="Seconds of the environment's work, or of an agent, per episode."
+    )
 
 
 class RewardSpec(Section, extra="allow"):
@@ -180,10 +182,11 @@ class SyncConfig(Section):
     delta: bool = Field(False, description="Changed weights alone (backend disk); copies in RAM and servers' $TMPDIR.")
     upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
     bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
-    canary_every: int = Field(
-        20, ge=0, description="Versions between comparisons of log-probs, besides the first. 0 disables them."
+    check_every: int = Field(20, ge=0, description="Versions between proofs, besides the first two. 0 disables them.")
+    max_logprob_gap: float | None = Field(
+        None, gt=0, description="Highest mean |Δ log-prob| in them. Default: dtype's."
     )
-    max_logprob_gap: float = Field(0.1, gt=0, description="Mean absolute difference in them that stops the run.")
+    on_mismatch: Literal["stop", "warn"] = Field("stop", description="What a proof that fails does to the run.")
 
 
 class ServerConfig(Section):
