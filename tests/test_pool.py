@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -46,6 +47,8 @@ class FakeServer:
         self.opened: list[SessionRequest] = []
         self.played: list[tuple[Any, int]] = []  # first token and seed of every completion
         self.looks = 0  # how often /health was asked
+        self.beats: list[tuple[bool, bool]] = []  # take_over and leaving of each heartbeat
+        self.works_for: str | None = None  # another trainer, which it works for until it is taken over
         self.dead = self.mute = self.closed = False
         self.go = asyncio.Event()  # completions and the end of sessions wait for it
         self.go.set()
@@ -70,6 +73,13 @@ class FakeServer:
             await asyncio.sleep(timeout_s)
             raise error("timeout")
         return fakes.health(status=self.status, session=self.session, error=self.failure)
+
+    async def heartbeat(self, *, timeout_s: float, take_over: bool = False, leaving: bool = False) -> Health:
+        self.beats.append((take_over, leaving))
+        self.works_for = None if take_over else self.works_for
+        if self.works_for is not None:
+            raise error("other_trainer", 409)
+        return await self.health(timeout_s=timeout_s)
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
         self.requests.append(request)
@@ -146,7 +156,7 @@ class Listing:
         self.go.set()
         self.count = 0  # look-ups that have ended
         known = {server.url: server for server in servers}
-        monkeypatch.setattr("hocket.pool.ServerClient", lambda url, token: known[url])
+        monkeypatch.setattr("hocket.pool.ServerClient", lambda url, **how: known[url])
 
     async def find(self) -> list[str]:
         await self.go.wait()
@@ -248,7 +258,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
     well = True
 
     async def bring_up(member: Member, health: Health) -> None:
-        member.mark_ready(health.session)  # as the transport reports, before the canary is looked at
+        member.mark_ready(health.session)  # as the transport reports, before it is checked
         if not well:
             raise SyncError("it can't take the weights")
         brought.append((member.url, health.session))
@@ -638,3 +648,126 @@ async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_mor
         second.in_flight += 2
         await play(pool, [[7] * 32], batcher=batcher)
         assert [len(server.requests) for server in servers] == [1, 2]
+
+
+async def test_a_server_with_all_its_requests_leaves_the_others_theirs(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.batcher.MAX_REQUESTS", 2)
+    for server in servers:
+        server.go.clear()
+    async with make_pool(servers) as pool:
+        batcher, deadline, asks = Batcher(pool), Deadline(10), list[asyncio.Task[Completion]]()
+
+        await pool.wait_up()
+        pool.members[1].in_flight = 1000  # so that the first one is always the better choice
+        for number, of_each in enumerate([[1, 0], [2, 0], [2, 1], [2, 2]]):
+            asks.append(asyncio.create_task(batcher.ask(turn([1], number, deadline, SAMPLING))))  # a request of its own
+            await until(lambda number=number: sum(len(server.requests) for server in servers) > number)
+            assert [len(server.requests) for server in servers] == of_each
+        asks.append(asyncio.create_task(batcher.ask(turn([2], 4, deadline, SAMPLING))))
+        await asyncio.sleep(0.1)  # both have all that they may: it waits
+        assert [len(server.requests) for server in servers] == [2, 2]
+        servers[1].go.set()
+        await until(lambda: len(servers[1].requests) == 3)
+        servers[0].go.set()
+        assert [one.text for one in await asyncio.gather(*asks)] == ["1 0", "1 1", "1 2", "1 3", "2 4"]
+
+
+@pytest.mark.parametrize("other", [error("other_model"), error("unauthorized", 401)])
+@pytest.mark.parametrize("refuses_weights", [False, True])
+async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_listed_one_ends_the_run(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch, other: ServerError, refuses_weights: bool
+) -> None:
+    listing, said, looks = Listing(servers, monkeypatch), list[str](), list[str]()
+
+    async def bring_up(member: Member, health: Health) -> None:
+        looks.append(member.url)
+        if member.url == servers[1].url and refuses_weights:
+            raise SyncError(f"weight version 3 was refused: {other}") from other
+        if member.url == servers[1].url:
+            raise other
+        member.mark_ready(health.session)
+
+    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+        pool.bring_up = bring_up
+        listing.servers = [servers[1]]  # first it is the only one
+        waiting = asyncio.create_task(play(pool, [[1], [2]]))
+        await until(lambda: len(looks) > 2)
+        listing.servers = [*servers]
+        await waiting
+        pool.members[0].next_look = 0.0
+        await play(pool, [[1], [2]])
+        assert [member.url for member in pool.up] == [servers[0].url]
+    assert sum("is left out" in line for line in said) == 1
+    assert f"server {servers[1].url} is left out: " in said[0]
+    assert str(other) in said[0]
+    if not refuses_weights:
+        async with make_pool(servers) as pool:
+            pool.bring_up = bring_up
+            with pytest.raises(ServerError, match=str(other)):
+                await pool.wait_up()
+
+
+async def test_whatever_goes_wrong_with_a_list_is_said_and_the_list_is_followed_on(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, said = Listing(servers[:1], monkeypatch), list[str]()
+    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+        await pool.wait_up()
+        listing.servers = [FakeServer(7)]  # no client can be made of its URL
+        await listing.followed()
+        listing.servers = [*servers[:1]]
+        await listing.followed()
+        assert pool._not_found is None
+        await play(pool, [[1], [2]])
+    assert said == ["KeyError: 'http://server7'. Those known so far are kept"]
+
+
+async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it_once(
+    servers: list[FakeServer],
+) -> None:
+    waited: list[str] = []
+
+    def on_wait(what: str, seconds: float) -> None:
+        waited.append(what)
+        if len(waited) == 3:
+            servers[0].works_for = None  # the other one has ended
+
+    servers[0].works_for = "other"
+    async with make_pool(servers[:1], trainer="mine", on_wait=on_wait) as pool:
+        await play(pool, [[5]])
+        assert servers[0].beats == [(False, False)] * 4
+        await pool.release()
+        assert servers[0].beats[-1] == (False, True)
+    assert "other_trainer" in waited[0]
+
+    servers[1].works_for = "other"
+    async with make_pool(servers[1:], trainer="mine", take_over=True) as pool:
+        await play(pool, [[5]])
+        servers[1].works_for = "a third, which has taken it over"
+        pool.mark_lost(pool.members[0], "for some reason")
+        await until(lambda: time.monotonic() >= pool.members[0].next_look)
+        await pool.look_at_all()
+        assert (pool.up, servers[1].beats) == ([], [(True, False), (False, False)])
+
+
+async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.pool.BEAT_S", 0.01)
+    async with make_pool(servers, trainer="mine") as pool:
+        await pool.wait_up()
+        servers[0].mute = True
+        await until(lambda: len(servers[1].beats) > 5)  # one that is silent keeps the others waiting a little
+    async with make_pool(servers) as pool:  # as `run.py eval` has it
+        servers[0].beats.clear()
+        await play(pool, [[5]])
+        assert servers[0].beats == []
+
+
+async def test_a_server_that_another_trainer_has_taken_over_ends_the_run(servers: list[FakeServer]) -> None:
+    servers[0].refuse = error("other_trainer", 409)
+    async with make_pool(servers[:1], trainer="mine") as pool:
+        with pytest.raises(ServerError, match="it is other_trainer"):
+            await play(pool, [[5]])

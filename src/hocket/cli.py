@@ -53,7 +53,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, HocketError):
         return str(error)
     if isinstance(error, OSError) and (fix := remedy(error)):
-        return f"{error.filename or 'standard output'}: {error.strerror}; {fix}"
+        return f"{error.filename or 'a write failed'}: {error.strerror}; {fix}"
     with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False) as file:
         traceback.print_exc(file=file)
     return f"{type(error).__name__}: {error}. This was not foreseen; to report it, the traceback is in {file.name}"

@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,9 +21,10 @@ from hocket.data.stream import PromptStream
 from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, SyncError
 from hocket.launch import Child, free_port, running, variables
 from hocket.observe.console import Console
+from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import RunFolder, lines_of
 from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
@@ -33,9 +35,10 @@ from hocket.rollout.collect import Play, collect
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
-from hocket.sync.bring_up import Canary, bring_up
+from hocket.sync.bring_up import bring_up
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
+from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.system import write_atomically
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
     from hocket.loop import Run
     from hocket.trainer.trainer import Trainer
 
-CANARY_PROMPTS = 4
+PROOF_PROMPTS = 16
 
 
 def train(config: Config) -> None:
@@ -70,7 +73,12 @@ def train(config: Config) -> None:
 
 async def _train(run: "Run") -> None:
     async with run.servers:
-        await run.train()
+        try:
+            await run.train()
+        except SyncError as error:
+            raise SyncError(f"step {run.folder.last_step + 1}: {error}") from error
+        finally:
+            await run.servers.release()
 
 
 def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stack: ExitStack) -> "Run":
@@ -99,7 +107,9 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
     if not (saved or replay):
         folder.ledger(0, [{"num_prompts": len(prompts)}])
-    servers = ServerPool(()) if replay else _pool(config, on_wait=console.doing, say=console.say)
+    servers = (
+        ServerPool(()) if replay else _pool(config, _trainer_id(config.run_dir), on_wait=console.doing, say=console.say)
+    )
     publisher = parts.publisher(trainer, servers, prompts)
     kl = KlController(config.algorithm)
     kept: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
@@ -275,13 +285,20 @@ class Parts:
             trainer_turn = transport.trainer_turn
         elif config.sync.backend == "nccl" and config.pipeline.replay is None:
             transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
-        canary = Canary(prompts[:CANARY_PROMPTS], trainer, config.rollout, config.sync, trainer_turn)
+        proof = Proof(
+            prompts=prompts[:PROOF_PROMPTS],
+            trainer=trainer,
+            rollout=config.rollout,
+            sync=config.sync,
+            trainer_turn=trainer_turn,
+            say=say,
+            alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
+        )
         publisher = Publisher(
             versions=versions,
             pool=servers,
             transport=transport,
-            check=canary.check,
-            check_every=config.sync.canary_every,
+            proof=proof,
             trainer_turn=trainer_turn,
         )
         servers.bring_up = partial(bring_up, publisher, trainer.check_same_model, say)
@@ -323,17 +340,32 @@ class Parts:
 async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
     """With launch.share_gpu, wait for the server and put it to sleep, on every rank before it takes the GPU."""
     if config.launch.share_gpu:
-        async with _pool(config, **tell) as servers:
+        async with _pool(config, _trainer_id(config.run_dir), **tell) as servers:
             await servers.wait_up()
             await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
 
 
-def _pool(config: Config, **tell: Callable[..., None]) -> ServerPool:
+def _trainer_id(run_dir: Path) -> str:
+    """Return the id by which servers know this run: it stays in the folder, so that a resumed run is the same."""
+    path = run_dir / "trainer_id"
+    if not path.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        made = path.with_name(f".{secrets.token_hex(8)}")
+        made.write_text(f"{run_dir.name[:64]}-{secrets.token_hex(4)}", encoding="utf-8")
+        with suppress(FileExistsError):  # another rank was faster
+            os.link(made, path)
+        made.unlink()
+    return path.read_text(encoding="utf-8")
+
+
+def _pool(config: Config, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
     server = config.server
     return ServerPool(
         config.server_urls,
         find=partial(find_servers, server.discover) if server.discover is not None else None,
         token=config.token,
+        trainer=trainer,
+        take_over=config.sync.take_over,
         silence_s=server.silence_s,
         start_timeout_s=server.start_timeout_s,
         **tell,

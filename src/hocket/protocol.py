@@ -7,10 +7,14 @@ from pydantic import Field
 
 from hocket.types import FinishReason, InFlight, VersionSpan
 
+FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
 TokenId = Annotated[int, Field(ge=0)]
-PromptInput = str | list[TokenId] | list[dict[str, Any]]
+PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[dict[str, Any]], FAIL_FAST]
 """Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
+MAX_PROMPTS, MAX_SAMPLES, MAX_COMPLETIONS = 1024, 128, 1 << 14
+"""In one request: prompts, completions of one of them, and of all together."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
 Memory = Literal["weights", "kv_cache"]  # what leaves the GPU while the engine sleeps
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
@@ -38,13 +42,13 @@ class ErrorResponse(Strict):
 class SamplingParams(Strict):
     """How to sample; temperature 0 is greedy. The returned log-probs are of this very distribution."""
 
-    temperature: float = Field(1.0, ge=0.0, le=10.0)
+    temperature: float = Field(1.0, ge=0.0, le=2.0)  # vLLM takes no higher one
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(16, ge=1)
     # Strict would take no list from FastAPI.
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=16, strict=False)
-    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=16, strict=False)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=16, strict=False, fail_fast=True)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=16, strict=False, fail_fast=True)
     seed: Seed | None = None
 
 
@@ -52,20 +56,29 @@ class Toolbox(Strict):
     """The functions that a model may call. The server looks for calls in the text; prompts are taken as they are."""
 
     parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
-    tools: tuple[dict[str, Any], ...] = Field(min_length=1)  # each as OpenAI's API describes a function
+    tools: tuple[dict[str, Any], ...] = Field(
+        min_length=1, max_length=1024, fail_fast=True
+    )  # each as OpenAI's API describes a function
 
 
-class GenerateRequest(Strict):
+class FromTrainer(Strict):
+    """Base of what a trainer sends. A server works for one trainer at a time, and refuses what others send."""
+
+    trainer: str | None = Field(None, min_length=1, max_length=128)  # None: no trainer, but curl, eval or the like
+
+
+class GenerateRequest(FromTrainer):
     """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
 
-    Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j.
+    Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j;
+    at most MAX_COMPLETIONS in all.
     """
 
-    prompts: list[PromptInput] = Field(min_length=1, max_length=1024)
+    prompts: list[PromptInput] = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
     sampling: SamplingParams = SamplingParams()
-    n: int = Field(1, ge=1, le=128)
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
     stream: bool = False
-    seeds: list[Annotated[list[Seed], Field(min_length=1, max_length=128)]] | None = None
+    seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
     session: str | None = None  # of the server: refused if it has restarted since and lost its weights
     tools: Toolbox | None = None
 
@@ -121,13 +134,13 @@ class StreamEnd(Strict):
     error: ErrorBody | None = None  # why generation broke off
 
 
-class SessionRequest(Strict):
+class SessionRequest(FromTrainer):
     """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever the agent asks for."""
 
     sampling: SamplingParams
     max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
     max_calls: int = Field(ge=1)
-    idle_timeout_s: float = Field(gt=0)  # a session is forgotten after this time without a call
+    idle_timeout_s: float = Field(gt=0, le=100_000)  # a session is forgotten after this time without a call
     session: str | None = None  # as in a GenerateRequest
 
 
@@ -169,7 +182,9 @@ class AdapterConfig(Strict):
     base_model_name_or_path: str
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
-    target_modules: list[str] = Field(min_length=1)  # last parts of the names of adapted layers
+    target_modules: list[str] = Field(
+        min_length=1, max_length=1024, fail_fast=True
+    )  # last parts of the names of adapted layers
 
 
 class TensorLayout(Strict):
@@ -177,7 +192,7 @@ class TensorLayout(Strict):
 
     name: str
     dtype: str
-    shape: list[int]
+    shape: list[int] = Field(max_length=16, fail_fast=True)
 
 
 class CollectiveSource(Strict):
@@ -187,10 +202,10 @@ class CollectiveSource(Strict):
     session: str  # of the group
     turn: int = Field(ge=1)  # number of the transfer in the group, so that both ends mean the same one
     adapter: AdapterConfig | None = None  # None for whole weights
-    buckets: list[list[TensorLayout]] = Field(min_length=1)
+    buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
 
 
-class ReloadRequest(Strict):
+class ReloadRequest(FromTrainer):
     """POST /reload_weights. Idempotent per version: a version already held is answered without loading.
 
     With `compare` nothing is loaded: the model is compared with the version that it holds, which comes once more.
@@ -212,7 +227,7 @@ class ReloadResponse(Strict):
     session: str
 
 
-class SleepRequest(Strict):
+class SleepRequest(FromTrainer):
     """POST /sleep: the engine leaves the GPU. Idempotent; kept requests go on once the engine is awake."""
 
     # 1 keeps the weights in the CPU's memory. After 2 the KV cache wakes up only with weights that a reload brought.
@@ -220,10 +235,10 @@ class SleepRequest(Strict):
     in_flight: InFlight = "keep"
 
 
-class WakeRequest(Strict):
+class WakeRequest(FromTrainer):
     """POST /wake_up: these parts come back to the GPU; the engine generates again once both are there. Idempotent."""
 
-    tags: list[Memory] = Field(["weights", "kv_cache"], min_length=1)
+    tags: list[Memory] = Field(["weights", "kv_cache"], min_length=1, max_length=2, fail_fast=True)
 
 
 class SleepResponse(Strict):
@@ -233,15 +248,23 @@ class SleepResponse(Strict):
     session: str
 
 
-class GroupRequest(Strict):
+class GroupRequest(FromTrainer):
     """POST /init_weight_group: the engine's workers leave their weight group and join a new one, with the trainer."""
 
-    session: str  # a new name for every attempt
-    host: str  # of the trainer's key-value store
+    session: str = Field(min_length=1, max_length=128)  # a new name for every attempt
+    host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
     port: int = Field(ge=1, le=65535)
     backend: Literal["nccl", "gloo"]
     device: str | None  # the trainer's GPU: NCCL can't connect two processes on one
     timeout_s: float = Field(gt=0)
+
+
+class HeartbeatRequest(FromTrainer):
+    """POST /heartbeat, answered as /health: the trainer has the server, or still has it, unless another one does."""
+
+    trainer: str = Field(min_length=1, max_length=128)
+    take_over: bool = False  # true takes the server from another trainer
+    leaving: bool = False  # true frees it
 
 
 class GroupResponse(Strict):
@@ -267,6 +290,7 @@ class Health(Strict):
     device: str  # kind of device, "cpu" or "cuda"
     workers: int  # processes that hold weights
     kv_tokens: int  # tokens of all requests together that fit into the KV cache
+    joining: str | None = None  # the weight group that its workers are joining; it generates meanwhile
     error: ErrorBody | None = None
 
 

@@ -4,7 +4,9 @@ The trainer's side is the real CollectiveTransport, fed from a transformers mode
 """
 
 import signal
+import socket
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -151,3 +153,22 @@ def test_an_engine_that_stops_answering_is_named_at_the_deadline(servers: Any, k
     finally:
         engine.send_signal(signal.SIGCONT)
         server.stop()
+
+
+def test_the_engine_goes_on_while_its_workers_wait_for_a_trainer_that_never_comes(server: Any) -> None:
+    def join(port: int, session: str, timeout_s: float) -> Any:
+        group = {"session": session, "host": "127.0.0.1", "port": port, "backend": "gloo", "device": None}
+        return server.client.post("/init_weight_group", json={**group, "timeout_s": timeout_s})
+
+    with socket.create_server(("127.0.0.1", 0)) as mute, ThreadPoolExecutor(1) as thread:
+        port = mute.getsockname()[1]
+        joining = thread.submit(join, port, "never", 5.0)
+        server.wait_for(lambda health: health["joining"] == "never")
+        assert len(server.generate(prompts=[[5]], n=8, sampling={"max_tokens": 20})["completions"][0]) == 8
+        second = join(port, "second", 5.0)
+        assert (second.status_code, second.json()["error"]["code"]) == (503, "joining")
+        assert not joining.done()
+        assert (joining.result().status_code, joining.result().json()["error"]["code"]) == (503, "no_group")
+    refused = join(port, "nobody listens there now", 60.0)  # is found out at once, and the workers are not even told
+    assert refused.json()["error"]["code"] == "no_group"
+    assert (server.health()["joining"], server.health()["status"]) == (None, "ready")

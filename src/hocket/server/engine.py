@@ -19,6 +19,7 @@ from hocket.protocol import (
     GroupRequest,
     GroupResponse,
     Health,
+    HeartbeatRequest,
     Memory,
     ReloadRequest,
     ReloadResponse,
@@ -32,12 +33,16 @@ from hocket.protocol import (
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import RESTART, Job, Sampler
+from hocket.server.holder import Holder
 from hocket.server.uploads import Uploads
 from hocket.types import InFlight
 
 T = TypeVar("T")
 
 ABORT_TIMEOUT_S = 2.0
+REACH_S = 5.0
+"""Seconds for a connection to the trainer's address, before the workers are told of it."""
+JOIN_POLL_S = 0.05
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
 PARTS: tuple[Memory, ...] = ("weights", "kv_cache")
 ASLEEP = ErrorBody(
@@ -72,8 +77,10 @@ class Engine:
         self._asleep: tuple[Memory, ...] = ()
         self._has_weights = True
         self._group: str | None = None
+        self._joining: str | None = None  # the group that the workers are joining
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
+        self._holder = Holder()
         self._base_replaced = self._stopping = False
         self._reload_lock = asyncio.Lock()
 
@@ -108,52 +115,76 @@ class Engine:
             max_length=int(model.max_model_len),
             tokenizer_sha256=self._tokenizer_sha256,
             session=self._session,
-            in_flight=self.sampler.in_flight,
+            in_flight=self.llm.in_flight,
             root=str(self._root),
             device=str(vllm.device_config.device_type),
             workers=self._workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks or 0) * int(vllm.cache_config.block_size),
+            joining=self._joining,
             error=None if reason is ASLEEP else reason,
         )
+
+    def heartbeat(self, request: HeartbeatRequest) -> Health:
+        """Note that a trainer lives, or leaves. Raises ApiError where the server works for another one."""
+        if request.leaving:
+            self._holder.leave(request.trainer)
+        else:
+            self._holder.hear(request.trainer, take_over=request.take_over)
+        return self.health()
 
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Validate and tokenize the body of /generate. Raises ApiError with a status of 4xx."""
         request, jobs = await self.sampler.read(body)
-        self._check_session(request.session)
+        self._admit(request)
         return request, jobs
 
     def check(self, request: SessionRequest) -> None:
         """Raise ApiError where the engine can't sample in this way, or has restarted since the caller's session."""
-        self._check_session(request.session)
+        self._admit(request)
         self.sampler.check_sampling(request.sampling)
 
-    def _check_session(self, session: str | None) -> None:
-        if session not in (None, self._session):
+    def _admit(self, request: GenerateRequest | SessionRequest) -> None:
+        self._holder.hear(request.trainer)
+        if request.session not in (None, self._session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests of vLLM's own routes."""
-        with contextlib.suppress(*vllm_api.engine_errors()):  # they have ended with the engine
-            if request_ids:
-                await self.llm.abort(request_ids)
+        if request_ids:
+            await vllm_api.abort(self.llm, request_ids)
 
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
+        self._holder.hear(request.trainer)
+        self.require_ready(admits=CURABLE)
+        if self._joining is not None:
+            message = f"the workers are joining the weight group {self._joining}"
+            raise ApiError(503, "joining", message, "send it again when /health no longer says so")
+        if request.session != self._group:
+            request = request.model_copy(update={"timeout_s": min(request.timeout_s, self._timeout_s)})
+            self._joining = request.session
+            try:
+                await asyncio.wait_for(self._join(request), request.timeout_s)
+            except Exception as error:
+                message = f"the workers can't join the trainer at {request.host}:{request.port}: {cause_of(error)}"
+                hint = "can this machine reach that address? sync.backend=disk needs no such connection"
+                raise ApiError(503, "no_group", message, hint) from error
+            finally:
+                self._joining = None
+            self._group = request.session
+        return GroupResponse(session=request.session, workers=self._workers)
+
+    async def _join(self, request: GroupRequest) -> None:
+        async with asyncio.timeout(REACH_S):  # before the workers leave the group that they have
+            _, connection = await asyncio.open_connection(request.host, request.port)
+            connection.close()
+        message, size = request.model_dump_json(), self._workers + 1
         async with self._reload_lock:
-            self.require_ready(admits=CURABLE)
-            if request.session != self._group:
-                self._group = None
-                # Nothing is sampled while the workers wait for each other: no longer than our own deadline.
-                request = request.model_copy(update={"timeout_s": min(request.timeout_s, self._timeout_s)})
-                try:
-                    joining = self._call("hocket_join_group", request.model_dump_json(), self._workers + 1)
-                    await asyncio.wait_for(joining, request.timeout_s)
-                except Exception as error:
-                    message = f"the workers can't join the trainer at {request.host}:{request.port}: {cause_of(error)}"
-                    hint = "can this machine reach that address? sync.backend=disk needs no such connection"
-                    raise ApiError(503, "no_group", message, hint) from error
-                self._group = request.session
-            return GroupResponse(session=request.session, workers=self._workers)
+            self._group = None
+            joined = await self._call("hocket_join_group", message, size)
+        while not all(joined):
+            await asyncio.sleep(JOIN_POLL_S)
+            joined = await self._call("hocket_join_group", message, size)
 
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
         """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.
@@ -163,6 +194,7 @@ class Engine:
         reload that succeeds brings everything back. A comparison that breaks off leaves everything as it was.
         """
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits={"asleep"} if request.compare else CURABLE)
             if "weights" in self._asleep:
                 hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
@@ -205,12 +237,14 @@ class Engine:
             seconds = time.perf_counter() - start
             response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
             self._held = (key, response)
-            await asyncio.to_thread(self._uploads.remove, uploaded, key)
+            self._uploads.hold(key)
+            await asyncio.to_thread(self._uploads.remove, uploaded)
             return response
 
     async def sleep(self, request: SleepRequest) -> SleepResponse:
         """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests."""
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
             if not self._share_gpu:
                 hint = "start server and trainer with launch.share_gpu=true"
@@ -228,6 +262,7 @@ class Engine:
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
         """Bring parts back to the GPU; generation goes on with the last of them."""
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
             waking = [part for part in PARTS if part in request.tags and part in self._asleep]
             left = tuple(part for part in self._asleep if part not in waking)
@@ -243,7 +278,7 @@ class Engine:
         try:
             await asyncio.wait_for(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache), self._timeout_s)
         except TimeoutError as late:
-            message = f"{self.sampler.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
+            message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             try:
                 if self._failure is None:  # a half-loaded model must not run
                     await asyncio.wait_for(self.llm.resume_generation(), ABORT_TIMEOUT_S)

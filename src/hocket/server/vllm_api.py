@@ -1,5 +1,6 @@
 """Hold everything that hocket takes from vLLM 0.32, its private names too, but for weights (vllm_weights.py)."""
 
+import asyncio
 import atexit
 import contextlib
 import functools
@@ -9,17 +10,23 @@ import logging
 import math
 import multiprocessing
 import os
+import secrets
 import select
 import signal
+import sys
+import tempfile
 import threading
+import traceback
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
+from hocket.errors import TRACEBACK
 from hocket.protocol import SamplingParams, Toolbox, ToolCall
-from hocket.server.errors import ApiError
+from hocket.server.errors import ApiError, cause_of
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall
 from hocket.server.vllm_weights import adapter_request
 from hocket.types import InFlight, VersionSpan
@@ -30,6 +37,11 @@ SERVER_PID = "HOCKET_SERVER_PID"
 """Environment variable with the pid of the server: when it ends, the engine's processes are killed."""
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
+ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
+ROUTES |= {"/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
+"""The routes of vLLM that are served; others can abort anybody's requests, for one."""
+SLOTS = 4
+"""Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
 """(token ids, whether the last one ended the text) -> the tool calls in them."""
 
@@ -44,6 +56,9 @@ def is_cpu_build() -> bool:
 
 # Without this, Python searches all of vLLM and torch for garbage once more at its end, for seconds.
 atexit.register(gc.freeze)
+if TRACEBACK not in os.environ:  # what ends an engine is in `last_words`
+    for _name in ("core", "async_llm"):
+        logging.getLogger(f"vllm.v1.engine.{_name}").addFilter(lambda record: record.exc_info is None)
 
 
 def die_with_server() -> None:
@@ -128,24 +143,28 @@ def engine_arguments(config: Config) -> Namespace:
 def start_engine(args: Namespace) -> Any:
     """Start the engine's processes, wait until they have loaded the model, and return the AsyncLLM.
 
-    Every request, those of vLLM's own routes too, first calls its `require_ready`, which may raise. Where the engine
-    can hold an adapter, each request uses it, so `drop_adapter` must follow. Calls in a session are recorded there.
+    Every request, those of vLLM's own routes too, first calls its `require_ready`, which may raise, and then waits for
+    one of the engine's slots; `in_flight` counts those that have one. Where the engine can hold an adapter, each
+    request uses it, so `drop_adapter` must follow. Calls in a session are recorded there.
     Call it outside an event loop, where a signal can interrupt it.
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.exceptions import EngineGenerateError
 
     class AdaptedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
         require_ready: Callable[[], None] = staticmethod(lambda: None)
+        last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
+        in_flight = 0
 
         def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
             self.require_ready()
             if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = adapter_request("in memory")
             if (session := CURRENT.get()) is None:
-                return super().generate(prompt, sampling_params, request_id, **kwargs)
+                return self.admitted(functools.partial(super().generate, prompt, sampling_params, request_id, **kwargs))
             refuse_constraints(sampling_params)
             call = session.begin(list(prompt["prompt_token_ids"]), sampling_params.max_tokens)
             ask = functools.partial(super().generate, prompt, request_id=call.request_id, **kwargs)
@@ -153,34 +172,73 @@ def start_engine(args: Namespace) -> Any:
             def sample() -> Any:
                 self.require_ready()
                 session.require_open()
-                return ask(sampling_params=call_params(sampling_params, call))
+                return self.admitted(functools.partial(ask, sampling_params=call_params(sampling_params, call)))
 
             return recorded(uninterrupted(sample), session, call)
 
+        async def admitted(self, ask: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+            async with slots:
+                self.require_ready()
+                self.in_flight += 1
+                try:
+                    async with contextlib.aclosing(ask()) as outputs:
+                        async for output in outputs:
+                            yield output
+                except EngineGenerateError as error:
+                    self.require_ready()
+                    raise _failure(error) from error
+                finally:
+                    self.in_flight -= 1
+
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    slots = asyncio.Semaphore(SLOTS * args.max_num_seqs)
     if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
         vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     original = EngineCoreProc.run_engine_core
     EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
-    EngineCoreProc.run_engine_core = run_engine
+    EngineCoreProc.run_engine_core = functools.partial(run_engine, AdaptedLLM.last_words)
     try:
         return AdaptedLLM.from_vllm_config(vllm_config)
+    except RuntimeError as error:
+        raise RuntimeError(last_words(AdaptedLLM) or str(error)) from error
     finally:
         EngineCoreProc.run_engine_core = original
 
 
-def run_engine(*args: Any, **kwargs: Any) -> None:
-    """Run vLLM's own function in the engine's process, tied to the server."""
+def _failure(error: Exception) -> ApiError:
+    """Return the answer where vLLM could not begin a request; its own error has no message."""
+    cause = error.__cause__ or error
+    logger.error("vLLM could not begin a request", exc_info=cause)
+    if isinstance(cause, ImportError):
+        hint = (
+            "leave structured outputs out, or install lm-format-enforcer and outlines-core in the server's environment"
+        )
+        return ApiError(422, "not_installed", f"this server lacks a package for this request: {cause}", hint)
+    return ApiError(500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more")
+
+
+def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
+    """Run vLLM's own function in the engine's process, tied to the server; what ends it goes to a file."""
     from vllm.v1.engine.core import EngineCoreProc
 
     die_with_server()
     allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests
-    getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
+    try:
+        getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - the server says it
+        last_words.write_text(f"{cause_of(error)}\n\n{traceback.format_exc()}", encoding="utf-8")
+        sys.exit(1)
+
+
+def last_words(llm: Any) -> str:
+    """Return what ended the engine's process, and where its traceback is; nothing if it runs, or was killed."""
+    path: Path = llm.last_words
+    return f"{path.read_text('utf-8').splitlines()[0]} (its traceback is in {path})" if path.exists() else ""
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:
-    """Return vLLM's OpenAI-compatible FastAPI app on the engine, without its own /health."""
+    """Return vLLM's OpenAI-compatible FastAPI app on the engine, with the ROUTES alone."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
     tasks = await llm.get_supported_tasks()
@@ -190,11 +248,11 @@ async def openai_app(llm: Any, args: Namespace) -> Any:
 
 
 def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
-    """Return the app with all of its routes, which can't answer yet."""
+    """Return the app with its routes, which can't answer yet."""
     from vllm.entrypoints.launchers.app import build_app
 
     app = build_app(args, tasks, model_config)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/health"]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     return app
 
 
@@ -323,6 +381,12 @@ async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, see
 
     asked = llm.generate(tokens_input(token_ids), sampling_params(sampling, seed), request_id)
     return [output async for output in asked][-1].outputs[0]
+
+
+async def abort(llm: Any, request_ids: Sequence[str]) -> None:
+    """End requests, those that exist, with one message to the engine: of many it takes one by one in n² time."""
+    with contextlib.suppress(*engine_errors()):  # they have ended with the engine
+        await asyncio.shield(llm.abort(request_ids))  # half of it done would leave them running for ever
 
 
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:
