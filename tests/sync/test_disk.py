@@ -96,9 +96,9 @@ class Disk:
         self.versions = Versions(config.run_dir, self.trainer, config.sync)  # type: ignore[arg-type]
         self._transport = DiskTransport(self.versions, config.sync_root, config.sync, self.said.append)
 
-    async def deliver(self, version: int, *servers: FakeServer) -> tuple[list[Answer], Metrics]:
+    async def deliver(self, version: int, *servers: FakeServer, compare: bool = False) -> tuple[list[Answer], Metrics]:
         """Publishes to the servers; one that does not answer an error must hold the trainer's weights."""
-        delivery = await self._transport.deliver(version, servers)  # type: ignore[arg-type]
+        delivery = await self._transport.deliver(version, servers, compare=compare)  # type: ignore[arg-type]
         for server, (checksum, answer) in zip(servers, delivery.answers.values(), strict=True):
             if isinstance(answer, ReloadResponse):
                 assert (answer.version, answer.checksum) == (version, checksum)
@@ -232,6 +232,21 @@ async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp
     disk.trainer.step(6)
     await disk.deliver(3, server, late)
     assert (server.names[-1], late.names[-1], len(disk.said)) == ("deltas/v000003", "deltas/v000003", 1)
+
+
+async def test_a_comparison_sends_the_same_files_again_and_its_finding_is_no_reason_to_send_more(
+    tmp_path: Path, servers: Any
+) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    for version in (1, 2):
+        await disk.deliver(version, server)
+        await disk.deliver(version, server, compare=True)
+        disk.trainer.step(5)
+    assert server.names == ["weights/v000001"] * 2 + ["deltas/v000002"] * 2
+    assert [request.compare for request in server.requests] == [False, True] * 2
+    server.error = ServerError("the model differs in a", code="not_held", status=409)
+    assert (await disk.deliver(2, server, compare=True))[0] == [server.error]
+    assert (disk.trainer.exports, disk.said) == (1, [])
 
 
 def flip(folder: Path) -> None:
