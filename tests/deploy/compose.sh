@@ -35,7 +35,8 @@ build() {  # the part of an override that says how SERVICE is built
 cat > "$work/override.yaml" << YAML
 services:
 $(build server)
-    environment: {VLLM_ENABLE_V1_MULTIPROCESSING: 1}  # a process for the engine, as on GPUs
+    environment: {VLLM_ENABLE_V1_MULTIPROCESSING: 1}  # a process for the engine, as on GPUs; it wants more than 64 MB
+    shm_size: 1gb
 $(build trainer)
 YAML
 files=(-f "$work/hocket/docker/compose.yaml" ${GPU:+-f "$work/hocket/docker/compose.gpu.yaml"} -f "$work/override.yaml")
