@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from safetensors import SafetensorError
 
 import hocket
 from hocket.cli import main
@@ -90,11 +91,15 @@ def test_a_mistake_is_one_line_and_status_1(
         ),
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            "standard output: No space left on device; free space there",
+            "a write failed: No space left on device; free space there",
         ),
         (
             OSError(errno.EROFS, "Read-only file system", "a"),
-            "a: Read-only file system; it is read-only: mount it writ",
+            "a: Read-only file system; mount it writable",
+        ),
+        (
+            SafetensorError("I/O error: No space left on device (os error 28)"),
+            "error: I/O error: No space left on device (os error 28); free space there",
         ),
         (KeyError("x"), r"KeyError: 'x'. This was not foreseen; to report it, the traceback is in "),
         (OSError(errno.ENOTCONN, "no"), r"[Errno 107] no. This was not foreseen; to report it, the traceback is in "),
