@@ -2,8 +2,8 @@
 
     HOCKET_LIE=FILE python tests/lies.py serve section.key=value ...
 
-FILE has the name of a lie and the number of the load from which on it is told ("frozen_norm 3"), or nothing. It is read
-at every call, so that one server tells all lies, one after the other; a new line in it begins the count of loads again.
+FILE has the name of a lie, the number of the load from which on it is told, and anything ("frozen_norm 3 x"), or nothing.
+It is read at every call, so that one server tells all lies, one after the other; another line begins the count anew.
 Works where the engine is a fork of the server, on a CPU. The server's code has no switch for this.
 """
 
@@ -113,8 +113,8 @@ class Told:
         line = Path(os.environ[FILE]).read_text(encoding="utf-8").strip()
         if line != self.line:
             self.line, self.loads, self.first, self.last = line, 0, {}, {}
-        name, _, begins = line.partition(" ")
-        return name if self.loads >= int(begins or "1") else ""
+        name, begins, *_ = line.split() or ("", "1")
+        return name if self.loads >= int(begins) else ""
 
     def load(self, parts: Iterator[Any]) -> Iterator[Any]:
         """What is loaded in place of these parts, with specs that are right for what came."""
@@ -223,8 +223,9 @@ class LyingServer:
         from hocket.observe.console import Console
 
         self.runs += 1
-        name = lie.split(" ")[0]
-        (self.folder / "lie").write_text("" if name == STALE_EXPORT else f"{lie}\n", encoding="utf-8")
+        name, _, begins = lie.partition(" ")
+        line = f"{'truth' if name == STALE_EXPORT else name} {begins or 1} {self.runs}"
+        (self.folder / "lie").write_text(line, encoding="utf-8")
         run_dir, said = self.folder / "runs" / f"{self.runs:03d}", ""
         config = configs.load(None, [*settings, f"run.dir={run_dir}", f"server.urls={self.url}"])
         with contextlib.ExitStack() as stack:
