@@ -86,7 +86,7 @@ def play_clean(dtypes: Sequence[str]) -> None:
     """Prints what 200 steps of an honest server raise."""
     for dtype in dtypes or DTYPES:
         settings = (*SMALL, *SETTINGS, f"model.dtype={dtype}", "rollout.temperature=1.0", "trainer.learning_rate=5e-5")
-        settings += ("trainer.steps=200", "sync.check_every=1", "rollout.prompts_per_step=4")
+        settings += ("trainer.steps=200", "sync.check_every=1", "rollout.prompts_per_step=4", "rollout.group_size=4")
         with tempfile.TemporaryDirectory() as folder:
             server = lies.start(Path(folder) / "server", *settings)
             try:

@@ -2,7 +2,7 @@
 
     HOCKET_LIE=FILE python tests/lies.py serve section.key=value ...
 
-FILE has the name of a lie, the number of the load from which on it is told, and anything ("frozen_norm 3 x"), or nothing.
+FILE has the name of a lie, the number of the load that begins it, and anything else: "frozen_norm 3 x", or nothing.
 It is read at every call, so that one server tells all lies, one after the other; another line begins the count anew.
 Works where the engine is a fork of the server, on a CPU. The server's code has no switch for this.
 """
