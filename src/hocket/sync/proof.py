@@ -53,7 +53,7 @@ class Proof:
     trainer_turn: TrainerTurn
     say: Callable[[str], None]
     alarmed: Callable[[], bool]  # whether the last step's metrics say that weights may be wrong
-    mismatches: float = 0.0  # with sync.on_mismatch=warn: what failed so far
+    mismatches: float = 0.0  # warnings so far
     _due: int = 0  # versions to come that are checked
     _noise: float = 0.0  # largest mean |Δ log-prob| of a server's first version
     _before: dict[str, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session: the last check
@@ -111,6 +111,10 @@ class Proof:
         """Stop the run by a SyncError, or say it with sync.on_mismatch=warn."""
         if self.sync.on_mismatch == "stop":
             raise SyncError(message)
+        self.warn(message)
+
+    def warn(self, message: str) -> None:
+        """Say what is not as it should be, and count it."""
         self.say(f"WARNING: {message}")
         self.mismatches += 1
 

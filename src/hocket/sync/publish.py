@@ -88,7 +88,9 @@ class Publisher:
             if isinstance(answer, ServerError) and answer.refused:
                 does = "does not hold" if compare else "refused"
                 raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
-            if isinstance(answer, HocketError):
+            if compare and isinstance(answer, ServerError) and answer.code == "compare_failed":
+                self.proof.warn(f"{member.url} can't say whether it holds version {version}: {answer}")
+            elif isinstance(answer, HocketError):
                 self.pool.mark_lost(member, str(answer))
             elif (answer.version, answer.checksum) != (version, checksum):
                 raise SyncError(
