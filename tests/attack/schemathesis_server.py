@@ -25,7 +25,7 @@ from processes import Process, Run, Server, free_port
 
 WARM_STEPS = 40
 OPERATIONS = 14
-CLI = ("-m", "schemathesis.cli", "run", "--phases", "examples,coverage,fuzzing", "--no-shrink", "--continue-on-failure")
+CLI = ("-m", "schemathesis.cli", "run", "--phases", "examples,coverage,fuzzing", "--no-shrink", "--workers=4")
 
 
 def fuzz(server: Server, folder: Path, requests: int, *only: str) -> collections.Counter[tuple[str, str, int]]:
