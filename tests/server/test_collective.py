@@ -20,15 +20,18 @@ from hocket.protocol import ReloadResponse
 pytestmark = pytest.mark.engine
 
 
-def deliver(server: Any, source: Any, *settings: str, version: int | None = None) -> ReloadResponse | HocketError:
+def deliver(
+    server: Any, source: Any, *settings: str, version: int | None = None, compare: bool = False
+) -> ReloadResponse | HocketError:
     """Returns the answer to a version; one that is loaded has the checksum of what was sent."""
-    ((checksum, answer),) = server.deliver(source, *settings, version=version).answers.values()
+    ((checksum, answer),) = server.deliver(source, *settings, version=version, compare=compare).answers.values()
     assert isinstance(answer, HocketError) or (answer.version, answer.checksum) == (server.next_version - 1, checksum)
     return answer  # type: ignore[no-any-return]
 
 
 def deliver_well(server: Any, source: Any, *settings: str) -> ReloadResponse:
-    answer = deliver(server, source, *settings)
+    """Loads, and compares what the workers then compute with, from a second broadcast."""
+    answer = deliver(server, source, *settings, compare=True)
     assert isinstance(answer, ReloadResponse), answer
     return answer
 
@@ -76,8 +79,9 @@ def test_both_workers_of_a_tensor_parallel_engine_receive_adapters_and_after_a_f
         assert max(server.gaps(model=new)) < 1e-4
         assert statistics.mean(server.gaps(model=old)) > 0.3
         # By disk, too: each worker reads its part.
-        server.publish_and_load(kit.make_model(tied=True, seed=307))
+        version = server.publish_and_load(kit.make_model(tied=True, seed=307))["version"]
         assert max(server.gaps()) < 1e-4
+        server.assert_compares(version, f"v{version:06d}")
     finally:
         server.stop()  # its workers never rest: tests after it would take twice as long
 
