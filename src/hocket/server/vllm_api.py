@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
@@ -18,7 +19,6 @@ import sys
 import tempfile
 import threading
 import traceback
-import types
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -194,8 +194,9 @@ def start_engine(args: Namespace) -> Any:
 
     if importlib.util.find_spec("lmformatenforcer") is None:
         # vLLM names this package to check any structured output, though it samples with xgrammar or llguidance.
-        sys.modules["lmformatenforcer"] = types.ModuleType("lmformatenforcer")
-        vars(sys.modules["lmformatenforcer"])["TokenEnforcer"] = object
+        stub = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("lmformatenforcer", None))
+        vars(stub)["TokenEnforcer"] = object
+        sys.modules["lmformatenforcer"] = stub
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     slots = asyncio.Semaphore(SLOTS * args.max_num_seqs)
     if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
