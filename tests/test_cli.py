@@ -66,6 +66,8 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
     [
         (["config", "nowhere.yaml"], "can't read the config nowhere.yaml"),
         (["config", "a.yaml", "b.yaml"], "one config file at most"),
+        (["config", f"{ROOT}/checkpoints/tiny-sort/model.safetensors"], "can't read the config"),
+        (["rollout", "model.path=/no/model"], "there is no such folder here, so it was taken for a name on the hub"),
         (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a"),
         (["rollout", "run.dir=HERE"], "holds a run already; choose another run.dir"),
         (["generate", "-p", "a", "-n", "0"], "can't be asked for: Input should be greater than or equal to 1"),
