@@ -30,7 +30,7 @@ LIES = {  # (lie and the load it begins with, a setting): the last version that 
     ("truth", "trainer.learning_rate=2e-4"): (0, ""),
     ("one_behind", TINY): (2, "step 1: http://127.0.0.1:PORT does not hold weight version"),
     ("never_loads", TINY): (2, "step 1: http://127.0.0.1:PORT does not hold weight version"),
-    ("missing_matrix", "server.start_timeout_s=1"): (1, "vLLM's loader left out weights of model.layers.1.mlp.down_proj"),
+    ("missing_matrix", "server.start_timeout_s=1"): (1, "loader left out weights of model.layers.1.mlp.down_proj"),
     ("frozen_matrix 3", TINY): (7, "does not hold weight version"),
     ("frozen_norm 3", TINY): (7, "the model differs in model.layers.1.input_layernorm.weight (1 in all)"),
     ("swapped_norms", TINY): (1, "the model differs in model.layers.0.input_layernorm.weight"),
