@@ -77,6 +77,9 @@ class AdvantageConfig(Section):
     )
     overlong_share: float = Field(0.0, ge=0, le=1, description="Last share of max_tokens with a penalty of 0 to -1.")
     oversampling: float = Field(1.0, ge=1, description="Dynamic sampling: draws up to this x prompts_per_step. 1: off.")
+    epochs: int = Field(1, ge=1, description="Passes of the optimiser over the samples of a step.")
+    minibatches: int = Field(1, ge=1, description="Updates per epoch, on mini-batches of whole groups; their maximum.")
+    stop_kl: float | None = Field(None, gt=0, description="KL(policy before the step ‖ policy) that ends its updates.")
     mask_truncated: bool = Field(False, description="Exclude truncated rollouts from the loss, not from the baseline.")
     kl_target: float | None = Field(None, gt=0, description="Target KL per token; kl_coef adapts. Needs kl_in=reward.")
     reference: UserPath | None = Field(None, description="Reference of the KL. Default: the first model, no adapter.")
@@ -87,7 +90,7 @@ class LossKnobs(Section):
 
     ratio: Ratio = Field("token", description="Probability ratio per `token`, or its geometric mean per `sequence`.")
     clip: Clip = Field("ppo", description="`ppo`: min(clipped, unclipped); `cispo`: clipped as fixed weight; `none`.")
-    clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low. No effect with a correction.")
+    clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low, from the second update on.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
     dual_clip: float | None = Field(None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo.")
     aggregate: Aggregate = Field(
@@ -141,20 +144,27 @@ class LossConfig(LossKnobs):
 class AlgorithmConfig(LossKnobs, AdvantageConfig):
     """Section `algorithm`: the knobs of advantages and loss, without contradictions."""
 
+    @property
+    def updates(self) -> int:
+        """Most optimiser steps on the samples of one step of the run."""
+        return self.epochs * self.minibatches
+
     def loss(self, max_tokens: int) -> LossConfig:
         """Return the knobs of the policy loss for completions of at most `max_tokens` tokens."""
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        by_token, corrected = self.baseline in ("none", "critic"), self.correction != "none"
+        by_token, one_ratio = self.baseline in ("none", "critic"), self.correction != "none" and self.updates == 1
         in_reward, off = self.kl_in == "reward", self.kl == "off"
         for_kl = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
         yield by_token and self.scale == "group", f"baseline={self.baseline} has no groups: set scale to batch or none"
         yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
         yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
-        yield self.ratio == "sequence" and corrected, "with a correction every ratio is 1: set correction=none"
-        message = "dual_clip has no effect: set clip=ppo and correction=none, or leave it out"
-        yield self.dual_clip is not None and (self.clip != "ppo" or corrected), message
+        several = "set correction=none, or several updates (epochs, minibatches)"
+        yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
+        message = "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out"
+        yield self.dual_clip is not None and (self.clip != "ppo" or one_ratio), message
+        yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
         yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
         yield off and for_kl, "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out"
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
