@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.trainer.builders import load, make_rollouts, sample_of, save, weights_of
+from tests.trainer.builders import load, make_groups, make_rollouts, measured, sample_of, save, weights_of
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
@@ -55,6 +55,9 @@ MATRIX = {
     "ZeRO-3, smallest micro-batches, whole logits": "zero_stage=3 micro_batch_tokens=19 logprob_chunk_tokens=1000",
     "ZeRO-3, offloaded, recomputed, reversed": "zero_stage=3 offload_optimizer=true gradient_checkpointing=true",
 }
+
+
+CORRECTED = {"correction": "truncate", "clip_low": 0.2, "clip_high": 0.28}
 
 
 STAGES = {stage: (f"trainer.zero_stage={stage}",) for stage in range(4)}
@@ -187,6 +190,17 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
         (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
 
 
+def updates(model: str, output: Path, ranks: Ranks) -> None:
+    """Three epochs of two mini-batches each."""
+    knobs = [f"algorithm.{name}={value}" for name, value in ({"epochs": 3, "minibatches": 2} | CORRECTED).items()]
+    plain = ("weight_decay=0", "warmup_steps=0", "max_grad_norm=1", "schedule=constant")
+    settings = (*knobs, *(f"trainer.{one}" for one in plain))
+    for stage, trainer in led(model, ranks, {n: (*settings, *one) for n, one in STAGES.items()}):
+        metrics = trainer.step(measured(trainer, make_groups(model)), number=3)
+        trainer.export(output / str(stage))
+        (output / str(stage) / "metrics.json").write_text(json.dumps(metrics))
+
+
 def complain() -> None:
     raise ValueError("rank 0 has a problem of its own")
 
@@ -250,7 +264,7 @@ def fail(scenario: str, model: str) -> None:
                 happen()
 
 
-COMMON = {scenario.__name__: scenario for scenario in (stages, matrix, streams, adapter, beside, resumes)}
+COMMON = {scenario.__name__: scenario for scenario in (stages, matrix, streams, adapter, beside, resumes, updates)}
 
 
 def main(arguments: Sequence[str]) -> None:
