@@ -47,17 +47,32 @@ def _row(source: str, remark: str = "", **changes: Any) -> Preset:
 
 PRESETS: Mapping[PresetName, Preset] = {
     "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
-    "dapo": _row("2503.14476", "overlong_share, oversampling", clip_high=0.28, overlong_share=0.2, oversampling=2.0),
+    "dapo": _row(
+        "2503.14476",
+        "overlong_share, oversampling",
+        clip_high=0.28,
+        overlong_share=0.2,
+        oversampling=2.0,
+        minibatches=16,
+    ),
     "dr_grpo": _row("2503.20783", scale="none", aggregate="constant"),
     "bnpo": _row("TRL", "with a global token count"),
-    "gspo": _row("2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean"),
-    "cispo": _row("2506.13585", "ratio capped at 5", clip="cispo", clip_low=1.0, clip_high=4.0),
+    "gspo": _row(
+        "2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean", minibatches=4
+    ),
+    "cispo": _row("2506.13585", "ratio capped at 5", clip="cispo", clip_low=1.0, clip_high=4.0, minibatches=16),
     "rloo": _row(
         "2402.14740", "the paper has clip=none aggregate=seq_mean_token_sum", baseline="leave_one_out", scale="none"
     ),
     "reinforce_pp": _row("2501.03262", baseline="none", scale="batch", kl="k1", kl_in="reward", kl_coef=0.01),
     "reinforce_pp_baseline": _row("2501.03262", scale="batch"),
-    "ppo": _row("1707.06347", "with a critic and generalised advantages, 1506.02438", baseline="critic", scale="batch"),
+    "ppo": _row(
+        "1707.06347",
+        "with a critic and generalised advantages, 1506.02438; epochs of 1909.08593",
+        baseline="critic",
+        scale="batch",
+        epochs=4,
+    ),
 }
 
 
@@ -181,12 +196,13 @@ class CriticConfig(Section):
 
 def preset_table() -> str:
     """Return the presets as a Markdown table."""
-    columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl")
+    columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl", "updates")
     defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
     rows = [f"| preset | {' | '.join(columns)} | besides | source |", "|---" * (len(columns) + 3) + "|"]
-    unnamed = Preset("", "with one optimiser step per batch the ratio is 1 and its clip has no effect", {})
+    unnamed = Preset("", "with a correction and one update every ratio is 1 and its clip has no effect", {})
     for name, preset in {"(none)": unnamed, **{f"`{name}`": row for name, row in PRESETS.items()}}.items():
         knobs = {**defaults, **preset.knobs}
+        knobs["updates"] = f"{knobs['epochs']} x {knobs['minibatches']}"
         knobs["range"] = f"-{knobs['clip_low']:g} / +{knobs['clip_high']:g}"
         if knobs["kl"] != "off":
             knobs["kl"] = f"{knobs['kl']} in {knobs['kl_in']}, {knobs['kl_coef']:g}"

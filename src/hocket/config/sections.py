@@ -135,7 +135,7 @@ class RewardsConfig(Section):
 
 
 class TrainerConfig(Section):
-    steps: int = Field(100, ge=1, description="Optimiser steps.")
+    steps: int = Field(100, ge=1, description="Steps of the run: one batch of rollouts, and one weight version, each.")
     seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up.")
