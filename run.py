@@ -21,7 +21,6 @@ Ctrl-C leaves nothing running."""
 
 def main(argv: list[str]) -> int:
     """Run one command and return its exit status."""
-    _find_source()
     from hocket import COMMANDS
 
     # not just argv[0]: DeepSpeed's launcher puts --local_rank=N before it
@@ -98,8 +97,11 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
+    _find_source()
+    from hocket.processes import exit_with
+
     try:
-        sys.exit(main(sys.argv[1:]))
+        exit_with(main)
     except KeyboardInterrupt:
         print("\nrun.py: interrupted", file=sys.stderr)
         sys.exit(130)

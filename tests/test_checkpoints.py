@@ -142,7 +142,7 @@ def test_a_full_disk_is_heard_of_by_the_next_step_and_nothing_half_stays(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hocket.trainer.state.write_bucket", full)
-    with pytest.raises(TrainerError, match=r"No space left on device\. Free space there"):
+    with pytest.raises(TrainerError, match=r"No space left on device; free space there"):
         train(config, last=1)
     assert names(config) == ["step_000001"]
 

@@ -1,15 +1,21 @@
 """The command line in a process of its own: help without heavy imports, errors without tracebacks."""
 
+import errno
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import hocket
 from hocket.cli import main
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("command", sorted({*hocket.COMMANDS} - {"test"}))
@@ -73,6 +79,89 @@ def test_a_mistake_is_one_line_and_status_1(
     assert error.startswith("error: ")
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a"),
+            "runs/a: No space left on device; free space there",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "standard output: No space left on device; free space there",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", "a"),
+            "a: Read-only file system; it is read-only: mount it writ",
+        ),
+        (KeyError("x"), r"KeyError: 'x'. This was not foreseen; to report it, the traceback is in "),
+        (OSError(errno.ENOTCONN, "no"), r"[Errno 107] no. This was not foreseen; to report it, the traceback is in "),
+    ],
+)
+def test_an_error_that_nobody_foresaw_is_one_line_too_and_its_traceback_is_at_hand(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("hocket.doctor.run", Mock(side_effect=error))
+    monkeypatch.setenv("HOCKET_TRACEBACK", "")
+    monkeypatch.delenv("HOCKET_TRACEBACK")  # as before when the test has ended
+    assert main(["doctor"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    kept = [*tmp_path.iterdir()]
+    assert len(kept) == ("not foreseen" in said)
+    if kept:
+        assert line.endswith(str(kept[0]))
+        assert kept[0].read_text().startswith("Traceback (most recent call last)")
+    assert main(["doctor", "--traceback"]) == 1
+    assert os.environ["HOCKET_TRACEBACK"] == "1"  # for the processes that a command starts
+    said_at_length = capsys.readouterr().err
+    assert said_at_length.startswith("Traceback (most recent call last)")
+    assert said_at_length.splitlines()[-1].startswith("error: ")
+
+
+PRINTS = {  # a command → what writes far more than a pipe holds, or writes after its reader has gone
+    "config --reference": "",
+    "": "import hocket; hocket.COMMANDS['test'] = 'x' * 1_000_000",
+    "doctor": "from hocket import doctor; doctor.run = lambda: print('x' * 1_000_000)",
+    "config": "from hocket import cli, observe; from hocket.observe.console import Console\n"
+    "cli._config = lambda args: [Console('plain', 9).say('x' * 100_000) for _ in range(9)]",
+    "config nowhere.yaml": "import os; os.dup2(1, 2)",
+}
+
+
+@pytest.mark.parametrize("command", PRINTS)
+def test_a_command_whose_output_nobody_reads_ends_quietly(command: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    run = "from hocket.processes import exit_with; from hocket.cli import main; "
+    if not command or command == "doctor":
+        run = f"sys.path.insert(0, {str(ROOT)!r}); from run import main; from hocket.processes import exit_with; "
+    program.write_text(f"import sys\n{PRINTS[command]}\n{run}exit_with(main)\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, str(program), *command.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"PYTHONPATH": str(ROOT / "src")},
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.cli.nobody_reads", lambda: False)
+    monkeypatch.setattr("hocket.doctor.run", Mock(side_effect=BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    assert main(["doctor"]) == 1
+    assert "Broken pipe. This was not foreseen" in capsys.readouterr().err
 
 
 def test_an_interrupt_while_the_process_exits_changes_nothing() -> None:

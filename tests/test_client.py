@@ -38,7 +38,7 @@ END = {"done": True, "version": 3, "model": "m", "error": None}
 
 
 def client(handler: Callable[[httpx.Request], httpx.Response]) -> ServerClient:
-    return ServerClient("http://server", token="secret-token", transport=httpx.MockTransport(handler))
+    return ServerClient("http://server", token="secret-token", trainer="mine-1", transport=httpx.MockTransport(handler))
 
 
 def lines(*messages: object) -> bytes:
@@ -68,7 +68,7 @@ async def test_a_step_is_one_streaming_request_with_token_ids_and_the_token() ->
     assert answers == [StreamLine(prompt=0, index=0, completion=done)]
     body = json.loads(seen[0].content)
     assert (seen[0].url.path, seen[0].headers["authorization"]) == ("/generate", "Bearer secret-token")
-    assert (body["prompts"], body["stream"], body["n"]) == ([[1, 2]], True, 1)
+    assert (body["prompts"], body["stream"], body["n"], body["trainer"]) == ([[1, 2]], True, 1, "mine-1")
     assert (body["seeds"], body["session"], body["tools"]) == ([[11]], "s1", toolbox.model_dump(mode="json"))
     assert body["sampling"] == SamplingParams(max_tokens=4, seed=7).model_dump(mode="json")
 
@@ -189,7 +189,22 @@ async def test_a_control_call_sends_its_message_and_returns_the_answer(
 
     async with client(handler) as server:
         assert await getattr(server, call)(asked, timeout_s=5) == answer
-    assert seen == [(route, asked.model_dump(mode="json"))]
+    assert seen == [(route, asked.model_dump(mode="json") | {"trainer": "mine-1"})]
+
+
+async def test_a_client_of_no_trainer_says_that_it_is_none_and_that_of_one_beats() -> None:
+    seen: list[dict[str, object]] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append({"path": request.url.path, **json.loads(request.content)})
+        return httpx.Response(200, json=HEALTH if request.url.path == "/heartbeat" else ASLEEP.model_dump(mode="json"))
+
+    async with ServerClient("http://server", transport=httpx.MockTransport(handler)) as server:
+        await server.sleep(SleepRequest(), timeout_s=5)
+    async with client(handler) as server:
+        assert (await server.heartbeat(timeout_s=5, take_over=True)).session == "s1"
+    assert seen[0]["trainer"] is None
+    assert seen[1] == {"path": "/heartbeat", "trainer": "mine-1", "take_over": True, "leaving": False}
 
 
 async def test_a_version_is_sent_file_by_file_and_its_marker_last(tmp_path: Path) -> None:

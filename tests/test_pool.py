@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -46,6 +47,8 @@ class FakeServer:
         self.opened: list[SessionRequest] = []
         self.played: list[tuple[Any, int]] = []  # first token and seed of every completion
         self.looks = 0  # how often /health was asked
+        self.beats: list[tuple[bool, bool]] = []  # take_over and leaving of each heartbeat
+        self.works_for: str | None = None  # another trainer, which it works for until it is taken over
         self.dead = self.mute = self.closed = False
         self.go = asyncio.Event()  # completions and the end of sessions wait for it
         self.go.set()
@@ -70,6 +73,13 @@ class FakeServer:
             await asyncio.sleep(timeout_s)
             raise error("timeout")
         return fakes.health(status=self.status, session=self.session, error=self.failure)
+
+    async def heartbeat(self, *, timeout_s: float, take_over: bool = False, leaving: bool = False) -> Health:
+        self.beats.append((take_over, leaving))
+        self.works_for = None if take_over else self.works_for
+        if self.works_for is not None:
+            raise error("other_trainer", 409)
+        return await self.health(timeout_s=timeout_s)
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
         self.requests.append(request)
@@ -146,7 +156,7 @@ class Listing:
         self.go.set()
         self.count = 0  # look-ups that have ended
         known = {server.url: server for server in servers}
-        monkeypatch.setattr("hocket.pool.ServerClient", lambda url, token: known[url])
+        monkeypatch.setattr("hocket.pool.ServerClient", lambda url, **how: known[url])
 
     async def find(self) -> list[str]:
         await self.go.wait()
@@ -638,3 +648,52 @@ async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_mor
         second.in_flight += 2
         await play(pool, [[7] * 32], batcher=batcher)
         assert [len(server.requests) for server in servers] == [1, 2]
+
+
+async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it_once(
+    servers: list[FakeServer],
+) -> None:
+    waited: list[str] = []
+
+    def on_wait(what: str, seconds: float) -> None:
+        waited.append(what)
+        if len(waited) == 3:
+            servers[0].works_for = None  # the other one has ended
+
+    servers[0].works_for = "other"
+    async with make_pool(servers[:1], trainer="mine", on_wait=on_wait) as pool:
+        await play(pool, [[5]])
+        assert servers[0].beats == [(False, False)] * 4
+        await pool.release()
+        assert servers[0].beats[-1] == (False, True)
+    assert "other_trainer" in waited[0]
+
+    servers[1].works_for = "other"
+    async with make_pool(servers[1:], trainer="mine", take_over=True) as pool:
+        await play(pool, [[5]])
+        servers[1].works_for = "a third, which has taken it over"
+        pool.mark_lost(pool.members[0], "for some reason")
+        await until(lambda: time.monotonic() >= pool.members[0].next_look)
+        await pool.look_at_all()
+        assert (pool.up, servers[1].beats) == ([], [(True, False), (False, False)])
+
+
+async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.pool.BEAT_S", 0.01)
+    async with make_pool(servers, trainer="mine") as pool:
+        await pool.wait_up()
+        servers[0].mute = True
+        await until(lambda: len(servers[1].beats) > 5)  # one that is silent keeps the others waiting a little
+    async with make_pool(servers) as pool:  # as `run.py eval` has it
+        servers[0].beats.clear()
+        await play(pool, [[5]])
+        assert servers[0].beats == []
+
+
+async def test_a_server_that_another_trainer_has_taken_over_ends_the_run(servers: list[FakeServer]) -> None:
+    servers[0].refuse = error("other_trainer", 409)
+    async with make_pool(servers[:1], trainer="mine") as pool:
+        with pytest.raises(ServerError, match="it is other_trainer"):
+            await play(pool, [[5]])

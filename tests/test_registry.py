@@ -36,11 +36,30 @@ def test_a_plugin_runs_once_however_often_it_is_named_and_two_of_one_name_are_tw
     assert [module.COUNTED for module in loaded] == [[2], [0]]  # loaded once
 
 
-def test_a_plugin_that_failed_is_tried_again_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("x = 1\nimport no_such_package", r"line 2: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("\n\nx = = 1", r"line 3: SyntaxError: invalid syntax"),
+        ("def broken():\n    return 1 / 0\nbroken()", r"line 2: ZeroDivisionError: division by zero"),
+        ("import json\njson.loads('[')", r"line 2: JSONDecodeError"),  # where the plugin called it
+        ("import sys\nsys.exit()", r"line 2: SystemExit"),
+        (
+            "from hocket.rewards import reward\nreward('math')(len)",
+            r"line 2: reward 'math' is registered twice; choose",
+        ),
+        ("x = '\0'", "line 1: "),
+    ],
+)
+def test_a_plugin_that_fails_is_named_with_its_line_and_tried_again(lines: str, said: str, tmp_path: Path) -> None:
     plugin = tmp_path / "broken.py"
-    for words in ("first", "the second time"):
-        plugin.write_text(f"raise ValueError({words!r})\n")
-        with pytest.raises(ValueError, match=words):
-            load_plugins([str(plugin)])
+    plugin.write_text(lines)
+    with pytest.raises(ConfigError, match=rf"plugin '{plugin}' can't be imported: {plugin}, {said}"):
+        load_plugins([str(plugin)])
+    plugin.write_text("fine = True")
+    load_plugins([str(plugin)])
+
+
+def test_a_plugin_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.py' is not a Python file; paths are relative to"):
         load_plugins([str(tmp_path / "nowhere.py")])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hocket.config import Config, as_dict, changes
-from hocket.errors import ConfigError, TrainerError
+from hocket.errors import ConfigError, TrainerError, remedy
 from hocket.manifest import COMPLETE_FILE
 from hocket.system import complete_folder, partial_of, remove_folder
 
@@ -177,7 +177,5 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             yield
         except OSError as error:
             shutil.rmtree(partial_of(self._folder), ignore_errors=True)
-            raise TrainerError(
-                f"can't write a checkpoint to {self._root}: {error}. Free space there, set another run.dir, or "
-                "checkpoint.every_steps=0"
-            ) from error
+            advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir, or checkpoint.every_steps=0"
+            raise TrainerError(f"can't write a checkpoint to {self._root}: {error}; {advice}") from error

@@ -3,7 +3,10 @@
 import argparse
 import asyncio
 import json
+import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,29 +16,47 @@ import hocket
 from hocket import config as config_module
 from hocket import doctor, launch
 from hocket.config import Config, read_settings
-from hocket.errors import ConfigError, HocketError
+from hocket.errors import TRACEBACK, ConfigError, HocketError, remedy
 from hocket.observe import metrics
+from hocket.processes import nobody_reads
 
 QUICKSTART = "config/quickstart.yaml"
 EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one, e.g. trainer.steps=10 run.dir=runs/a."
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command and return its exit status; a known error is printed without a traceback."""
+    """Run one command and return its exit status; an error is one sentence, with --traceback after its traceback."""
     launch.die_with_launcher()
     # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
     args = _parser().parse_args([arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))])
     command: Callable[[argparse.Namespace], int | None] = args.run
+    if args.traceback:
+        os.environ[TRACEBACK] = "1"  # for the processes that this one starts, too
     try:
         if "settings" in args:
             args.config, args.arguments = read_settings(args.settings, args.default)
         return command(args) or 0
-    except HocketError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            raise
+        if TRACEBACK in os.environ:
+            traceback.print_exc()
+        print(f"error: {_sentence(error)}", file=sys.stderr)
+        return 1
+
+
+def _sentence(error: Exception) -> str:
+    """Say what went wrong; the traceback of what hocket did not foresee is kept in a file."""
+    if isinstance(error, HocketError):
+        return str(error)
+    if isinstance(error, OSError) and (fix := remedy(error)):
+        return f"{error.filename or 'standard output'}: {error.strerror}; {fix}"
+    with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False) as file:
+        traceback.print_exc(file=file)
+    return f"{type(error).__name__}: {error}. This was not foreseen; to report it, the traceback is in {file.name}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(folder, type=Path)
         if takes_settings:
             command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
+        command.add_argument("--traceback", action="store_true", help="with an error, show where in the code it arose")
         command.set_defaults(run=run, default=QUICKSTART if name == "quickstart" else None)
         return command
 

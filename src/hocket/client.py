@@ -20,11 +20,13 @@ from hocket.protocol import (
     DiskSource,
     ErrorBody,
     ErrorResponse,
+    FromTrainer,
     GenerateRequest,
     GenerateResponse,
     GroupRequest,
     GroupResponse,
     Health,
+    HeartbeatRequest,
     ReloadRequest,
     ReloadResponse,
     SessionRequest,
@@ -58,9 +60,11 @@ class ServerClient:
         url: str,  # "http://127.0.0.1:8000"
         *,
         token: str | None = None,  # bearer token, where the server wants one
+        trainer: str | None = None,  # id of the trainer that asks
         transport: httpx.AsyncBaseTransport | None = None,  # replaces the network in tests
     ) -> None:
         self.url = url
+        self._trainer = trainer
         # Control calls have connections of their own: a look at a server's health must not wait behind its rollouts.
         self._http, self._rollouts = (
             httpx.AsyncClient(
@@ -96,6 +100,12 @@ class ServerClient:
         async with self._deadline(timeout_s, "/health"):
             return _parse(Health, await self._http.get("/health"))
 
+    async def heartbeat(self, *, timeout_s: float, take_over: bool = False, leaving: bool = False) -> Health:
+        """Have the server for this client's trainer, or leave it; return its state. Raises ServerError if refused."""
+        assert self._trainer is not None
+        request = HeartbeatRequest(trainer=self._trainer, take_over=take_over, leaving=leaving)
+        return await self._post("/heartbeat", request, Health, timeout_s)
+
     async def answers(self) -> bool:
         """Return whether a server listens there. Raises ServerError where another program does."""
         try:
@@ -108,7 +118,7 @@ class ServerClient:
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
         """Yield completions as the server finishes them, in any order."""
-        body = request.model_copy(update={"stream": True}).model_dump_json()
+        body = self._signed(request.model_copy(update={"stream": True})).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),
             self._rollouts.stream("POST", "/generate", content=body, headers=JSON) as response,
@@ -165,9 +175,14 @@ class ServerClient:
                 uploaded = _parse(DiskSource, response)
         return uploaded.name
 
-    async def _post(self, route: str, request: pydantic.BaseModel, answer: type[M], timeout_s: float) -> M:
+    async def _post(self, route: str, request: FromTrainer, answer: type[M], timeout_s: float) -> M:
         async with self._deadline(timeout_s, route):
-            return _parse(answer, await self._http.post(route, json=request.model_dump(mode="json")))
+            return _parse(
+                answer, await self._http.post(route, content=self._signed(request).model_dump_json(), headers=JSON)
+            )
+
+    def _signed(self, request: FromTrainer) -> FromTrainer:
+        return request.model_copy(update={"trainer": self._trainer}) if self._trainer else request
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, route: str) -> AsyncIterator[None]:

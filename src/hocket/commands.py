@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,7 +71,10 @@ def train(config: Config) -> None:
 
 async def _train(run: "Run") -> None:
     async with run.servers:
-        await run.train()
+        try:
+            await run.train()
+        finally:
+            await run.servers.release()
 
 
 def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stack: ExitStack) -> "Run":
@@ -99,7 +103,9 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
     if not (saved or replay):
         folder.ledger(0, [{"num_prompts": len(prompts)}])
-    servers = ServerPool(()) if replay else _pool(config, on_wait=console.doing, say=console.say)
+    servers = (
+        ServerPool(()) if replay else _pool(config, _trainer_id(config.run_dir), on_wait=console.doing, say=console.say)
+    )
     publisher = parts.publisher(trainer, servers, prompts)
     kl = KlController(config.algorithm)
     kept: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
@@ -323,17 +329,32 @@ class Parts:
 async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
     """With launch.share_gpu, wait for the server and put it to sleep, on every rank before it takes the GPU."""
     if config.launch.share_gpu:
-        async with _pool(config, **tell) as servers:
+        async with _pool(config, _trainer_id(config.run_dir), **tell) as servers:
             await servers.wait_up()
             await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
 
 
-def _pool(config: Config, **tell: Callable[..., None]) -> ServerPool:
+def _trainer_id(run_dir: Path) -> str:
+    """Return the id by which servers know this run: it stays in the folder, so that a resumed run is the same."""
+    path = run_dir / "trainer_id"
+    if not path.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        made = path.with_name(f".{secrets.token_hex(8)}")
+        made.write_text(f"{run_dir.name[:64]}-{secrets.token_hex(4)}", encoding="utf-8")
+        with suppress(FileExistsError):  # another rank was faster
+            os.link(made, path)
+        made.unlink()
+    return path.read_text(encoding="utf-8")
+
+
+def _pool(config: Config, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
     server = config.server
     return ServerPool(
         config.server_urls,
         find=partial(find_servers, server.discover) if server.discover is not None else None,
         token=config.token,
+        trainer=trainer,
+        take_over=config.sync.take_over,
         silence_s=server.silence_s,
         start_timeout_s=server.start_timeout_s,
         **tell,

@@ -1,5 +1,26 @@
 """Errors, one class per boundary that can be crossed. Each message names what happened and what to do next."""
 
+import errno
+import os
+
+TRACEBACK = "HOCKET_TRACEBACK"
+"""Environment variable that has an error show its traceback; --traceback sets it."""
+_REFUSED = "give user {user} access to it (in Docker: HOCKET_USER)"
+_REMEDIES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or have the quota raised",
+    errno.EROFS: "it is read-only: mount it writable, or name another folder",
+    errno.EACCES: _REFUSED,
+    errno.EPERM: _REFUSED,
+    errno.ENOENT: "something has removed a file or folder there",
+}
+
+
+def remedy(error: BaseException) -> str | None:
+    """Return what helps against an error of the disk, also one that safetensors has in words only; None if unknown."""
+    found = (fix for number, fix in _REMEDIES.items() if os.strerror(number) in str(error))
+    return next((fix.format(user=os.getuid()) for fix in found), None)
+
 
 class HocketError(Exception):
     """Root of every error that hocket raises on purpose; the command line prints it without a traceback."""

@@ -24,6 +24,8 @@ MAX_LOSSES = 3
 POLL_S = 0.25
 LOOK_S = 3.0
 LOST_REST_S = 1.0
+BEAT_S = 5.0
+"""Between two heartbeats of a trainer: servers count one that is silent for a minute as gone."""
 FIND_S = 5.0
 """Between two look-ups of the list of servers."""
 LOOKING_SHARE = 0.1
@@ -77,6 +79,7 @@ class Member:
     out: str | None = None  # why it gets no work; None: it does, or has not been looked at
     kv_tokens: int = 0  # tokens that its KV cache holds
     next_look: float = 0.0  # by time.monotonic, while it is out
+    held: bool = False  # whether it has worked for this trainer
 
     @property
     def url(self) -> str:
@@ -106,13 +109,15 @@ class ServerPool:
     _: dataclasses.KW_ONLY
     find: Find | None = None  # looks up the list again and again; None: it stays `urls`
     token: dataclasses.InitVar[str | None] = None  # bearer token of all servers
+    trainer: str | None = None  # id of the trainer that the servers are to work for; None: this is no trainer
+    take_over: bool = False  # take servers from other trainers, once each
     silence_s: float = 60.0  # a server whose /health is silent for this long is lost
     start_timeout_s: float = 600.0  # how long to wait while no server is up
     on_wait: Callable[[str, float], None] = lambda what, seconds: None  # what is waited for, seconds so far
     say: Callable[[str], None] = lambda line: None  # reports servers that are lost or come back
 
     def __post_init__(self, urls: Sequence[str], token: str | None) -> None:
-        self._client = functools.partial(ServerClient, token=token)
+        self._client = functools.partial(ServerClient, token=token, trainer=self.trainer)
         self.members = [Member(self._client(url)) for url in urls]
         self._not_found = None if self.find is None else "none is found yet"  # why the last look-up found no server
         self.bring_up: BringUp | None = None  # set by the publisher; None: servers work with the weights they hold
@@ -121,6 +126,8 @@ class ServerPool:
     async def __aenter__(self) -> "ServerPool":
         if self.find is not None:
             self.start(self._follow(self.find))
+        if self.trainer is not None:
+            self.start(self._beat())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -129,6 +136,19 @@ class ServerPool:
             await asyncio.sleep(0)  # until they are discarded
         for member in self.members:
             await member.server.close()
+
+    async def _beat(self) -> None:
+        """Tell the servers that this trainer lives, however long its steps take."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            beats = [member.server.heartbeat(timeout_s=LOOK_S) for member in self.up]
+            await asyncio.gather(*beats, return_exceptions=True)  # one that is lost shows elsewhere
+
+    async def release(self) -> None:
+        """Leave the servers to other trainers."""
+        held = [member.server for member in self.members if member.held]
+        leaves = [server.heartbeat(timeout_s=LOOK_S, leaving=True) for server in held]
+        await asyncio.gather(*leaves, return_exceptions=True)
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run work in a task that leaving the pool cancels."""
@@ -209,7 +229,12 @@ class ServerPool:
         start, known = time.monotonic(), member.out
         member.next_look = math.inf  # others that ask for servers meanwhile need not look, too
         try:
-            health = await member.server.health(timeout_s=LOOK_S)
+            if self.trainer is None:
+                health = await member.server.health(timeout_s=LOOK_S)
+            else:
+                take_over = self.take_over and not member.held
+                health = await member.server.heartbeat(timeout_s=LOOK_S, take_over=take_over)
+                member.held = True
             member.kv_tokens = health.kv_tokens
             # A failed load is mended by the next one that succeeds; from any other failure a server does not recover.
             if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):

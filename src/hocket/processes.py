@@ -5,13 +5,39 @@ As a program, `processes.py PARENT_PID COMMAND ...` runs a command so that nothi
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 GRACE_S = 30  # after a Ctrl-C, for the command to end by itself
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command line and exit with its status; quietly where nobody reads the output any more (`| head`)."""
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not nobody_reads():
+            raise
+        for stream in (sys.stdout, sys.stderr):  # or Python flushes once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        status = 128 + signal.SIGPIPE
+    # Quickstart may interrupt a command that is ending by itself; libraries' exit handlers would print tracebacks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(status)
+
+
+def nobody_reads() -> bool:
+    """Return whether standard output or standard error is a pipe whose reader has gone."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:

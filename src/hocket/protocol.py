@@ -38,7 +38,7 @@ class ErrorResponse(Strict):
 class SamplingParams(Strict):
     """How to sample; temperature 0 is greedy. The returned log-probs are of this very distribution."""
 
-    temperature: float = Field(1.0, ge=0.0, le=10.0)
+    temperature: float = Field(1.0, ge=0.0, le=2.0)  # vLLM takes no higher one
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(16, ge=1)
@@ -55,7 +55,13 @@ class Toolbox(Strict):
     tools: tuple[dict[str, Any], ...] = Field(min_length=1)  # each as OpenAI's API describes a function
 
 
-class GenerateRequest(Strict):
+class FromTrainer(Strict):
+    """Base of what a trainer sends. A server works for one trainer at a time, and refuses what others send."""
+
+    trainer: str | None = Field(None, min_length=1, max_length=128)  # None: no trainer, but curl, eval or the like
+
+
+class GenerateRequest(FromTrainer):
     """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
 
     Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j.
@@ -121,7 +127,7 @@ class StreamEnd(Strict):
     error: ErrorBody | None = None  # why generation broke off
 
 
-class SessionRequest(Strict):
+class SessionRequest(FromTrainer):
     """POST /sessions: calls to /sessions/ID/v1 are recorded, and sampled in this way whatever the agent asks for."""
 
     sampling: SamplingParams
@@ -190,12 +196,16 @@ class CollectiveSource(Strict):
     buckets: list[list[TensorLayout]] = Field(min_length=1)
 
 
-class ReloadRequest(Strict):
-    """POST /reload_weights. Idempotent per version: a version already held is answered without loading."""
+class ReloadRequest(FromTrainer):
+    """POST /reload_weights. Idempotent per version: a version already held is answered without loading.
+
+    With `compare` nothing is loaded: the model is compared with the version that it holds, which comes once more.
+    """
 
     version: int = Field(ge=1)
     source: DiskSource | CollectiveSource = Field(discriminator="kind")
     in_flight: InFlight = "keep"
+    compare: bool = False
 
 
 class ReloadResponse(Strict):
@@ -208,7 +218,7 @@ class ReloadResponse(Strict):
     session: str
 
 
-class SleepRequest(Strict):
+class SleepRequest(FromTrainer):
     """POST /sleep: the engine leaves the GPU. Idempotent; kept requests go on once the engine is awake."""
 
     # 1 keeps the weights in the CPU's memory. After 2 the KV cache wakes up only with weights that a reload brought.
@@ -216,7 +226,7 @@ class SleepRequest(Strict):
     in_flight: InFlight = "keep"
 
 
-class WakeRequest(Strict):
+class WakeRequest(FromTrainer):
     """POST /wake_up: these parts come back to the GPU; the engine generates again once both are there. Idempotent."""
 
     tags: list[Memory] = Field(["weights", "kv_cache"], min_length=1)
@@ -229,7 +239,7 @@ class SleepResponse(Strict):
     session: str
 
 
-class GroupRequest(Strict):
+class GroupRequest(FromTrainer):
     """POST /init_weight_group: the engine's workers leave their weight group and join a new one, with the trainer."""
 
     session: str  # a new name for every attempt
@@ -238,6 +248,14 @@ class GroupRequest(Strict):
     backend: Literal["nccl", "gloo"]
     device: str | None  # the trainer's GPU: NCCL can't connect two processes on one
     timeout_s: float = Field(gt=0)
+
+
+class HeartbeatRequest(FromTrainer):
+    """POST /heartbeat, answered as /health: the trainer has the server, or still has it, unless another one does."""
+
+    trainer: str = Field(min_length=1, max_length=128)
+    take_over: bool = False  # true takes the server from another trainer
+    leaving: bool = False  # true frees it
 
 
 class GroupResponse(Strict):

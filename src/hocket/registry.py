@@ -6,11 +6,12 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, HocketError
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -90,6 +91,10 @@ def load_plugins(paths: Iterable[str]) -> None:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except Exception:
+        except (Exception, SystemExit) as error:
             del sys.modules[name]  # a later attempt must import it again, not find half a module
-            raise
+            frames = traceback.walk_tb(error.__traceback__)
+            lines = [1, *(line for frame, line in frames if frame.f_code.co_filename == str(file))]
+            line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(file) else lines[-1]
+            cause = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(f"plugin {path!r} can't be imported: {file}, line {line}: {cause}") from error

@@ -57,7 +57,8 @@ def flush(path: Path) -> None:
     """Sync a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -65,8 +66,25 @@ def flush(path: Path) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file's content; a reader sees the old or the new one, never a part."""
     partial = partial_of(path)
-    partial.write_text(text, encoding="utf-8", errors="replace")  # JSON allows half a surrogate pair in a string
-    os.replace(partial, path)
+    with naming(path):
+        try:
+            partial.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
+            os.replace(partial, path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError of the body: where a write fails, Python does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        raise
 
 
 def partial_of(path: Path) -> Path:

@@ -1,11 +1,13 @@
 """The run folder: records reach the disk at once and are taken back on resume; rollouts are read as written."""
 
 import contextlib
+import errno
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +15,7 @@ from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError
 from hocket.observe.run_folder import RunFolder, groups_of, lines_of, read_lines
+from hocket.system import partial_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 BASE = TokenSequence(
@@ -69,10 +72,41 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     assert "12345678" not in (run / "config.yaml").read_text()
 
 
-def test_a_folder_that_can_not_be_written_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file is in the way, as a folder of another user would be")
-    with pytest.raises(ConfigError, match=r"can't write to run\.dir=.*let user \d+ write there"):
+def test_a_folder_that_can_not_be_written_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").write_text("no folder")
+    with pytest.raises(
+        ConfigError, match=r"can't write to run\.dir=.*is a file in the way\?; or choose another run\.dir"
+    ):
         RunFolder(settings(tmp_path))
+    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(ConfigError, match=r"Permission denied; give user \d+ access to it \(in Docker: HOCKET_USER\)"):
+        RunFolder(settings(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "rollouts/step_000001.jsonl", "summary.json"])
+def test_the_first_file_that_a_full_disk_refuses_is_named_and_nothing_half_written_stays(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = tmp_path / "runs/a", Path.open
+    full = {run / name, partial_of(run / name), partial_of(run / "report.html")}  # the failed run's report, too
+
+    def opened(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        file = real(self, mode, *args, **kwargs)
+        return real(Path("/dev/full"), "w") if self in full and mode in ("a", "w") else file
+
+    def work() -> None:
+        with RunFolder(settings(tmp_path)) as folder:
+            monkeypatch.setattr(Path, "open", opened)
+            folder.rollouts("step_000001", [GROUP])
+            folder.finish(1, {"x": 1.0}, [{"draw": 0}])
+            folder.summary(seed=0, final_version=1)
+
+    with pytest.raises(OSError, match="No space left") as failed:
+        work()
+    assert failed.value.filename == str(run / name)
+    assert not list(run.rglob(".*"))
 
 
 def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had_and_is_not_written_over(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) ->
 async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
     routes = {"generate": "Generate", "reload_weights": "Reload", "init_weight_group": "Group"}
-    routes |= {"sleep": "Sleep", "wake_up": "Wake", "sessions": "Session"}
+    routes |= {"sleep": "Sleep", "wake_up": "Wake", "sessions": "Session", "heartbeat": "Heartbeat"}
     for path, model in routes.items():
         body = schema["paths"][f"/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{model}Request"}

@@ -125,3 +125,33 @@ def test_an_openai_client_gets_the_sampled_distribution_too(server: Any, kit: An
     plain = server.client.post("/v1/completions", json=body).json()["choices"][0]
     expected = kit.reference_logprobs(server.model, [5, 6, 7], plain["token_ids"])
     assert plain["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_server_works_for_one_trainer_and_for_those_who_are_none(server: Any) -> None:
+    group = {"session": "g", "host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
+    session = {"sampling": {}, "max_length": 9, "max_calls": 1, "idle_timeout_s": 9.0}
+    bodies = {
+        "/generate": {"prompts": [[5]], "sampling": {"max_tokens": 1}},
+        "/sessions": session,
+        "/reload_weights": {"version": 9000, "source": {"kind": "disk", "name": "nothing"}},
+        "/init_weight_group": group,
+        "/sleep": {},
+        "/wake_up": {},
+    }
+
+    def ask(route: str, trainer: str | None, **more: Any) -> tuple[int, str]:
+        answer = server.client.post(route, json={**bodies.get(route, {}), "trainer": trainer, **more})
+        return answer.status_code, (answer.json().get("error") or {}).get("code", "")
+
+    assert ask("/heartbeat", "first") == (200, "")
+    try:
+        for route in (*bodies, "/heartbeat"):
+            assert ask(route, "second") == (409, "other_trainer"), route
+        for trainer in ("first", None):
+            assert ask("/generate", trainer) == ask("/sessions", trainer) == (200, "")
+            assert ask("/reload_weights", trainer) == (404, "no_such_version")
+        assert ask("/heartbeat", "second", take_over=True) == ask("/generate", "second") == (200, "")
+        assert ask("/generate", "first") == (409, "other_trainer")
+    finally:
+        assert ask("/heartbeat", "second", leaving=True) == (200, "")
+    assert ask("/generate", "first") == ask("/heartbeat", "first", leaving=True) == (200, "")

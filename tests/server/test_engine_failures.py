@@ -35,8 +35,7 @@ class FakeLLM:
             raise TimeoutError if failure == "too late" else Exception(failure)
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert clear_cache
-        await self._do("pause", mode)
+        await self._do("pause", mode if clear_cache else "keep all")
 
     async def resume_generation(self) -> None:
         await self._do("resume")

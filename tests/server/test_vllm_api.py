@@ -1,4 +1,4 @@
-"""The contract with vLLM: every name that server/vllm_api.py uses, and the token in front of every route."""
+"""The contract with vLLM: every name that our two files of vLLM use, and the token in front of every route."""
 
 import ast
 import importlib
@@ -19,7 +19,7 @@ import pytest
 from hocket import tokenizer
 from hocket.config import load
 from hocket.protocol import SamplingParams, SessionRequest, Toolbox
-from hocket.server import main, vllm_api
+from hocket.server import main, vllm_api, vllm_weights
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
@@ -31,6 +31,12 @@ NAMES = {
     "vllm.engine.arg_utils": "AsyncEngineArgs.from_cli_args AsyncEngineArgs.create_engine_config",
     "vllm.lora.worker_manager": "LRUCacheWorkerLoRAManager.add_dummy_lora "
     "LRUCacheWorkerLoRAManager.get_dummy_lora_warmup_rank",
+    "vllm.model_executor.layers.utils": "dispatch_cpu_unquantized_gemm",
+    "vllm.model_executor.model_loader.reload.inplace": "finalize_layerwise_reload",
+    "vllm.model_executor.model_loader.reload.layerwise": "_copy_and_restore_kernel_tensors",
+    "vllm.model_executor.model_loader.reload.meta": "SKIP_TENSORS materialize_meta_tensor",
+    "vllm.model_executor.model_loader.reload.types": "LayerReloadingInfo.can_load LayerReloadingInfo.kernel_tensors "
+    "LayerReloadingInfo.load_numel",
     "vllm.outputs": "CompletionOutput RequestOutput",
     "vllm.tool_parsers.abstract_tool_parser": "ToolParser.adjust_request ToolParser.extract_tool_calls",
     "vllm.v1.engine.async_llm": "AsyncLLM.abort AsyncLLM.errored AsyncLLM.shutdown",
@@ -71,7 +77,8 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
     names = [(module, name) for module, names in NAMES.items() for name in names.split()]
     imported = [
         (node.module, alias.name)
-        for node in ast.walk(ast.parse(inspect.getsource(vllm_api)))
+        for module in (vllm_api, vllm_weights)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
         for alias in node.names
     ]
@@ -79,7 +86,9 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
     for module, name in names + imported:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
-            assert hasattr(found, part), f"vLLM's {module} has no {name} any more: change server/vllm_api.py"
+            assert hasattr(found, part), (
+                f"vLLM's {module} has no {name} any more: change server/vllm_api.py, or vllm_weights.py"
+            )
             found = getattr(found, part)
 
 
@@ -92,7 +101,7 @@ def test_calls_take_the_arguments_we_give() -> None:
     assert {"weights", "kv_cache"} == SLEEP_TAGS
 
 
-def test_vllm_is_imported_in_one_file_only() -> None:
+def test_vllm_is_imported_in_two_files_only() -> None:
     folder = Path(inspect.getfile(vllm_api)).parents[1]
     importing = {
         path.relative_to(folder).as_posix()
@@ -100,7 +109,7 @@ def test_vllm_is_imported_in_one_file_only() -> None:
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.strip().startswith(("import vllm", "from vllm"))
     }
-    assert importing == {"server/vllm_api.py"}
+    assert importing == {"server/vllm_api.py", "server/vllm_weights.py"}
 
 
 def test_what_is_at_fault_in_a_prompt_that_is_too_long_has_the_names_we_know() -> None:

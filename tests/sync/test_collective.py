@@ -21,7 +21,7 @@ from hocket.protocol import (
     ReloadResponse,
     TensorLayout,
 )
-from hocket.server import vllm_api
+from hocket.server import vllm_weights
 from hocket.server.worker import WorkerExtension
 from hocket.sync.collective import CollectiveTransport
 from hocket.sync.publish import Answer
@@ -125,7 +125,7 @@ def value_of(method: Any, *arguments: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def model_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_api, "reload_worker", Worker.load)
+    monkeypatch.setattr(vllm_weights, "reload_worker", Worker.load)
 
 
 def make(timeout_s: float = 400.0) -> tuple[FakeTrainer, CollectiveTransport]:

@@ -75,7 +75,7 @@ class FakeTransport:
         self.sent: list[tuple[int, list[str]]] = []
         self.running = 0
 
-    async def deliver(self, version: int, servers: Sequence[Any]) -> Delivery:
+    async def deliver(self, version: int, servers: Sequence[Any], *, compare: bool = False) -> Delivery:
         self.sent.append((version, [server.url for server in servers]))
         self.running += 1
         assert self.running == 1, "there is one trainer, which sends one version at a time"

@@ -105,7 +105,9 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(16, ge=1, description="Prompts per optimiser step.")
     group_size: int = Field(8, ge=1, description="Rollouts per prompt; a reward is compared with those of its group.")
     max_tokens: int = Field(256, ge=1, description="Maximum length of a completion, or of a turn, in tokens.")
-    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; divides the trainer's logits, too.")
+    temperature: float = Field(
+        1.0, ge=0.01, le=2, description="Sampling temperature; divides the trainer's logits, too."
+    )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion.")
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a completion, besides the model's.")
     timeout_s: float = Field(600.0, gt=0, description="Seconds for the generation of one batch.")
@@ -174,6 +176,7 @@ class SyncConfig(Section):
     keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
     in_flight: InFlight = Field("keep", description="Requests during a sync: `keep` continues, `drain` waits, `abort`.")
+    take_over: bool = Field(False, description="Take the servers of another trainer that runs, which then stops.")
     delta: bool = Field(False, description="Changed weights alone (backend disk); copies in RAM and servers' $TMPDIR.")
     upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
     bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
@@ -221,7 +224,9 @@ class EvalConfig(Section):
     num_prompts: int = Field(256, ge=0, description="Prompts per evaluation. 0 disables evaluation.")
     samples: int = Field(1, ge=1, description="Rollouts per prompt; pass@k is measured for k = 1, 2, 4, ... up to it.")
     every_steps: int = Field(0, ge=0, description="Steps between evaluations, besides start and end. 0 disables them.")
-    temperature: float | None = Field(None, ge=0, description="Temperature, 0 is greedy. Default: rollout.temperature.")
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="Temperature, 0 is greedy. Default: rollout.temperature."
+    )
     reward: str | None = Field(None, description="Reward function whose mean is the accuracy. Default: the first.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:

@@ -37,6 +37,7 @@ class Console(AbstractContextManager["Console"]):
 
     def __init__(self, mode: str, steps: int, *, stderr: bool = False) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)
+        self._rich.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]
         self._live = mode == "live" or (mode == "auto" and self._rich.is_terminal)
         self._status = self._rich.status("")
         self._steps = steps
@@ -102,6 +103,10 @@ class Console(AbstractContextManager["Console"]):
             return ""
         left = (time.monotonic() - self._start) / (steps_done - self._first + 1) * (self._steps - steps_done)
         return f"  {int(left // 60)}:{int(left % 60):02d} left"
+
+
+def _broken_pipe() -> None:
+    raise  # as everywhere else; rich would exit with status 1
 
 
 def _cell(value: float | None, shape: str) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 
 from hocket import config as config_module
 from hocket.config import Config
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, remedy
 from hocket.observe import page
-from hocket.system import flush, write_atomically
+from hocket.system import flush, naming, write_atomically
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
@@ -37,8 +37,10 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
             write_atomically(self.path / "config.yaml", config_module.dump(config))
         except OSError as error:
-            advice = f"let user {os.getuid()} write there (in Docker: HOCKET_USER), or choose another run.dir"
-            raise ConfigError(f"can't write to run.dir={self.path}: {error.strerror}; {advice}") from error
+            advice = remedy(error) or "is a file in the way?"
+            raise ConfigError(
+                f"can't write to run.dir={self.path}: {error.strerror}; {advice}; or choose another run.dir"
+            ) from error
         for name in (METRICS, LEDGER):
             (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step
@@ -47,10 +49,11 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def __exit__(self, *exc_info: object) -> None:
         """Write the report of a run that fails, too."""
-        if self._board is not None:
+        if exc_info[0] is None and self._board is not None:
             self._board.close()
         if exc_info[0] is not None:
-            write_report(self.path)
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                write_report(self.path)
 
     @property
     def last_step(self) -> int:
@@ -122,7 +125,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
                 file.unlink()
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
+        path = self.path / name
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 

@@ -23,6 +23,7 @@ from hocket.protocol import (
     GenerateRequest,
     GenerateResponse,
     Health,
+    HeartbeatRequest,
     SessionRequest,
     SessionResponse,
     StreamEnd,
@@ -102,6 +103,11 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
 
     how: dict[str, Any] = {"methods": ["POST"], "response_model": GenerateResponse}
     router.add_api_route("/generate", generate, route_class_override=_UnparsedRoute, **how)
+
+    @router.post("/heartbeat")
+    async def heartbeat(request: HeartbeatRequest) -> Health:
+        """Take the server for a trainer, keep it, or leave it; another one's requests are refused meanwhile."""
+        return engine.heartbeat(request)
 
     router.post("/reload_weights")(engine.reload)
     router.post("/init_weight_group")(engine.join_group)

@@ -19,6 +19,7 @@ from hocket.protocol import (
     GroupRequest,
     GroupResponse,
     Health,
+    HeartbeatRequest,
     Memory,
     ReloadRequest,
     ReloadResponse,
@@ -32,6 +33,7 @@ from hocket.protocol import (
 from hocket.server import versions, vllm_api
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.generate import RESTART, Job, Sampler
+from hocket.server.holder import Holder
 from hocket.server.uploads import Uploads
 from hocket.types import InFlight
 
@@ -74,6 +76,7 @@ class Engine:
         self._group: str | None = None
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
+        self._holder = Holder()
         self._base_replaced = self._stopping = False
         self._reload_lock = asyncio.Lock()
 
@@ -116,19 +119,28 @@ class Engine:
             error=None if reason is ASLEEP else reason,
         )
 
+    def heartbeat(self, request: HeartbeatRequest) -> Health:
+        """Note that a trainer lives, or leaves. Raises ApiError where the server works for another one."""
+        if request.leaving:
+            self._holder.leave(request.trainer)
+        else:
+            self._holder.hear(request.trainer, take_over=request.take_over)
+        return self.health()
+
     async def read(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Validate and tokenize the body of /generate. Raises ApiError with a status of 4xx."""
         request, jobs = await self.sampler.read(body)
-        self._check_session(request.session)
+        self._admit(request)
         return request, jobs
 
     def check(self, request: SessionRequest) -> None:
         """Raise ApiError where the engine can't sample in this way, or has restarted since the caller's session."""
-        self._check_session(request.session)
+        self._admit(request)
         self.sampler.check_sampling(request.sampling)
 
-    def _check_session(self, session: str | None) -> None:
-        if session not in (None, self._session):
+    def _admit(self, request: GenerateRequest | SessionRequest) -> None:
+        self._holder.hear(request.trainer)
+        if request.session not in (None, self._session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -140,6 +152,7 @@ class Engine:
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
             if request.session != self._group:
                 self._group = None
@@ -156,13 +169,15 @@ class Engine:
             return GroupResponse(session=request.session, workers=self._workers)
 
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
-        """Load a weight version; `request.in_flight` decides about running requests.
+        """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.
 
-        A version refused with 4xx changes nothing. Where loading itself fails, which also finds wrong bytes, the engine
-        stays paused, all requests end with the reason, and the next reload that succeeds brings everything back.
+        A version refused with 4xx changes nothing. Where loading itself fails, which also finds wrong bytes, or the
+        model is found to differ (409 not_held), the engine stays paused, all requests end with the reason, and the next
+        reload that succeeds brings everything back. A comparison that breaks off leaves everything as it was.
         """
         async with self._reload_lock:
-            self.require_ready(admits=CURABLE)
+            self._holder.hear(request.trainer)
+            self.require_ready(admits={"asleep"} if request.compare else CURABLE)
             if "weights" in self._asleep:
                 hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
                 raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
@@ -172,7 +187,7 @@ class Engine:
             if isinstance(source, DiskSource):
                 key = source.name
                 folder, described, adapter = await self._reading_files(versions.read, self._root, key)
-                if (held := self._holds(key, request.version)) and held.checksum == described.checksum:
+                if held := self._holds(request, key, described.checksum):
                     return held
                 expected = self._expected(adapter, shapes)
                 folder = await self._reading_files(self._copy.whole, folder, described, request.version, expected)
@@ -180,7 +195,7 @@ class Engine:
                 arguments: tuple[str, ...] = (str(folder), adapter.model_dump_json() if adapter else "")
             else:
                 key = source.session
-                if held := self._holds(key, request.version):
+                if held := self._holds(request, key):
                     return held
                 adapter = source.adapter
                 if key != self._group:
@@ -191,9 +206,10 @@ class Engine:
                 versions.check_layout(layout, expected)
                 if twice := [name for name, other in expected.tied.items() if {name, other} <= names]:
                     raise ApiError(409, "bad_version", f"the model ties {twice[0]}", "send it once")
-                call, checksum, arguments = "hocket_load_group", None, (source.model_dump_json(),)
+                call, arguments = "hocket_load_group", (source.model_dump_json(),)
+                checksum = self._held[1].checksum if request.compare and self._held else ""
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
-                await self._pause(request.in_flight)
+                await self._pause("keep" if request.compare else request.in_flight, clear_cache=not request.compare)
             self._status = "updating"
             self._base_replaced |= adapter is None
             loaded = await self._load(request, call, arguments, checksum)
@@ -209,6 +225,7 @@ class Engine:
     async def sleep(self, request: SleepRequest) -> SleepResponse:
         """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests."""
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
             if not self._share_gpu:
                 hint = "start server and trainer with launch.share_gpu=true"
@@ -226,6 +243,7 @@ class Engine:
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
         """Bring parts back to the GPU; generation goes on with the last of them."""
         async with self._reload_lock:
+            self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
             waking = [part for part in PARTS if part in request.tags and part in self._asleep]
             left = tuple(part for part in self._asleep if part not in waking)
@@ -237,9 +255,9 @@ class Engine:
                 self._asleep = left
             return SleepResponse(asleep=list(self._asleep), session=self._session)
 
-    async def _pause(self, in_flight: InFlight) -> None:
+    async def _pause(self, in_flight: InFlight, *, clear_cache: bool = True) -> None:
         try:
-            await asyncio.wait_for(vllm_api.pause(self.llm, in_flight), self._timeout_s)
+            await asyncio.wait_for(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache), self._timeout_s)
         except TimeoutError as late:
             message = f"{self.sampler.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             try:
@@ -285,10 +303,18 @@ class Engine:
             message = f"files were not read within sync.timeout_s={self._timeout_s:g}; is the disk they are on alive?"
             raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
-    def _holds(self, key: str, version: int) -> ReloadResponse | None:
-        """Return the earlier answer where the model already holds this version from this source."""
-        held_key, answer = self._held or ("", None)
-        return answer if answer and self._failure is None and (held_key, answer.version) == (key, version) else None
+    def _holds(self, request: ReloadRequest, key: str, checksum: str | None = None) -> ReloadResponse | None:
+        """Return the earlier answer where the model holds this version from this source, and it is not to be compared.
+
+        Raises ApiError where it is to be compared, but is not what the model holds.
+        """
+        held_key, held = self._held or ("", None)
+        if held and (self._failure or held.version != request.version or checksum not in (None, held.checksum)):
+            held = None
+        if request.compare and held is None:
+            message = f"the engine does not hold this version {request.version}, so it can't be compared with it"
+            raise ApiError(503, "other_version", message, "load it first")
+        return held if held_key == key and not request.compare else None
 
     def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
         """Return the shapes that the tensors must have. Raises ApiError for an adapter that can't be used here."""
@@ -312,33 +338,46 @@ class Engine:
             raise RuntimeError(errors[0])
         return [answer["value"] for answer in answers]
 
-    async def _load(
-        self, request: ReloadRequest, call: str, arguments: Sequence[str], checksum: str | None
-    ) -> dict[str, Any]:
+    async def _load(self, request: ReloadRequest, call: str, arguments: Sequence[str], checksum: str) -> dict[str, Any]:
         """Load on all workers of a paused engine and resume; return `checksum` and `num_tensors` of what went in."""
+        different: list[str] = []
 
         async def load() -> dict[str, Any]:
-            answers: list[dict[str, Any]] = await self._call(call, *arguments)
+            answers: list[dict[str, Any]] = await self._call(call, *arguments, request.compare)
             if len({checksum or answers[0]["checksum"], *(answer["checksum"] for answer in answers)}) > 1:
                 raise RuntimeError("the tensors that reached the model are not those that were published")
-            await self.llm.update_weight_version(str(request.version))
-            if not self._asleep and not self._stopping:
-                await self.llm.resume_generation()
+            different.extend(sorted({name for answer in answers for name in answer.pop("different", ())}))
+            if different:
+                raise RuntimeError(f"the model differs in {', '.join(different[:3])} ({len(different)} in all)")
+            if not request.compare:
+                await self.llm.update_weight_version(str(request.version))
+            await self._resume()
             return answers[0]
 
         try:
             return await self._in_time(load())
         # Whatever went wrong, the model may be half loaded: the engine must not run before a reload succeeds.
         except Exception as error:
-            self._held, self._has_weights = None, False
             if isinstance(request.source, CollectiveSource):
                 self._group = None
+            doing = "comparing with" if request.compare else "loading"
+            message = f"{doing} version {request.version} failed: {cause_of(error)}"
+            # Workers that report an error have put back what they compared.
+            if request.compare and isinstance(error, RuntimeError) and not different:
+                self._status = "ready"
+                await self._resume()
+                raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
+            self._held, self._has_weights = None, False
             await asyncio.to_thread(self._copy.discard)  # it may be what was wrong
             if self.llm.errored:
                 message = f"the engine's process ended while it loaded version {request.version}"
                 raise ApiError(500, **self._fail("engine_dead", message, RESTART).model_dump()) from error
-            message = f"loading version {request.version} failed: {cause_of(error)}"
-            raise await self._fail_all(500, "reload_failed", message, RELOAD) from error
+            failure = await self._fail_all(500, "reload_failed", message, RELOAD)
+            raise ApiError(409, "not_held", message, RELOAD) if different else failure from error
+
+    async def _resume(self) -> None:
+        if not self._asleep and not self._stopping:
+            await self.llm.resume_generation()
 
     async def _abort_all(self) -> None:
         """Abort every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""

@@ -1,4 +1,4 @@
-"""Hold everything that hocket takes from vLLM 0.32, its private names too; no other file imports vllm."""
+"""Hold everything that hocket takes from vLLM 0.32, its private names too, but for weights (vllm_weights.py)."""
 
 import atexit
 import contextlib
@@ -11,20 +11,17 @@ import multiprocessing
 import os
 import select
 import signal
-import tempfile
 import threading
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, get_args
 
-from hocket import manifest
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
-from hocket.protocol import AdapterConfig, SamplingParams, Toolbox, ToolCall
-from hocket.server import versions
+from hocket.protocol import SamplingParams, Toolbox, ToolCall
 from hocket.server.errors import ApiError
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall
+from hocket.server.vllm_weights import adapter_request
 from hocket.types import InFlight, VersionSpan
 
 logger = logging.getLogger("hocket")
@@ -146,7 +143,7 @@ def start_engine(args: Namespace) -> Any:
         def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
             self.require_ready()
             if self.vllm_config.lora_config is not None:
-                kwargs["lora_request"] = _adapter_request("in memory")
+                kwargs["lora_request"] = adapter_request("in memory")
             if (session := CURRENT.get()) is None:
                 return super().generate(prompt, sampling_params, request_id, **kwargs)
             refuse_constraints(sampling_params)
@@ -201,10 +198,10 @@ def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: An
     return app
 
 
-async def pause(llm: Any, in_flight: InFlight) -> None:
-    """Stop generation; new requests wait, and the prefix cache is cleared."""
+async def pause(llm: Any, in_flight: InFlight, *, clear_cache: bool = True) -> None:
+    """Stop generation; new requests wait. Keys and values of the weights so far are dropped, unless they stay."""
     modes = {"keep": "keep", "drain": "wait", "abort": "abort"}
-    await llm.pause_generation(mode=modes[in_flight], clear_cache=True)
+    await llm.pause_generation(mode=modes[in_flight], clear_cache=clear_cache)
 
 
 SHARED = {"temperature", "top_p", "top_k", "max_tokens"}
@@ -380,70 +377,3 @@ def engine_errors() -> tuple[type[Exception], ...]:
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     return (EngineDeadError, EngineGenerateError)
-
-
-def load_adapter(worker: Any, weights: Iterator[tuple[str, Any]], adapter: AdapterConfig) -> None:
-    """Replace a worker's adapter, by private and temporary files: vLLM takes adapters from files only."""
-    from safetensors.torch import save_file
-
-    with tempfile.TemporaryDirectory(prefix=versions.temporary_prefix()) as folder:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in weights}, f"{folder}/adapter_model.safetensors")
-        Path(folder, manifest.ADAPTER_FILE).write_text(adapter.model_dump_json(), encoding="utf-8")
-        worker.add_lora(_adapter_request(folder, load_inplace=True))
-
-
-def drop_adapter(worker: Any) -> None:
-    """Replace a worker's adapter by one that changes nothing: requests in flight must keep having one."""
-    if worker.vllm_config.lora_config is not None:
-        nothing = _adapter_request("in memory")
-        worker.remove_lora(nothing.lora_int_id)
-        adapters = worker.model_runner.lora_manager
-        adapters.add_dummy_lora(nothing, adapters.get_dummy_lora_warmup_rank(1))  # all zeros, as vLLM warms up with
-
-
-def _adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    # One id for all versions: a request in flight goes on with the new one. Only load_inplace reads the folder.
-    return LoRARequest("hocket", 1, folder, load_inplace=load_inplace)
-
-
-def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
-    """Load weights in checkpoint format into a worker's model, in place; after an error a complete load mends it."""
-    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.platforms import current_platform
-
-    modules = list(worker.model_runner.get_model().modules()) if current_platform.is_cpu() else []
-    # On a CPU vLLM packs experts for its kernel when it builds that, but not when it reloads: so it builds it again.
-    for module in modules:
-        if isinstance(getattr(module, "quant_method", None), FusedMoEMethodBase):
-            module.quant_method.moe_kernel = None
-    try:
-        worker.reload_weights(weights_iterator=weights)
-    except BaseException:
-        _end_reload(worker)
-        raise
-    # On a CPU a tied head keeps a packed copy of the old embedding, which vLLM's own reload does not renew.
-    for module in modules:
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
-    drop_adapter(worker)
-
-
-def _end_reload(worker: Any) -> None:
-    """Drop the tensors of every layer that still waits for some, and restore its old ones.
-
-    vLLM would count them as part of the next load and drop as many of its tensors.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
-
-    model = worker.model_runner.get_model()
-    for module in model.modules():
-        waiting = get_layerwise_info(module)
-        if waiting.can_load():
-            waiting.load_numel = 0
-            waiting.loaded_weights.clear()
-    with set_current_vllm_config(worker.vllm_config):
-        finalize_layerwise_reload(model, worker.model_config)

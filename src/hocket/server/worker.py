@@ -15,7 +15,7 @@ import torch
 
 from hocket import manifest, weight_group
 from hocket.protocol import AdapterConfig, CollectiveSource, GroupRequest, TensorSpec
-from hocket.server import vllm_api
+from hocket.server import vllm_api, vllm_weights
 from hocket.weight_group import WeightGroup
 
 Part = tuple[Sequence[tuple[str, torch.Tensor]], dict[str, TensorSpec]]
@@ -46,13 +46,14 @@ class WorkerExtension:
     hocket_group: tuple[str, WeightGroup] | None = None
 
     @_answer
-    def hocket_load_disk(self, folder: str, adapter: str) -> dict[str, Any]:
+    def hocket_load_disk(self, folder: str, adapter: str, compare: bool = False) -> dict[str, Any]:
         """Load every tensor of the folder into the paused model, in place; with an AdapterConfig, beside it.
 
         Returns the checksum of the tensors that went in. After an error the model is unusable until a load succeeds.
+        With `compare` it changes nothing, and returns the names of what differs, too.
         """
         with _ahead(_read(Path(folder))) as parts:
-            return self._hocket_load(parts, AdapterConfig.model_validate_json(adapter) if adapter else None)
+            return self._hocket_load(parts, AdapterConfig.model_validate_json(adapter) if adapter else None, compare)
 
     @_answer
     def hocket_join_group(self, message: str, size: int) -> None:
@@ -79,7 +80,7 @@ class WorkerExtension:
         self.hocket_group = (request.session, group)
 
     @_answer
-    def hocket_load_group(self, message: str) -> dict[str, Any]:
+    def hocket_load_group(self, message: str, compare: bool = False) -> dict[str, Any]:
         """Load the tensors that the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
         source = CollectiveSource.model_validate_json(message)
         session, group = self.hocket_group or ("", None)
@@ -88,7 +89,7 @@ class WorkerExtension:
         try:
             # The group is closed before the second thread has ended, which may be waiting for a bucket.
             with _ahead(_receive(group, source), give_up=group.close) as parts:
-                return self._hocket_load(parts, source.adapter)
+                return self._hocket_load(parts, source.adapter, compare)
         except BaseException:
             self.hocket_group = None
             raise
@@ -96,15 +97,21 @@ class WorkerExtension:
     @_answer
     def hocket_drop_adapter(self) -> None:
         """Have every request use the model's weights without an adapter."""
-        vllm_api.drop_adapter(self)
+        vllm_weights.drop_adapter(self)
 
-    def _hocket_load(self, parts: Iterator[Part], adapter: AdapterConfig | None) -> dict[str, Any]:
+    def _hocket_load(self, parts: Iterator[Part], adapter: AdapterConfig | None, compare: bool) -> dict[str, Any]:
         specs: dict[str, TensorSpec] = {}
-        if adapter is None:
-            vllm_api.reload_worker(self, _tensors(parts, specs))
+        weights, different = _tensors(parts, specs), list[str]()
+        if adapter is None and compare:
+            different = vllm_weights.compare_worker(self, weights)
+        elif adapter is None:
+            vllm_weights.reload_worker(self, weights)
+        elif compare:
+            different = vllm_weights.compare_adapter(self, weights, adapter)
         else:
-            vllm_api.load_adapter(self, _tensors(parts, specs), adapter)
-        return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
+            vllm_weights.load_adapter(self, weights, adapter)
+        loaded = {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
+        return loaded | ({"different": different} if compare else {})
 
 
 @contextmanager

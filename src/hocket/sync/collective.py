@@ -47,7 +47,7 @@ class CollectiveTransport:
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
     _unreachable: dict[ServerClient, str] = dataclasses.field(default_factory=dict)  # sessions slow to join
 
-    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
+    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`; connect with new ones first."""
         start = time.perf_counter()
         for left in [server for server in self._links if server.is_closed]:
@@ -55,7 +55,7 @@ class CollectiveTransport:
         self.buckets = self.buckets or self.trainer.layout(self.sync.bucket_mib << 20)
         joined = await asyncio.gather(*map(self._link, servers))
         links = [link for link in joined if isinstance(link, _Link)]
-        await asyncio.gather(*(link.begin(version) for link in links))
+        await asyncio.gather(*(link.begin(version, compare) for link in links))
         prepared = time.perf_counter()
         try:
             checksum = await run_in_thread(self._send, version, links)
@@ -157,12 +157,12 @@ class _Link:
     failure: SyncError | None = None  # what this end knows of a transfer that broke
     answer: "asyncio.Task[Answer]" = dataclasses.field(init=False)
 
-    async def begin(self, version: int) -> None:
+    async def begin(self, version: int, compare: bool) -> None:
         """Tell the server what will come; wait until its workers are about to receive, or it has answered."""
         self.transfers += 1
         sync, buckets, adapter = self.transport.sync, self.transport.buckets, self.transport.trainer.adapter
         source = CollectiveSource(session=self.group.name, turn=self.transfers, adapter=adapter, buckets=buckets)
-        request = ReloadRequest(version=version, source=source, in_flight=sync.in_flight)
+        request = ReloadRequest(version=version, source=source, in_flight=sync.in_flight, compare=compare)
         self.answer = asyncio.create_task(self._ask(request))
         seconds, group = READY_SHARE * sync.timeout_s, self.group
         try:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from hocket import delta, manifest
 from hocket.config import SyncConfig
-from hocket.errors import SyncError
+from hocket.errors import SyncError, remedy
 from hocket.protocol import TensorSpec
 from hocket.system import atomic_folder, remove_folder
 
@@ -130,8 +130,8 @@ class Versions:
                 checksum = manifest.write(partial, version, fill(partial), base=base)
                 num_bytes = sum(path.stat().st_size for path in partial.iterdir())
         except (OSError, SafetensorError) as error:
-            message = f"can't write weight version {version} to {folder}: {error}. Free space there, or set run.dir"
-            raise SyncError(message) from error
+            advice = f"{remedy(error) or 'is the disk well?'}; or set another run.dir"
+            raise SyncError(f"can't write weight version {version} to {folder}: {error}; {advice}") from error
         return WrittenVersion(version, folder, checksum, num_bytes)
 
     def check(self, written: WrittenVersion) -> None:

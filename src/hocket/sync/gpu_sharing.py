@@ -54,14 +54,14 @@ class SharedGpu:
             await self._wake("weights")
             await self._wake("kv_cache")
 
-    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
+    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         """Load the version into the server, as `Transport.deliver`, and leave the GPU to it."""
         metrics: Metrics = {}
         with timed(metrics, "sync/prepare_s"):
             self.versions.full(version)
             self.trainer.offload()
             await self._wake("weights")
-        delivery = await self.disk.deliver(version, servers)
+        delivery = await self.disk.deliver(version, servers, compare=compare)
         metrics["sync/prepare_s"] += delivery.metrics["sync/prepare_s"]
         answers = delivery.answers
         if any(isinstance(answer, ReloadResponse) for _, answer in answers.values()):

@@ -35,8 +35,11 @@ class Delivery(NamedTuple):
 class Transport(Protocol):
     """One way for weights to travel."""
 
-    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
-        """Load the trainer's weights, which are `version`, into these servers; can be repeated. Raises SyncError."""
+    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
+        """Load the trainer's weights, which are `version`, into these servers; can be repeated. Raises SyncError.
+
+        With `compare`, send them once more, for the servers to compare what they compute with.
+        """
 
 
 @dataclasses.dataclass(kw_only=True)

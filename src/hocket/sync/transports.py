@@ -15,6 +15,8 @@ from hocket.sync.disk import Versions, WrittenVersion
 from hocket.sync.publish import Answer, Answers, Delivery, Transport
 from hocket.system import run_in_thread
 
+FINAL = ("unreachable", "timeout", "not_held")  # errors that no other way helps against
+
 
 @dataclasses.dataclass
 class DiskTransport:
@@ -26,13 +28,13 @@ class DiskTransport:
     say: Callable[[str], None] = lambda line: None
     _upload_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))  # versions of one trainer
 
-    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
+    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`."""
         start = time.perf_counter()
         versions, delta = self.versions, self.sync.delta
         first = await run_in_thread(lambda: (delta and versions.delta(version)) or versions.full(version))
         prepared = time.perf_counter()
-        answers, _ = await asyncio.gather(self._load(first, servers), run_in_thread(self.versions.prune))
+        answers, _ = await asyncio.gather(self._load(first, servers, compare), run_in_thread(self.versions.prune))
         num_bytes = float(first.num_bytes)  # per server
         failed = _failed(answers)
         if failed and first.changed is None:
@@ -41,7 +43,7 @@ class DiskTransport:
             for server in failed:
                 self.say(f"version {version} goes to {server.url} in full: {answers[server][1]}")
             full = await run_in_thread(self.versions.full, version)
-            answers |= await self._load(full, failed)
+            answers |= await self._load(full, failed, compare)
             num_bytes += full.num_bytes * len(failed) / len(servers)
         metrics = {
             "sync/mebibytes": num_bytes / 2**20,
@@ -50,15 +52,19 @@ class DiskTransport:
         }
         return Delivery(answers, metrics | ({} if first.changed is None else {"sync/changed": first.changed}))
 
-    async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient]) -> Answers:
+    async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient], compare: bool) -> Answers:
         async def load(server: ServerClient) -> Answer:
             try:
                 name = written.folder.relative_to(self.root.resolve()).as_posix()
                 if self.sync.upload:
                     name = "-".join((self._upload_name, *written.folder.parts[-2:]))
                     name = await server.upload(written.folder, name, timeout_s=self.sync.timeout_s)
-                source = DiskSource(name=name)
-                request = ReloadRequest(version=written.version, source=source, in_flight=self.sync.in_flight)
+                request = ReloadRequest(
+                    version=written.version,
+                    source=DiskSource(name=name),
+                    in_flight=self.sync.in_flight,
+                    compare=compare,
+                )
                 return await server.reload_weights(request, timeout_s=self.sync.timeout_s)
             except HocketError as error:
                 return error
@@ -75,21 +81,21 @@ class WithFallback:
     disk: Transport
     say: Callable[[str], None] = lambda line: None
 
-    async def deliver(self, version: int, servers: Sequence[ServerClient]) -> Delivery:
+    async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`."""
-        first = await self.fast.deliver(version, servers)
+        first = await self.fast.deliver(version, servers, compare=compare)
         answers, failed = first.answers, _failed(first.answers)
         metrics = first.metrics | {"sync/fallbacks": float(len(failed))}
         if failed:
             start = time.perf_counter()
             urls = ", ".join(server.url for server in failed)
             self.say(f"version {version} goes to {urls} by disk instead: {answers[failed[0]][1]}")
-            answers |= (await self.disk.deliver(version, failed)).answers
+            answers |= (await self.disk.deliver(version, failed, compare=compare)).answers
             metrics["sync/transfer_s"] += time.perf_counter() - start
         return Delivery(answers, metrics)
 
 
 def _failed(answers: Answers) -> list[ServerClient]:
-    """Return the servers that answer but did not load a version: they may load it in another way."""
+    """Return the servers that answer but did not load a version, or compare it: they may do so in another way."""
     failures = {server: answer for server, (_, answer) in answers.items() if isinstance(answer, HocketError)}
-    return [server for server in failures if getattr(failures[server], "code", "") not in ("unreachable", "timeout")]
+    return [server for server in failures if getattr(failures[server], "code", "") not in FINAL]
