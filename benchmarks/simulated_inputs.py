@@ -32,7 +32,6 @@ class Setup:
     max_staleness: int = given(1, "pipeline.max_staleness")
     max_concurrent: int = given(256, "server.max_concurrent", "default of hocket")
     micro_batch_tokens: int = given(32_768, "trainer.micro_batch_tokens")
-    max_requests: int = given(48, "requests in flight, all servers together; 0: any number", "batcher.py, MAX_REQUESTS")
     steps: int = given(12, "steps that count, rounded up to a multiple of max_staleness + 1")
 
 
@@ -59,7 +58,7 @@ class Speeds:
     prepare_s: float = given(0.1, "hand-over before servers pause", "calibration")
     transfer_s: float = given(0.3, "hand-over while servers pause", RUN)
     per_server_s: float = given(0.0, "the same, added by each server: rank 0 sends to one group each", "Hardware")
-    canary_s: float = given(0.5, "log-prob check of a server that comes (back)", ASSUMED)
+    check_s: float = given(0.5, "log-prob check of a server that comes (back)", ASSUMED)
     mtbf_s: float = given(0.0, "between failures of one server; 0: none", "Hardware")
     return_s: float = given(300.0, "until a lost server answers again", ASSUMED)
     silence_s: float = given(60.0, "until a loss is noticed", "server.silence_s: a host that vanishes")

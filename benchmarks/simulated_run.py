@@ -49,7 +49,6 @@ class Job:
     group: int
     length: int
     version: int = 0
-    request: list[int] = dataclasses.field(default_factory=list)  # [jobs left in it]
 
 
 class Server:
@@ -129,7 +128,7 @@ class Simulation:
         self.env, self.random = simpy.Environment(), random.Random(seed)
         self.servers = [Server(self) for _ in range(setup.servers)]
         self.waiting: deque[list[Job]] = deque()  # groups, or what is left of them
-        self.requests = self.version = self.replayed = 0
+        self.version = self.replayed = 0
         self._tokens = speeds.prompt_tokens + setup.max_tokens  # that a rollout counts as in flight
         self.rate, self.training, self._rate_changed = 1.0, False, self.env.event()
         self.batches: dict[int, Batch] = {}
@@ -232,27 +231,20 @@ class Simulation:
         self.env.timeout(self.speeds.batch_s).callbacks.append(come)
 
     def dispatch(self) -> None:
-        """Send waiting groups to the servers with the fewest tokens in flight: one request each, as `Batcher`."""
+        """Send waiting groups to the servers with the fewest tokens in flight: as `Batcher`."""
         up = [server for server in self.servers if server.up]
-        free = min(len(up), self.setup.max_requests - self.requests if self.setup.max_requests else len(up))
-        if not self.waiting or free <= 0:
+        if not self.waiting or not up:
             return
-        chosen = heapq.nsmallest(free, up, key=lambda server: server.in_flight) if free < len(up) else up
-        share = math.ceil(len(self.waiting) / len(up))  # of each, were there requests for all
-        loads = [(server.in_flight, index) for index, server in enumerate(chosen)]
+        loads = [(server.in_flight, index) for index, server in enumerate(up)]
         heapq.heapify(loads)
-        given: list[list[Job]] = [[] for _ in chosen]
-        for _ in range(min(len(self.waiting), share * len(chosen))):
+        given: list[list[Job]] = [[] for _ in up]
+        while self.waiting:
             group, (load, index) = self.waiting.popleft(), loads[0]
             heapq.heapreplace(loads, (load + self._tokens * len(group), index))
             given[index] += group
-        for server, jobs in zip(chosen, given, strict=True):
+        for server, jobs in zip(up, given, strict=True):
             if jobs:
-                self.requests += 1
-                request = [len(jobs)]
                 with server.changing():
-                    for job in jobs:
-                        job.request = request
                     server.queue += jobs
                     server.in_flight += self._tokens * len(jobs)
 
@@ -270,18 +262,10 @@ class Simulation:
         batch.ready, batch.left = max(batch.ready, scored), batch.left - 1
         if batch.left == 0:
             env.timeout(batch.ready - env.now).callbacks.append(lambda timer: self._complete(batch))
-        job.request[0] -= 1
-        if job.request[0] == 0:
-            self._end_request()
 
     def _complete(self, batch: Batch) -> None:
         self._gathering, self._gathered = self._gathering - 1, self.env.now
         batch.scored.succeed()
-
-    def _end_request(self) -> None:
-        self.requests -= 1
-        if self.waiting:  # once the server has gone on: it may be given the next request
-            self.env.timeout(0.0).callbacks.append(lambda timer: self.dispatch())
 
     def _on_rank_0(self, seconds: float) -> float:
         """Return when rank 0's one thread of Python will have done this work, after what it has to do before."""
@@ -345,7 +329,7 @@ class Simulation:
     @property
     def bring_up_s(self) -> float:
         speeds = self.speeds
-        return speeds.prepare_s + speeds.transfer_s + speeds.per_server_s + speeds.canary_s
+        return speeds.prepare_s + speeds.transfer_s + speeds.per_server_s + speeds.check_s
 
     def outage(self, server: Server, after_s: float, away_s: float) -> Process:
         """Lose a server; its work goes to the others once that is noticed, and it is brought up at a later step."""
@@ -353,8 +337,6 @@ class Simulation:
         lost = server.die()
         yield self.env.timeout(self.speeds.silence_s)
         self.replayed += len(lost)
-        for _ in {id(job.request) for job in lost}:
-            self._end_request()
         together = sorted(lost, key=lambda job: job.group)
         self.waiting += [list(jobs) for _, jobs in itertools.groupby(together, lambda job: job.group)]
         self.dispatch()

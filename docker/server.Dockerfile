@@ -1,8 +1,10 @@
 # Process 1, the generation server: vLLM, without DeepSpeed. docker/compose.yaml builds it; by hand, in the repository:
 #   docker build -f docker/server.Dockerfile --build-arg DEVICE=cuda -t hocket-server:cuda .
 # DEVICE=cpu or cuda (NVIDIA); BASE: the same Python from your registry, or by digest; TORCH_INDEX: a mirror of PyTorch's
-# index of CPU wheels. For torch from a folder of wheels: --build-context wheels=FOLDER.
-ARG BASE=python:3.11-slim
+# index of CPU wheels. For torch from a folder of wheels: --build-context wheels=FOLDER. Python's minor version, Debian's
+# release, torch and both engines are fixed here; their patches and small libraries are the newest of the day. To run the
+# same bytes again keep the image: push it, and name it by its digest.
+ARG BASE=python:3.11-slim-bookworm
 FROM scratch AS wheels
 
 FROM ${BASE}
@@ -13,7 +15,7 @@ RUN apt-get update \
     && if [ "$DEVICE" = cuda ]; then set -- gcc libc6-dev; else set -- libnuma1; fi \
     && apt-get install -y --no-install-recommends "$@" \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 1000 --no-create-home hocket && install -d -o hocket -g hocket /hocket
+    && useradd --uid 1000 --no-create-home hocket && install -d -m 1777 /hocket/runs
 
 # As src/hocket/environment.py does, which says why: on a CPU torch comes first and the engine without its dependencies.
 COPY requirements*.txt /opt/hocket/
@@ -28,11 +30,12 @@ RUN --mount=type=bind,target=/source,rw pip install --no-cache-dir --no-deps --n
 WORKDIR /hocket
 COPY config config
 COPY checkpoints checkpoints
-# Any uid may run it: libraries ask for a name and for a folder that they can write to.
+# Any uid may run it: libraries ask for a name, and for folders that they can write to.
 ENV USER=hocket HOME=/tmp HF_HOME=/hocket/runs/huggingface PYTHONUNBUFFERED=1
 USER 1000:1000
 EXPOSE 8000
-HEALTHCHECK --interval=5s --timeout=10s --start-period=10m --retries=6 CMD python -I -c "import http.client, json; \
+# It listens once the model is loaded; the first time, that includes the download.
+HEALTHCHECK --interval=5s --timeout=10s --start-period=1h --retries=6 CMD python -I -c "import http.client, json; \
     c = http.client.HTTPConnection('127.0.0.1', 8000, timeout=9); c.request('GET', '/health'); \
     raise SystemExit(json.load(c.getresponse())['status'] == 'failed')"
 ENTRYPOINT ["hocket"]

@@ -1,7 +1,7 @@
 # Process 2, the trainer: DeepSpeed, without vLLM. docker/compose.yaml builds it; by hand, in the repository:
 #   docker build -f docker/trainer.Dockerfile --build-arg DEVICE=cuda -t hocket-trainer:cuda .
 # The arguments are those of server.Dockerfile.
-ARG BASE=python:3.11-slim
+ARG BASE=python:3.11-slim-bookworm
 FROM scratch AS wheels
 
 FROM ${BASE}
@@ -10,7 +10,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # On a GPU Triton compiles its driver with a C compiler. Nothing else is compiled: no CUDA toolkit, and no g++ on a CPU.
 RUN if [ "$DEVICE" = cuda ]; then apt-get update \
         && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi \
-    && useradd --uid 1000 --no-create-home hocket && install -d -o hocket -g hocket /hocket
+    && useradd --uid 1000 --no-create-home hocket && install -d -m 1777 /hocket/runs
 
 COPY requirements*.txt /opt/hocket/
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels set -e; cd /opt/hocket; \

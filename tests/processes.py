@@ -177,7 +177,6 @@ class Run(Process):
                 f"run.dir={self.dir}",
                 f"server.urls=[{','.join(server.url for server in servers)}]",
                 "eval.num_prompts=0",
-                "observe.tensorboard=false",
                 "observe.console=plain",
                 *settings,
             ],

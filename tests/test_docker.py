@@ -1,8 +1,11 @@
-"""The files of docker/ as a table of facts; `docker compose config` where there is such a command."""
+"""The files of docker/ as a table of facts, the containers' shell, `docker compose config` where there is a docker."""
 
+import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +16,31 @@ from hocket import config, environment
 
 ROOT = Path(__file__).parents[1]
 COMPOSE, GPU = (ROOT / "docker" / name for name in ("compose.yaml", "compose.gpu.yaml"))
-VARIABLE = re.compile(r"\$\{\w+:([-+])([^}]*)\}")
+VARIABLE = re.compile(r"\$\{(\w+):([-+])([^}]*)\}")
 
 
-def services(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the services with nothing set in the environment."""
-    text = VARIABLE.sub(lambda match: match[2] if match[1] == "-" else "", path.read_text(encoding="utf-8"))
-    assert "$" not in re.sub(r"#.*|\$\$", "", text)  # each variable has a default; $$ is the shell's
+def services(path: Path, **variables: str) -> dict[str, dict[str, Any]]:
+    """Return the services with nothing but these variables set in the environment."""
+
+    def value(match: re.Match[str]) -> str:
+        name, kind, other = match.groups()
+        if kind == "-":
+            return variables.get(name) or other
+        return re.sub(r"\$(\w+)", lambda one: variables[one[1]], other) if variables.get(name) else ""
+
+    text = VARIABLE.sub(value, re.sub("#.*", "", path.read_text(encoding="utf-8")))
+    assert "$" not in text  # each variable has a default
     found: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
     return found
 
 
 @pytest.mark.parametrize("name", ["server", "trainer"])
-def test_each_process_has_an_image_of_its_own_that_is_pinned_unprivileged_and_starts_hocket(name: str) -> None:
+def test_each_process_has_an_unprivileged_image_of_its_own_of_a_named_release_that_starts_hocket(name: str) -> None:
     text = (ROOT / "docker" / f"{name}.Dockerfile").read_text(encoding="utf-8")
-    assert "ARG BASE=python:3.11-slim\n" in text
+    assert "ARG BASE=python:3.11-slim-bookworm\n" in text
     assert re.findall(r"(?m)^FROM (.*)", text) == ["scratch AS wheels", "${BASE}"]
     assert re.findall(r"(?m)^USER (.*)", text) == ["1000:1000"]
+    assert "install -d -m 1777 /hocket/runs" in text  # whoever runs it; HF_HOME is in there
     assert 'ENTRYPOINT ["hocket"]' in text
     assert ("'/health'" in text.partition("HEALTHCHECK")[2]) == (name == "server")
     assert not re.search("(?i)token|latest", text)
@@ -50,7 +61,7 @@ def test_an_image_leaves_out_what_only_the_other_process_needs(name: str, file: 
     lines = {line for line in kept.splitlines() if not line.startswith("#")}
     assert any(line.startswith(has) for line in lines)
     assert not any(line.startswith(lacks) for line in lines)
-    assert {"torch==2.13.0", "httpx", "pyarrow"} <= lines
+    assert {"torch==2.13.0", "httpx", "pyarrow", "setuptools==78.1.1"} <= lines  # the last one builds hocket
     assert environment.SERVER_ALONE in (ROOT / "requirements-cpu-engine.txt").read_text(encoding="utf-8")
 
 
@@ -62,13 +73,90 @@ def test_compose_starts_the_quickstart_with_nothing_set_and_opens_no_port_to_oth
     assert settings["trainer"].checkpoint.resume
     assert found["trainer"]["depends_on"] == {"server": {"condition": "service_healthy"}}
     assert [each.get("ports", []) for each in found.values()] == [["127.0.0.1:8000:8000"], []]
-    tokens = {each["environment"]["HOCKET_TOKEN"] for each in found.values()}
-    assert len(tokens) == 1
+    environments = [each["environment"] for each in found.values()]
+    assert environments == [environments[0]] * 2
+    assert environments[0] == {"HOCKET_TOKEN": "known-on-this-machine", "HOCKET_RANKS": None, "HF_TOKEN": None}
     for name, each in found.items():
         assert (each["user"], each["volumes"], each["cap_drop"]) == ("1000:1000", ["..:/hocket"], ["ALL"])
         assert (ROOT / each["build"]["dockerfile"]).name == f"{name}.Dockerfile"
         gpus = services(GPU)[name]["deploy"]["resources"]["reservations"]["devices"]
         assert gpus == [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
+
+
+def test_the_config_decides_how_weights_travel_and_where_servers_are_unless_a_variable_does() -> None:
+    mine = "config/quickstart.yaml sync.backend=nccl server.discover=null server.urls=http://server:8000"
+    for variables, backend, urls in (
+        ({"HOCKET_SETTINGS": mine}, "nccl", ("http://server:8000",)),
+        ({"HOCKET_SETTINGS": mine, "HOCKET_SYNC": "disk"}, "disk", ("http://server:8000",)),
+        ({"HOCKET_SYNC": "nccl"}, "nccl", ()),
+    ):
+        settings = [
+            config.read_settings(shlex.split(each["command"])[1:])[0]
+            for each in services(COMPOSE, **variables).values()
+        ]
+        assert [each.sync.backend for each in settings] == [backend] * 2
+        assert settings[1].server_urls == urls
+
+
+PROGRAM = """#!{python}
+import os, signal, sys, time
+try:
+    print(os.path.basename(sys.argv[0]), *sys.argv[1:], flush=True)
+    if "crash" in sys.argv:
+        os.write(1, b"words " * 50000 + b"and the last one")
+        os._exit(3)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("closed", file=sys.stderr)
+    sys.exit(130)
+"""
+
+
+def logged(folder: Path, *command: str, **variables: str) -> "subprocess.Popen[str]":
+    """Start a command as a container does, in an empty folder, with programs that say how they were started."""
+    for name in ("hocket", "torchrun"):
+        (folder / name).write_text(PROGRAM.format(python=sys.executable))
+        (folder / name).chmod(0o755)
+    return subprocess.Popen(
+        ["bash", ROOT / "docker" / "logged.sh", *command],
+        cwd=folder,
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "HOSTNAME": "c0ffee"} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in a container, whoever starts the tests
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "started", "log"),
+    [
+        ("serve a", {"HOCKET_RANKS": "2"}, "hocket serve a", "server-c0ffee.log"),
+        ("train a", {}, "hocket train a", "trainer.log"),
+        ("train a", {"HOCKET_RANKS": "2"}, "torchrun --standalone --nproc-per-node=2 -m hocket train a", "trainer.log"),
+        ("eval a", {"HOCKET_RANKS": "2"}, "hocket eval a", None),
+    ],
+)
+def test_a_container_shows_and_keeps_every_word_and_only_the_trainer_has_several_ranks(
+    tmp_path: Path, command: str, variables: dict[str, str], started: str, log: str | None
+) -> None:
+    with logged(tmp_path, *command.split(), "crash", **variables) as container:
+        said = container.communicate(timeout=60)[0]
+    assert container.returncode == 3
+    assert said.startswith(f"{started} crash\n")
+    assert said.endswith("words and the last one")
+    logs = {path.name: path.read_text() for path in tmp_path.glob("runs/logs/*")}
+    assert logs == ({log: said} if log else {})
+
+
+@pytest.mark.parametrize(("signum", "status", "said"), [("SIGINT", 130, "closed\n"), ("SIGTERM", 143, "")])
+def test_a_signal_to_a_container_reaches_hocket(tmp_path: Path, signum: str, status: int, said: str) -> None:
+    with logged(tmp_path, "train") as container:
+        assert container.stdout is not None
+        assert container.stdout.readline() == "hocket train\n"  # its handlers are Python's own
+        container.send_signal(signal.Signals[signum])
+        assert container.communicate(timeout=60)[0].startswith(said)
+    assert container.returncode == status
 
 
 def test_no_run_no_history_and_no_environment_file_is_in_the_build() -> None:

@@ -12,8 +12,10 @@ import stat
 import subprocess
 import sys
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -103,8 +105,8 @@ def test_shellcheck_finds_nothing_in_the_batch_scripts_and_in_tests_deploy() -> 
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     shellcheck = shutil.which("shellcheck", path=programs)
     assert shellcheck, "run `python3 run.py test` once: it installs requirements-dev.txt"
-    scripts = [*GOLDEN.glob("slurm*/job.sh"), *(ROOT / "tests" / "deploy").glob("*.sh")]
-    assert len(scripts) > 2
+    scripts = [*GOLDEN.glob("slurm*/job.sh"), *ROOT.glob("tests/deploy/*.sh"), *ROOT.glob("docker/*.sh")]
+    assert len(scripts) > 6
     meant = "--exclude=SC2016"  # "$" in single quotes is for an inner shell
     found = subprocess.run([shellcheck, meant, *scripts], stdout=subprocess.PIPE, text=True, timeout=60)
     assert (found.stdout, found.returncode) == ("", 0)
@@ -216,6 +218,86 @@ def test_the_ray_job_is_python_and_places_every_gpu_of_the_layout() -> None:
     assert values["(NUM_NODES, RANKS_PER_NODE)"] == (2, 4)
 
 
+class FakeRay(types.ModuleType):
+    """Runs a job's remote functions at once; `outcomes` are the ends of the trainer's nodes, in the order of ends."""
+
+    class RayError(Exception):
+        pass
+
+    def __init__(self, outcomes: list[list[tuple[int, object]]]) -> None:
+        super().__init__("ray")
+        self.outcomes, self.cancelled = iter(outcomes), list[object]()
+        self.exceptions = types.SimpleNamespace(RayError=self.RayError)
+        self.actor = types.SimpleNamespace(ActorHandle=object)
+        self.util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+
+    def init(self) -> None:
+        pass
+
+    def remote(self, *functions: object, **options: object) -> object:
+        """Makes what is decorated give a reference for any call: the first argument of `train`, else its name."""
+        if not functions:
+            return self.remote
+        (function,) = functions
+        name = getattr(function, "__name__", "")
+        if name == "train":
+            call: object = lambda node, *_: node  # noqa: E731
+        else:
+            call = lambda *_: types.SimpleNamespace(serve=types.SimpleNamespace(remote=lambda *_: None))  # noqa: E731
+        bound = types.SimpleNamespace(remote=call)
+        bound.options = lambda **_: bound
+        return bound
+
+    def wait(self, nodes: list[int]) -> tuple[list[int], list[int]]:
+        if len(nodes) == 2:
+            self.ends = iter(next(self.outcomes))
+        node, self.outcome = next(self.ends)
+        return [node], [other for other in nodes if other != node]
+
+    def get(self, reference: object, timeout: float = 0.0) -> object:
+        if not isinstance(reference, int):
+            return "10.0.0.1", 29500
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    def cancel(self, node: int, *, force: bool) -> None:
+        assert force  # the worker's process ends, and with it what it runs
+        self.cancelled.append(node)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "cancelled"),
+    [
+        ([[(1, 0), (0, 0)]], 0, []),
+        ([[(1, 3), (0, 1)]], 3, []),  # the status of the first that failed
+        ([[(1, FakeRay.RayError("node died"))], [(0, 0), (1, 0)]], 0, [0]),  # all once more
+    ],
+)
+def test_the_ray_job_starts_all_ranks_again_as_soon_as_one_node_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: Any, status: int, cancelled: list[int]
+) -> None:
+    settings = ["config/multi_node/ray.yaml", f"run.dir={tmp_path}/run"]
+    _, files = engines.render("ray", settings, output=tmp_path, root=tmp_path, python="python3")
+    ray = FakeRay(outcomes)
+    group = types.SimpleNamespace(wait=lambda seconds: True)
+    placing = types.SimpleNamespace(placement_group=lambda bundles, strategy: group)
+    scheduling = types.SimpleNamespace(
+        PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: None
+    )
+    for name, module in (
+        ("ray", ray),
+        ("ray.util.placement_group", placing),
+        ("ray.util.scheduling_strategies", scheduling),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray.util", types.ModuleType("ray.util"))
+    job: dict[str, Any] = {"__name__": "job"}
+    exec(compile(files[tmp_path / "ray_job.py"], "ray_job.py", "exec"), job)
+    assert job["main"]() == status
+    assert ray.cancelled == cancelled
+
+
 def test_launch_writes_files_keeps_what_was_edited_and_makes_one_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,10 +313,10 @@ def test_launch_writes_files_keeps_what_was_edited_and_makes_one_token(
     token = tmp_path / "token.env"
     secret = token.read_text()
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
-    assert len(secret.strip().removeprefix("HOCKET_TOKEN=")) == 32
+    assert len(secret.partition("\n")[0].removeprefix("HOCKET_TOKEN=")) == 32
     assert (tmp_path / ".gitignore").read_text() == "token.env\n"
     assert not any(
-        word in path.read_text() for path in tmp_path.glob("*.yaml") for word in (secret[-17:], "never-in-a")
+        word in path.read_text() for path in tmp_path.glob("*.yaml") for word in (secret[20:45], "never-in-a")
     )
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -242,10 +324,16 @@ def test_launch_writes_files_keeps_what_was_edited_and_makes_one_token(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
     (tmp_path / "storage.yaml").write_text("# mine\n")
+    capsys.readouterr()
+    for _ in range(2):
+        assert launch("trainer.steps=7") == 0  # the others are written anew, as they are not edited
+        assert "kept as you have edited it: storage.yaml; for a fresh one delete it" in capsys.readouterr().out
+        assert (tmp_path / "storage.yaml").read_text() == "# mine\n"
+        assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["steps"] == 7
+    (tmp_path / "storage.yaml").unlink()
     assert launch() == 0
-    assert "storage.yaml~" in capsys.readouterr().out
-    assert (tmp_path / "storage.yaml~").read_text() == "# mine\n"
-    assert (tmp_path / "storage.yaml").read_bytes() == before["storage.yaml"]
+    assert "kept" not in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_submit_runs_the_engines_command_in_the_folder_and_reports_its_failure(
@@ -263,9 +351,13 @@ def test_submit_runs_the_engines_command_in_the_folder_and_reports_its_failure(
     assert cli.main(arguments) == 1
     assert "sbatch is not installed here" in capsys.readouterr().err
     sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f"#!{sys.executable}\nimport os, sys\nsys.exit(0 if os.path.exists(sys.argv[1]) else 3)\n")
+    sbatch.write_text(f"#!{sys.executable}\nimport sys\nsys.exit(0 if '# mine' in open(sys.argv[1]).read() else 3)\n")
     sbatch.chmod(0o755)
-    assert cli.main(arguments) == 0
+    assert cli.main(arguments) == 1
+    with (tmp_path / "job" / "job.sh").open("a") as job:
+        job.write("# mine\n")
+    assert cli.main(arguments) == 0  # what was edited is what is submitted
+    assert "kept as you have edited it: job.sh;" in capsys.readouterr().out
     sbatch.write_text(f"#!{sys.executable}\nraise SystemExit(3)\n")
     assert cli.main(arguments) == 1
     assert "`sbatch job.sh`" in capsys.readouterr().err

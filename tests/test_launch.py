@@ -1,7 +1,12 @@
 """Real child processes: they end when told to, with everything they started, and when their parent is killed."""
 
+import os
+import shlex
 import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,8 +51,91 @@ def test_stopping_a_child_ends_what_it_started_too(
     child = Child(["-c", WITH_CHILD.format(handler=handler)], env={}, log=tmp_path / "log")
     grandchild = int(first_line(tmp_path / "log"))
     child.refuse_dead()  # it runs: no error
-    assert child.stop() == -killed_by
+    launch.stop([child])
+    assert child.returncode == -killed_by
     wait_for(lambda: gone(grandchild), "the grandchild is gone")
+
+
+WAITS_FOR_THE_OTHER = """
+import signal, sys, time; from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: Path(sys.argv[1]).touch())
+print("ready", flush=True)
+while not (Path(sys.argv[1]).exists() and Path(sys.argv[2]).exists()):
+    time.sleep(0.02)
+"""
+
+
+def test_several_servers_are_stopped_at_the_same_time(tmp_path: Path) -> None:
+    told = str(tmp_path / "a"), str(tmp_path / "b")
+    children = [
+        Child(["-c", WAITS_FOR_THE_OTHER, *names], env={}, log=tmp_path / f"log{number}")
+        for number, names in enumerate((told, told[::-1]))  # each ends once both have been told to
+    ]
+    assert [first_line(tmp_path / f"log{number}") for number in (0, 1)] == ["ready", "ready"]
+    launch.stop(children)
+    assert [child.returncode for child in children] == [0, 0]  # none was killed
+
+
+def test_a_child_of_a_background_job_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *handler: handlers.append(handler))
+    monkeypatch.setattr(launch, "die_with_parent", lambda *_: None)
+    handlers = list[tuple[object, ...]]()
+    launch.die_with_launcher()  # a command that a user has typed keeps what it inherits
+    assert handlers == []
+    monkeypatch.setenv(launch.PARENT_VARIABLE, str(os.getppid()))
+    launch.die_with_launcher()
+    assert handlers == [(signal.SIGINT, signal.default_int_handler)]
+
+
+LAUNCH = """
+import sys; from pathlib import Path; from hocket import config, launch
+sys.executable, folder = sys.argv[1], Path(sys.argv[2])
+launch.launch(config.load(None, [f"run.dir={folder}"]), [], folder)
+"""
+PYTHON = """#!{python}
+import signal, sys, time; from pathlib import Path
+command = Path("{folder}", sys.argv[3])
+def end(*_):
+    command.with_suffix(".ended").touch()
+    sys.exit(0)
+signal.signal(signal.SIGINT, end); signal.signal(signal.SIGTERM, end)
+command.touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "ignored"), [("SIGINT", None), ("SIGTERM", None), ("SIGHUP", None), ("SIGTERM", "SIGHUP")]
+)
+def test_a_launched_run_is_closed_when_it_is_interrupted_or_ended_or_its_terminal_is_closed_but_not_under_nohup(
+    tmp_path: Path, signum: str, ignored: str | None
+) -> None:
+    """Serve and train are a program that notes how it was started and ended."""
+    (tmp_path / "python").write_text(PYTHON.format(python=sys.executable, folder=tmp_path))
+    (tmp_path / "python").chmod(0o755)
+
+    def inherit() -> None:
+        for name in ("SIGINT", "SIGHUP"):
+            signal.signal(signal.Signals[name], signal.SIG_IGN if name == ignored else signal.SIG_DFL)
+
+    command = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, tmp_path / "python", tmp_path / "run"],
+        env=os.environ | {"HOCKET_DEVICE": "cpu", "PYTHONPATH": str(Path(launch.__file__).parents[1])},
+        stderr=subprocess.DEVNULL,
+        preexec_fn=inherit,
+    )
+    try:
+        wait_for(lambda: all((tmp_path / name).exists() for name in ("serve", "train")), "both run", 60)
+        if ignored:
+            command.send_signal(signal.Signals[ignored])
+            time.sleep(0.5)
+            assert command.poll() is None
+        command.send_signal(signal.Signals[signum])
+        assert command.wait(60) != 0
+    finally:
+        command.kill()
+        command.wait()
+    assert {path.name for path in tmp_path.glob("*.ended")} == {"serve.ended", "train.ended"}
 
 
 RANK = """
@@ -160,9 +248,21 @@ def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
     said = capsys.readouterr().out
     assert [f"server_{i}: http://localhost:{port} on GPU {i}" in said for i, port in enumerate(ports)] == [True, True]
     assert "trainer: 2 ranks on GPU 2,3" in said
-    assert f"hocket serve {' '.join(settings)} server.port=8101" in said
-    assert "'server.urls=[http://localhost:8100,http://localhost:8101]'" in said
+    chosen = [*settings, "launch.servers=2", "launch.trainers=2"]  # the run's config.yaml has them
+    serve = [f"-m hocket serve {shlex.join(chosen)} server.port={port}" for port in ports]
+    urls = "'server.urls=[http://localhost:8100,http://localhost:8101]'"
+    train = f"-m hocket train {shlex.join(chosen)} server.discover=null {urls}"
+    assert said.splitlines()[-3:] == [
+        f"CUDA_VISIBLE_DEVICES=0 {sys.executable} {serve[0]}",
+        f"CUDA_VISIBLE_DEVICES=1 {sys.executable} {serve[1]}",
+        f"CUDA_VISIBLE_DEVICES=2,3 {sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 {train}",
+    ]
     assert not (tmp_path / "a").exists()
+    monkeypatch.setattr(sys, "argv", ["./run.py"])  # which finds hocket's source
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    launch.launch(config.load(None, settings), settings, tmp_path / "a", dry_run=True)
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{sys.executable} ./run.py train ")
 
 
 def test_a_dead_server_is_reported_once_and_the_last_one_ends_the_run(
@@ -199,6 +299,12 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
         ports = launch.free_ports("127.0.0.1", port, 3)
         assert port not in ports
         assert len(set(ports)) == 3
+
+
+def test_ports_after_the_last_one_are_any_free_ones() -> None:
+    ports = launch.free_ports("127.0.0.1", 65534, 4)
+    assert len(set(ports)) == 4
+    assert max(ports) < 1 << 16
 
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ async def trained(
     score_s: float = 0.0,
     reference: tuple[float, float] | None = None,
 ) -> tuple[World, list[Any], Any]:
-    fixed = ["observe.tensorboard=false", "rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]
+    fixed = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *fixed, *settings])
     max_staleness = config.pipeline.max_staleness
     world: Any = World(reward, score_s, reference)

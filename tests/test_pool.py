@@ -258,7 +258,7 @@ async def test_a_server_that_was_started_again_gets_no_work_until_it_is_brought_
     well = True
 
     async def bring_up(member: Member, health: Health) -> None:
-        member.mark_ready(health.session)  # as the transport reports, before the canary is looked at
+        member.mark_ready(health.session)  # as the transport reports, before it is checked
         if not well:
             raise SyncError("it can't take the weights")
         brought.append((member.url, health.session))
@@ -648,6 +648,80 @@ async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_mor
         second.in_flight += 2
         await play(pool, [[7] * 32], batcher=batcher)
         assert [len(server.requests) for server in servers] == [1, 2]
+
+
+async def test_a_server_with_all_its_requests_leaves_the_others_theirs(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.batcher.MAX_REQUESTS", 2)
+    for server in servers:
+        server.go.clear()
+    async with make_pool(servers) as pool:
+        batcher, deadline, asks = Batcher(pool), Deadline(10), list[asyncio.Task[Completion]]()
+
+        await pool.wait_up()
+        pool.members[1].in_flight = 1000  # so that the first one is always the better choice
+        for number, of_each in enumerate([[1, 0], [2, 0], [2, 1], [2, 2]]):
+            asks.append(asyncio.create_task(batcher.ask(turn([1], number, deadline, SAMPLING))))  # a request of its own
+            await until(lambda number=number: sum(len(server.requests) for server in servers) > number)
+            assert [len(server.requests) for server in servers] == of_each
+        asks.append(asyncio.create_task(batcher.ask(turn([2], 4, deadline, SAMPLING))))
+        await asyncio.sleep(0.1)  # both have all that they may: it waits
+        assert [len(server.requests) for server in servers] == [2, 2]
+        servers[1].go.set()
+        await until(lambda: len(servers[1].requests) == 3)
+        servers[0].go.set()
+        assert [one.text for one in await asyncio.gather(*asks)] == ["1 0", "1 1", "1 2", "1 3", "2 4"]
+
+
+@pytest.mark.parametrize("other", [error("other_model"), error("unauthorized", 401)])
+@pytest.mark.parametrize("refuses_weights", [False, True])
+async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_listed_one_ends_the_run(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch, other: ServerError, refuses_weights: bool
+) -> None:
+    listing, said, looks = Listing(servers, monkeypatch), list[str](), list[str]()
+
+    async def bring_up(member: Member, health: Health) -> None:
+        looks.append(member.url)
+        if member.url == servers[1].url and refuses_weights:
+            raise SyncError(f"weight version 3 was refused: {other}") from other
+        if member.url == servers[1].url:
+            raise other
+        member.mark_ready(health.session)
+
+    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+        pool.bring_up = bring_up
+        listing.servers = [servers[1]]  # first it is the only one
+        waiting = asyncio.create_task(play(pool, [[1], [2]]))
+        await until(lambda: len(looks) > 2)
+        listing.servers = [*servers]
+        await waiting
+        pool.members[0].next_look = 0.0
+        await play(pool, [[1], [2]])
+        assert [member.url for member in pool.up] == [servers[0].url]
+    assert sum("is left out" in line for line in said) == 1
+    assert f"server {servers[1].url} is left out: " in said[0]
+    assert str(other) in said[0]
+    if not refuses_weights:
+        async with make_pool(servers) as pool:
+            pool.bring_up = bring_up
+            with pytest.raises(ServerError, match=str(other)):
+                await pool.wait_up()
+
+
+async def test_whatever_goes_wrong_with_a_list_is_said_and_the_list_is_followed_on(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, said = Listing(servers[:1], monkeypatch), list[str]()
+    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
+        await pool.wait_up()
+        listing.servers = [FakeServer(7)]  # no client can be made of its URL
+        await listing.followed()
+        listing.servers = [*servers[:1]]
+        await listing.followed()
+        assert pool._not_found is None
+        await play(pool, [[1], [2]])
+    assert said == ["KeyError: 'http://server7'. Those known so far are kept"]
 
 
 async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it_once(

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hocket.processes import kill_with_parent
+from hocket.processes import kill_with_parent, without_secrets
 from processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,3 +77,20 @@ def test_interrupting_the_tests_leaves_nothing_running(tmp_path: Path, signum: s
 )
 def test_the_exit_status_is_the_commands_own(code: str, status: int) -> None:
     assert subprocess.run(kill_with_parent([sys.executable, "-S", "-c", code]), check=False).returncode == status
+
+
+def test_what_looks_like_a_secret_is_kept_from_the_code_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = (
+        "HOCKET_TOKEN", "HF_TOKEN", "OPENAI_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD",
+        "GOOGLE_APPLICATION_CREDENTIALS", "api_tokens",
+    )  # fmt: skip
+    others = ("PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "NCCL_DEBUG", "SECRETARY")
+    for name in (*secrets, *others):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:word@proxy:80/")
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:80/")
+    given = without_secrets()
+    assert given.keys() >= {*others, "HTTP_PROXY"}
+    assert not given.keys() & {*secrets, "HTTPS_PROXY"}
+    monkeypatch.setenv("HOCKET_PASS_ENV", "HF_TOKEN,HTTPS_PROXY")
+    assert given.keys() ^ without_secrets().keys() == {"HF_TOKEN", "HTTPS_PROXY", "HOCKET_PASS_ENV"}

@@ -5,7 +5,7 @@ import json
 import pydantic
 import pytest
 
-from hocket.protocol import Completion, ReloadRequest
+from hocket.protocol import Completion, GenerateRequest, ReloadRequest, SessionRequest, Strict, WakeRequest
 
 COMPLETION = {
     "token_ids": [4, 2],
@@ -24,3 +24,28 @@ def test_a_malformed_completion_is_refused(change: dict[str, object]) -> None:
 
 def test_requests_in_flight_go_on_by_default() -> None:
     assert ReloadRequest.model_validate({"version": 1, "source": {"kind": "disk", "name": "v1"}}).in_flight == "keep"
+
+
+MANY = 100_000
+WRONG: list[tuple[type[Strict], str]] = [
+    (GenerateRequest, '{"prompts": [%s]}'),
+    (GenerateRequest, '{"prompts": [[%s]]}'),
+    (GenerateRequest, '{"prompts": ["a"], "seeds": [%s]}'),
+    (GenerateRequest, '{"prompts": ["a"], "seeds": [[%s]]}'),
+    (GenerateRequest, '{"prompts": ["a"], "tools": {"parser": "x", "tools": [%s]}}'),
+    (SessionRequest, '{"sampling": {"stop": [%s]}}'),
+    (SessionRequest, '{"sampling": {"stop_token_ids": [%s]}}'),
+    (ReloadRequest, '{"source": {"kind": "nccl", "buckets": [%s]}}'),
+    (ReloadRequest, '{"source": {"kind": "nccl", "buckets": [[%s]]}}'),
+    (ReloadRequest, '{"source": {"kind": "nccl", "buckets": [[{"shape": [%s]}]]}}'),
+    (ReloadRequest, '{"source": {"kind": "nccl", "adapter": {"target_modules": [%s]}}}'),
+    (WakeRequest, '{"tags": [%s]}'),
+]
+
+
+@pytest.mark.parametrize(("message", "body"), WRONG)
+def test_of_a_list_of_wrong_things_only_the_first_is_explained(message: type[Strict], body: str) -> None:
+    # pydantic takes a kilobyte for each error: all of them would be gigabytes, for one body of a few megabytes.
+    with pytest.raises(pydantic.ValidationError) as caught:
+        message.model_validate_json(body % ",".join(["-1.5"] * MANY))
+    assert caught.value.error_count() < 10

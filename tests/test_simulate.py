@@ -19,7 +19,7 @@ TEN = [[10, 10]]  # every completion has ten tokens
 PLAIN: dict[str, Any] = {  # every second in its place, nothing hidden
     "decode_fixed_s": 0.0, "decode_token_s": 0.0, "batch_s": 0.0, "reward_s": 0.0, "reward_workers": 0,
     "prompt_tokens": 0.0, "rollout_s": 0.0, "rollout_token_s": 0.0, "step_token_s": 0.0, "pack_pair_s": 0.0,
-    "train_fixed_s": 0.0, "prepare_s": 0.0, "transfer_s": 0.0, "canary_s": 0.0, "silence_s": 0.0,
+    "train_fixed_s": 0.0, "prepare_s": 0.0, "transfer_s": 0.0, "check_s": 0.0, "silence_s": 0.0,
 }  # fmt: skip
 
 
@@ -90,14 +90,8 @@ def test_more_sequences_than_places_queue() -> None:
     assert found["step_s"] == pytest.approx(20)
 
 
-def test_more_servers_than_requests_wait_for_a_request() -> None:
-    four = {"servers": 4, "prompts": 4}
-    assert result(setup(**four), speeds(decode_fixed_s=1.0))["step_s"] == pytest.approx(10)
-    assert result(setup(**four, max_requests=2), speeds(decode_fixed_s=1.0))["step_s"] == pytest.approx(20)
-
-
 def test_a_lost_servers_share_is_played_again_and_it_comes_back_with_the_weights() -> None:
-    parts = speeds(decode_fixed_s=1.0, silence_s=2.0, transfer_s=0.5, canary_s=1.0)
+    parts = speeds(decode_fixed_s=1.0, silence_s=2.0, transfer_s=0.5, check_s=1.0)
     simulation = Simulation(setup(servers=2), parts, TEN)
     simulation.env.process(simulation.outage(simulation.servers[1], after_s=4.0, away_s=12.0))
     simulation.run()
@@ -109,7 +103,6 @@ def test_a_lost_servers_share_is_played_again_and_it_comes_back_with_the_weights
     assert steps[1:] == pytest.approx([10.5] * 11)
     assert simulation.replayed == 4
     assert all(server.up and server.version == 12 for server in simulation.servers)
-    assert simulation.requests == 0
 
 
 def test_without_any_server_the_run_waits_for_one() -> None:
@@ -126,7 +119,7 @@ def test_a_machine_with_too_few_cores_slows_down_both_sides() -> None:
 
 
 def test_rank_zeros_event_loop_bounds_the_rollouts_per_second() -> None:
-    found = result(setup(servers=100, prompts=100, max_requests=0), speeds(decode_fixed_s=1e-3, rollout_s=0.1))
+    found = result(setup(servers=100, prompts=100), speeds(decode_fixed_s=1e-3, rollout_s=0.1))
     assert found["rollouts_per_s"] == pytest.approx(10, rel=0.01)
     assert found["rank0_busy"] == pytest.approx(1, rel=0.01)
 

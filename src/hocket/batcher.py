@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 
 from hocket.errors import ServerError
 from hocket.pool import GONE, MAX_LOSSES, POLL_S, Deadline, Member, ServerPool
-from hocket.protocol import Completion, GenerateRequest, SamplingParams, Toolbox
+from hocket.protocol import MAX_PROMPTS, MAX_SAMPLES, Completion, GenerateRequest, SamplingParams, Toolbox
 
 WINDOW_S = 0.002
 MAX_REQUESTS = 48
-"""Requests in flight at the same time; each server's client has a few more connections."""
-MAX_TURNS, MAX_SAMPLES = 1024, 128  # in one request, and of one prompt in it: at most what a server takes
+"""Requests in flight on one server; its client has a few more connections."""
+MAX_TURNS = MAX_PROMPTS  # in one request: at most what a server takes
 MAX_HOMES = 1 << 12
 """Groups whose server is remembered."""
 AGAIN = frozenset({"aborted", "asleep"})
@@ -52,7 +52,7 @@ class Batcher:
         self._pool = pool
         self._tools = tools  # calls of these are looked for in the completions
         self._waiting: list[Turn] = []
-        self._requests: set[asyncio.Task[None] | None] = set()
+        self._requests: dict[asyncio.Task[None] | None, Member] = {}
         self._dispatch: asyncio.Task[None] | None = None
         self._homes: dict[str, tuple[Member, int]] = {}  # group: its server, tokens of its first turns
 
@@ -63,23 +63,28 @@ class Batcher:
         return await turn.answer
 
     def _wake(self, ended: "asyncio.Task[None] | None" = None) -> None:
-        self._requests.discard(ended)
-        if self._dispatch is None and self._waiting and len(self._requests) < MAX_REQUESTS:
+        self._requests.pop(ended, None)
+        if self._dispatch is None and self._waiting and (not self._pool.up or self._free()):
             self._dispatch = self._pool.start(self._dispatch_soon())
 
+    def _free(self) -> list[Member]:
+        """Return the servers that may get one more request."""
+        counts = Counter(self._requests.values())
+        return [member for member in self._pool.up if counts[member] < MAX_REQUESTS]
+
     async def _dispatch_soon(self) -> None:
-        """Wait for company, the longer the more requests are under way, then send the turns that wait."""
-        await asyncio.sleep(WINDOW_S * (1 + len(self._requests)))
+        """Wait for company, the longer the more requests each server has, then send the turns that wait."""
+        await asyncio.sleep(WINDOW_S * (1 + len(self._requests) / max(1, len(self._pool.up))))
         try:
             up = await self._pool.wait_up(*{turn.deadline for turn in self._waiting})
             waiting, self._waiting = self._waiting, []
             wanted = [turn for turn in waiting if not turn.answer.done()]  # it may have been lost too often
-            for member, turns in self._divided(wanted, up):
-                if len(self._requests) >= MAX_REQUESTS:
+            for member, turns in self._divided(wanted, self._free() or up):
+                if member not in self._free():
                     self._waiting += turns  # until a request has ended
                     continue
                 request = self._pool.start(self._request(member, turns))
-                self._requests.add(request)
+                self._requests[request] = member
                 request.add_done_callback(self._wake)
         except Exception as error:  # noqa: BLE001 - whatever it is, every episode that waits raises it
             _fail(self._waiting, error)

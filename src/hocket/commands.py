@@ -21,9 +21,10 @@ from hocket.data.stream import PromptStream
 from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, SyncError
 from hocket.launch import Child, free_port, running, variables
 from hocket.observe.console import Console
+from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import RunFolder, lines_of
 from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
@@ -34,9 +35,10 @@ from hocket.rollout.collect import Play, collect
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
-from hocket.sync.bring_up import Canary, bring_up
+from hocket.sync.bring_up import bring_up
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
+from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.system import write_atomically
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from hocket.loop import Run
     from hocket.trainer.trainer import Trainer
 
-CANARY_PROMPTS = 4
+PROOF_PROMPTS = 16
 NUM_SHOWN = 2  # prompts, at the start
 
 
@@ -120,6 +122,8 @@ async def _train(run: "Run") -> None:
     async with run.servers:
         try:
             await run.train()
+        except SyncError as error:
+            raise SyncError(f"step {run.folder.last_step + 1}: {error}") from error
         finally:
             await run.servers.release()
 
@@ -338,13 +342,20 @@ class Parts:
             trainer_turn = transport.trainer_turn
         elif config.sync.backend == "nccl" and config.pipeline.replay is None:
             transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
-        canary = Canary(prompts[:CANARY_PROMPTS], trainer, config.rollout, config.sync, trainer_turn)
+        proof = Proof(
+            prompts=prompts[:PROOF_PROMPTS],
+            trainer=trainer,
+            rollout=config.rollout,
+            sync=config.sync,
+            trainer_turn=trainer_turn,
+            say=say,
+            alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
+        )
         publisher = Publisher(
             versions=versions,
             pool=servers,
             transport=transport,
-            check=canary.check,
-            check_every=config.sync.canary_every,
+            proof=proof,
             trainer_turn=trainer_turn,
         )
         servers.bring_up = partial(bring_up, publisher, trainer.check_same_model, say)

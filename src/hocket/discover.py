@@ -30,7 +30,7 @@ def _in_file(path: str) -> list[str]:
     urls = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         url = line.partition("#")[0].strip().rstrip("/")
-        if url and not re.match(r"https?://[^/\s]+", url):
+        if url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
             raise ValueError(f"line {number} is no URL of a server, such as http://10.0.0.1:8000: {line}")
         _ = urlsplit(url).port  # ValueError where it is no number
         urls += [url] if url else []

@@ -25,20 +25,21 @@ SUBMIT = {  # command lines, in the folder of the files
     "kubernetes": ["kubectl apply -f storage.yaml", "kubectl apply -k ."],
 }
 TOKEN_FILE = "token.env"  # Kubernetes' secret is made of it
+RECORD = ".written.json"  # each file as hocket last wrote it; one that differs has been edited
 HEAD = "# The settings of this run, read by all of its processes; yours to edit.\n"
 
 
 class Layout(NamedTuple):
-    """Place servers and ranks, of one GPU each, on nodes of equal size, whose kind is one unless all fit on one."""
+    """Say on how many nodes a run is. Each has either servers or ranks, unless one node holds all of them."""
 
     servers: int
-    gpus_per_server: int
-    ranks: int
-    servers_per_node: int
+    gpus_per_server: int  # 0 without GPUs
+    ranks: int  # of one GPU each
+    servers_per_node: int  # at most
     server_nodes: int
-    ranks_per_node: int
+    ranks_per_node: int  # on each
     rank_nodes: int
-    num_nodes: int
+    num_nodes: int  # in all
 
     def __str__(self) -> str:
         """Say what is where."""
@@ -114,7 +115,7 @@ def render(
 
 
 def launch(engine: str, settings: Sequence[str], output: Path | None, *, submit: bool, dry_run: bool) -> None:
-    """Write the files of a run and say how to submit them, or do so. Keep a file that differs as NAME~."""
+    """Write the files of a run and say how to submit them, or do so. Keep those that the user has edited."""
     if not Path("run.py").exists():
         raise ConfigError("type this in hocket's checkout, which all nodes see: the job runs run.py there")
     layout, files = render(engine, settings, output=output, root=Path.cwd(), python=sys.executable)
@@ -123,15 +124,22 @@ def launch(engine: str, settings: Sequence[str], output: Path | None, *, submit:
     if dry_run:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    record = folder / RECORD
+    written = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    edited = []
     for path, text in files.items():
-        if path.exists() and path.read_text(encoding="utf-8") != text:
-            path.replace(f"{path}~")
-            print(f"{path} was another one, now {path.name}~")
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and path.read_text(encoding="utf-8") not in (text, written.get(path.name)):
+            edited.append(path.name)
+        else:
+            path.write_text(text, encoding="utf-8")
+    record.write_text(json.dumps({path.name: text for path, text in files.items()}), encoding="utf-8")
+    if edited:
+        print(f"kept as you have edited it: {' '.join(edited)}; for a fresh one delete it, or name another --output")
     token = folder / TOKEN_FILE
     if engine == "kubernetes" and not token.exists():
         token.touch(mode=0o600)
-        token.write_text(f"HOCKET_TOKEN={secrets.token_hex(16)}\n", encoding="utf-8")
+        others = "# HF_TOKEN=hf_... for models and data that ask for it\n"
+        token.write_text(f"HOCKET_TOKEN={secrets.token_hex(16)}\n{others}", encoding="utf-8")
         (folder / ".gitignore").write_text(f"{TOKEN_FILE}\n", encoding="utf-8")
     lines = [line.format(folder=shlex.quote(str(folder))) for line in SUBMIT[engine]]
     if not submit:

@@ -30,6 +30,7 @@ def die_with_launcher() -> None:
     """Have the kernel send SIGTERM to this process when the hocket process that started it ends (Linux)."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
         die_with_parent(int(parent), signal.SIGTERM)
 
 
@@ -50,15 +51,6 @@ class Child(subprocess.Popen[bytes]):
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the parent alone, which stops its children
             )
 
-    def stop(self, first: signal.Signals = signal.SIGTERM) -> int:
-        """End the process and return its exit status; STOP_TIMEOUT_S after `first`, its process group is killed."""
-        self.send_signal(first)  # nothing if it has ended
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
-            os.killpg(self.pid, signal.SIGKILL)
-        return self.wait(STOP_TIMEOUT_S)
-
     def last_words(self, name: str) -> str:
         """Return how the process has ended, and the end of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log else []
@@ -68,6 +60,19 @@ class Child(subprocess.Popen[bytes]):
         """Raise ServerError if the process, a server, has ended."""
         if self.poll() is not None:
             raise ServerError(self.last_words("the server"), code="unreachable")
+
+
+def stop(children: Sequence[Child], first: signal.Signals = signal.SIGTERM) -> None:
+    """End processes, all at the same time; STOP_TIMEOUT_S after `first`, their process groups are killed."""
+    for child in children:
+        child.send_signal(first)  # nothing if it has ended
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait(STOP_TIMEOUT_S)
 
 
 class Placement(NamedTuple):
@@ -97,23 +102,29 @@ def launch(config: Config, arguments: Sequence[str], run_dir: Path, *, dry_run: 
     ports = free_ports(config.server.host, config.server.port, len(plan.servers))
     urls = [config.url_at(port) for port in ports]
     names = [f"server_{number}" for number in range(len(ports))] if len(ports) > 1 else ["server"]
+    arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
     serve = [["-m", "hocket", "serve", *arguments, f"server.port={port}"] for port in ports]
     train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{','.join(urls)}]"]
     print(f"run folder {run_dir}, logs in {logs}")
     for name, url, gpus in zip(names, urls, plan.servers, strict=True):
         print(f"{name}: {url} on {_where(gpus)}")
     print(f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}", flush=True)
+    environments = [variables(gpus, len(ports)) for gpus in plan.servers]
     if dry_run:
-        print(*(f"python {shlex.join(command)}" for command in (*serve, train)), sep="\n")
+        lines = [_typed(command, env) for command, env in zip(serve, environments, strict=True)]
+        print("by hand:", *lines, _typed(train, variables(plan.ranks), plan.num_ranks), sep="\n")
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: it stops the children, too
-    with contextlib.ExitStack() as stack:
-        servers = [
-            stack.enter_context(running(command, env=variables(gpus, len(ports)), log=logs / f"{name}.log"))
-            for name, gpus, command in zip(names, plan.servers, serve, strict=True)
-        ]
-        check = functools.partial(refuse_all_dead, servers)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    servers: list[Child] = []
+    try:
+        for name, command, env in zip(names, serve, environments, strict=True):
+            servers.append(Child(command, env=env, log=logs / f"{name}.log"))
+        check = functools.partial(refuse_all_dead, [*servers])
         return run_ranks(train, plan.num_ranks, env=variables(plan.ranks), check=check, logs=logs)
+    finally:
+        stop(servers)
 
 
 def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) -> Placement:
@@ -196,8 +207,8 @@ def run_ranks(
             check()
             time.sleep(0.2)
     finally:
-        for child in ranks:  # rank 0 first: it closes the run, and releases the others, which have nothing to close
-            child.stop(signal.SIGINT if child is ranks[0] else signal.SIGTERM)
+        stop(ranks[:1], signal.SIGINT)  # it closes the run, and releases the others, which have nothing to close
+        stop(ranks[1:])
 
 
 @contextmanager
@@ -207,7 +218,7 @@ def running(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> Ite
     try:
         yield child
     finally:
-        child.stop()
+        stop([child])
 
 
 def refuse_all_dead(servers: list[Child]) -> None:
@@ -236,6 +247,14 @@ def _names(gpus: str | None) -> list[str]:
     return [gpu.strip() for gpu in (gpus or "").split(",") if gpu.strip()]
 
 
+def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:
+    """Return the line that runs a command of hocket, as several ranks where asked, from a shell in this folder."""
+    program = [sys.argv[0], *command[2:]] if Path(sys.argv[0]).name == "run.py" else command  # it finds hocket
+    if num_ranks > 1:
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program]
+    return " ".join([*(f"{name}={value}" for name, value in env.items()), shlex.join([sys.executable, *program])])
+
+
 def _where(gpus: str) -> str:
     return f"GPU {gpus}" if gpus else "the CPU"
 
@@ -261,7 +280,7 @@ def free_ports(host: str, first: int, number: int) -> list[int]:
     """Return `number` ports from `first` on; other free ones replace those that are taken."""
     ports: list[int] = []
     for wanted in range(first, first + number):
-        port = free_port(host, wanted)
+        port = free_port(host, wanted if wanted < 1 << 16 else 0)
         while port in ports:
             port = free_port(host, 0)
         ports.append(port)

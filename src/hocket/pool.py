@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from hocket.client import HEALTH_TIMEOUT_S, ServerClient
-from hocket.errors import ServerError, SyncError
+from hocket.errors import HocketError, ServerError, SyncError
 from hocket.protocol import AgentRecord, Health, SamplingParams, SessionRequest, SessionResponse
 from hocket.system import cancel
 
@@ -77,7 +77,9 @@ class Member:
     session: str | None = None  # of the server's process that holds the current weights; None: it gets no work
     in_flight: int = 0  # prompt and completion tokens of its unfinished turns and sessions, at most
     out: str | None = None  # why it gets no work; None: it does, or has not been looked at
+    left_out: str | None = None  # why it can't be used, as last reported
     kv_tokens: int = 0  # tokens that its KV cache holds
+    dtype: str = ""  # precision of its engine
     next_look: float = 0.0  # by time.monotonic, while it is out
     held: bool = False  # whether it has worked for this trainer
 
@@ -163,10 +165,11 @@ class ServerPool:
             try:
                 await self._update(await find())
                 self._not_found = None
-            except ServerError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on with the servers that it has
+                reason = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
                 if self._not_found is None:
-                    self.say(f"{error}. Those known so far are kept")
-                self._not_found = str(error)
+                    self.say(f"{reason}. Those known so far are kept")
+                self._not_found = reason
             await asyncio.sleep(FIND_S)
 
     async def _update(self, urls: Sequence[str]) -> None:
@@ -193,7 +196,7 @@ class ServerPool:
         """Bring up every server that has come (back) and return those that may work: at least one, if the pool has any.
 
         The deadlines are stopped while there is no server. Raises ServerError where none came within start_timeout_s,
-        or one refused the token.
+        or one of a fixed list has another model or token.
         """
         await self.look_at_all()
         start = time.monotonic()
@@ -235,7 +238,7 @@ class ServerPool:
                 take_over = self.take_over and not member.held
                 health = await member.server.heartbeat(timeout_s=LOOK_S, take_over=take_over)
                 member.held = True
-            member.kv_tokens = health.kv_tokens
+            member.kv_tokens, member.dtype = health.kv_tokens, health.dtype
             # A failed load is mended by the next one that succeeds; from any other failure a server does not recover.
             if health.status == "failed" and (health.error is None or health.error.code != "reload_failed"):
                 member.mark_out(f"it failed: {health.error.message if health.error else 'it does not say why'}")
@@ -245,17 +248,20 @@ class ServerPool:
                 member.mark_ready(health.session)
             else:
                 await self.bring_up(member, health)
-            if member.session is not None and known is not None and len(self.members) > 1:
-                self.say(f"server {member.url} is there")
-        except ServerError as error:
-            if error.status in (401, 403):
-                raise
-            member.mark_out("nothing answers there yet" if error.code == "unreachable" else str(error))
-        except SyncError as error:
-            member.mark_out(str(error))
-            if not self.up:
-                raise
-            self.say(f"server {member.url} is left out: {error}")
+            if member.session is not None:
+                member.left_out = None
+                if known is not None and len(self.members) > 1:
+                    self.say(f"server {member.url} is there")
+        except (ServerError, SyncError) as error:
+            silent = isinstance(error, ServerError) and error.code == "unreachable"
+            member.mark_out("nothing answers there yet" if silent else str(error))
+            refused, foreign = isinstance(error, SyncError), _is_foreign(error)
+            if refused or foreign:
+                if not (refused and self.up) and not (foreign and self.find):
+                    raise
+                if member.left_out != member.out:  # once, however often it is looked at
+                    member.left_out = member.out
+                    self.say(f"server {member.url} is left out: {error}")
         finally:
             now = time.monotonic()
             rest = 0.0 if member.session else max(POLL_S, (now - start) / (LOOKING_SHARE if self.up else 1))
@@ -344,3 +350,9 @@ class RecordedSession:
             if error.code in GONE:
                 self._pool.mark_lost(self._member, str(error))
             raise
+
+
+def _is_foreign(error: HocketError) -> bool:
+    """Return whether it is the error of a server that others use: with another model, or another token."""
+    answer = error.__cause__ if isinstance(error, SyncError) else error  # to a version that it has refused
+    return isinstance(answer, ServerError) and (answer.code == "other_model" or answer.status in (401, 403))

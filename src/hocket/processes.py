@@ -1,18 +1,26 @@
 """End processes with the one that started them, and with it all their descendants. Standard library only.
 
-As a program, `processes.py PARENT_PID COMMAND ...` runs a command so that nothing outlives it (Linux).
+As a program, `processes.py PARENT_PID MAX_PROCESSES MAX_MIB COMMAND ...` runs a command that nothing outlives (Linux).
 """
 
+import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 GRACE_S = 30  # after a Ctrl-C, for the command to end by itself
+LOOK_S = 0.1  # between looks at what a command and its descendants take
+SPARE_TASKS = 2048
+OVER_LIMIT = 100  # exit status of a command that was killed because they took too much
+PASS_VARIABLE = "HOCKET_PASS_ENV"  # names, with commas between them, that are no secrets whatever they look like
+_SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|COOKIE)S?(_|$)", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -49,46 +57,96 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
         sys.exit(f"the process that started this one (pid {parent}) is gone")
 
 
-def kill_with_parent(command: Sequence[str]) -> list[str]:
-    """Return the command line that runs `command` contained, and also ends it when this process is gone."""
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+def without_secrets() -> dict[str, str]:
+    """Return this process's environment for code of others: without the variables that look like a secret."""
+    passed = os.environ.get(PASS_VARIABLE, "").split(",")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in passed or not (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+    }
 
 
-def contain(command: Sequence[str]) -> int:
+def kill_with_parent(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:
+    """Return the command line that runs `command` contained and ends it when this process is gone; 0: no limit."""
+    return [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), max_processes, max_mib)), *command]
+
+
+def contain(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> int:
     """Run a command, kill what it leaves running, return its exit status; a Ctrl-C gives it GRACE_S seconds to end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes that lose their parent become children of this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(128 + signal.SIGINT))
     signal.signal(signal.SIGINT, lambda *_: signal.alarm(GRACE_S))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # waited for below
+    if max_processes:
+        with contextlib.suppress(PermissionError):  # only root may come before a thousand processes
+            os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     program = os.fork()
     if program == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if max_processes:
+            _limit_tasks()
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")  # where memory runs out, the kernel kills this before the process that asked for it
         os.execvp(command[0], list(command))
     try:
         while True:
-            pid, status = os.wait()
+            pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == program:
                 code = os.waitstatus_to_exitcode(status)
                 return code if code >= 0 else 128 - code
+            if pid == 0:
+                if max_processes and _is_over(max_processes, max_mib):
+                    return OVER_LIMIT
+                signal.sigtimedwait([signal.SIGCHLD], LOOK_S)
     finally:
         for signum in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         _kill_descendants()
 
 
+def _limit_tasks() -> None:
+    """Have the kernel refuse this user, unless it is root, more than SPARE_TASKS further processes and threads."""
+    import resource  # not on Windows
+
+    with open("/proc/loadavg", encoding="ascii") as file, contextlib.suppress(ValueError):  # it is lower already
+        tasks = int(re.split("[ /]", file.read())[4])  # of all users
+        resource.setrlimit(resource.RLIMIT_NPROC, (tasks + SPARE_TASKS, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+
+
+def _is_over(max_processes: int, max_mib: int) -> bool:
+    pages = []
+    for pid in _descendants():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            pages.append(int(file.read().split()[1]))  # 0: it has ended, and its parent has not asked how
+        if sum(map(bool, pages)) > max_processes:
+            return True
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE") > max_mib << 20
+
+
+def _descendants() -> Iterator[int]:
+    todo = [os.getpid()]
+    for pid in todo:  # it grows meanwhile
+        with contextlib.suppress(OSError):  # that one has ended: what it left is a child of this process
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                    todo += (children := [int(child) for child in file.read().split()])
+                yield from children
+
+
 def _kill_descendants() -> None:
-    while True:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            children = [int(pid) for pid in file.read().split()]
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-        try:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.01)
-        except ChildProcessError:
-            return
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            for pid in _descendants():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+            time.sleep(0.01)
 
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]), signal.SIGTERM)
-    sys.exit(contain(sys.argv[2:]))
+    sys.exit(contain(sys.argv[4:], int(sys.argv[2]), int(sys.argv[3])))

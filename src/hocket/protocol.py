@@ -7,10 +7,14 @@ from pydantic import Field
 
 from hocket.types import FinishReason, InFlight, VersionSpan
 
+FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
 TokenId = Annotated[int, Field(ge=0)]
-PromptInput = str | list[TokenId] | list[dict[str, Any]]
+PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[dict[str, Any]], FAIL_FAST]
 """Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
+MAX_PROMPTS, MAX_SAMPLES, MAX_COMPLETIONS = 1024, 128, 1 << 14
+"""In one request: prompts, completions of one of them, and of all together."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
 Memory = Literal["weights", "kv_cache"]  # what leaves the GPU while the engine sleeps
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
@@ -43,8 +47,8 @@ class SamplingParams(Strict):
     top_k: int = Field(-1, ge=-1)
     max_tokens: int = Field(16, ge=1)
     # Strict would take no list from FastAPI.
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=16, strict=False)
-    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=16, strict=False)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=16, strict=False, fail_fast=True)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=16, strict=False, fail_fast=True)
     seed: Seed | None = None
 
 
@@ -52,7 +56,9 @@ class Toolbox(Strict):
     """The functions that a model may call. The server looks for calls in the text; prompts are taken as they are."""
 
     parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
-    tools: tuple[dict[str, Any], ...] = Field(min_length=1)  # each as OpenAI's API describes a function
+    tools: tuple[dict[str, Any], ...] = Field(
+        min_length=1, max_length=1024, fail_fast=True
+    )  # each as OpenAI's API describes a function
 
 
 class FromTrainer(Strict):
@@ -64,14 +70,15 @@ class FromTrainer(Strict):
 class GenerateRequest(FromTrainer):
     """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
 
-    Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j.
+    Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j;
+    at most MAX_COMPLETIONS in all.
     """
 
-    prompts: list[PromptInput] = Field(min_length=1, max_length=1024)
+    prompts: list[PromptInput] = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
     sampling: SamplingParams = SamplingParams()
-    n: int = Field(1, ge=1, le=128)
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
     stream: bool = False
-    seeds: list[Annotated[list[Seed], Field(min_length=1, max_length=128)]] | None = None
+    seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
     session: str | None = None  # of the server: refused if it has restarted since and lost its weights
     tools: Toolbox | None = None
 
@@ -133,7 +140,7 @@ class SessionRequest(FromTrainer):
     sampling: SamplingParams
     max_length: int = Field(ge=2)  # tokens of prompt and completion; a longer prompt is refused
     max_calls: int = Field(ge=1)
-    idle_timeout_s: float = Field(gt=0)  # a session is forgotten after this time without a call
+    idle_timeout_s: float = Field(gt=0, le=100_000)  # a session is forgotten after this time without a call
     session: str | None = None  # as in a GenerateRequest
 
 
@@ -175,7 +182,9 @@ class AdapterConfig(Strict):
     base_model_name_or_path: str
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
-    target_modules: list[str] = Field(min_length=1)  # last parts of the names of adapted layers
+    target_modules: list[str] = Field(
+        min_length=1, max_length=1024, fail_fast=True
+    )  # last parts of the names of adapted layers
 
 
 class TensorLayout(Strict):
@@ -183,7 +192,7 @@ class TensorLayout(Strict):
 
     name: str
     dtype: str
-    shape: list[int]
+    shape: list[int] = Field(max_length=16, fail_fast=True)
 
 
 class CollectiveSource(Strict):
@@ -193,7 +202,7 @@ class CollectiveSource(Strict):
     session: str  # of the group
     turn: int = Field(ge=1)  # number of the transfer in the group, so that both ends mean the same one
     adapter: AdapterConfig | None = None  # None for whole weights
-    buckets: list[list[TensorLayout]] = Field(min_length=1)
+    buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
 
 
 class ReloadRequest(FromTrainer):
@@ -229,7 +238,7 @@ class SleepRequest(FromTrainer):
 class WakeRequest(FromTrainer):
     """POST /wake_up: these parts come back to the GPU; the engine generates again once both are there. Idempotent."""
 
-    tags: list[Memory] = Field(["weights", "kv_cache"], min_length=1)
+    tags: list[Memory] = Field(["weights", "kv_cache"], min_length=1, max_length=2, fail_fast=True)
 
 
 class SleepResponse(Strict):

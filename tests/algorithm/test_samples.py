@@ -102,6 +102,7 @@ def test_each_rollout_gets_its_group_normalised_advantage() -> None:
         ((), [0.5, None], "one score alone"),
         ((), [None, None], "no score"),
         (("preset=reinforce_pp",), [1.0, 1.0], None),  # nothing is compared within a group
+        (("preset=reinforce_pp_baseline",), [1.0, 1.0], None),  # it counts in the mean over all tokens
         (("preset=ppo",), [0.5, None], None),
         (("preset=ppo",), [None, None], "no score"),
     ],
@@ -192,7 +193,7 @@ def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -
 @pytest.mark.parametrize(
     ("preset", "rewards", "expected"),
     [
-        # centred −1 1 | −3 3: unbiased deviation √(20/3)
+        # centred −1 1 | −3 3: their tokens, one each, have the mean 0 and the unbiased deviation √(20/3)
         ("reinforce_pp_baseline", ([0.0, 2.0], [4.0, 10.0]), [x / math.sqrt(20 / 3) for x in (-1, 1, -3, 3)]),
         ("rloo", ([1.0, 2.0, 6.0],), [-3.0, -1.5, 4.5]),  # compared with the mean of the others
         ("dr_grpo", ([1.0, 2.0, 6.0],), [-2.0, -1.0, 3.0]),  # only centred
@@ -204,6 +205,25 @@ def test_advantages_of_presets_by_hand(preset: str, rewards: list[list[float | N
     assert last_advantages(samples) == pytest.approx(expected, abs=1e-5)
     backwards, _ = sampled(groups[::-1], settings(f"preset={preset}"))  # the order of groups is free
     assert sorted(last_advantages(backwards)) == pytest.approx(sorted(last_advantages(samples)))
+
+
+def test_reinforce_pp_baseline_whitens_centred_rewards_over_tokens_as_the_code_of_its_authors_does() -> None:
+    # Three groups of two with 1 3 | 2 4 | 1 1 tokens. Centred: −½ ½ | −1 1 | 0 0, the last group of equal rewards.
+    # Tokens: −½, 3 of ½, 2 of −1, 4 of 1, 2 of 0: sum 3, mean ¼; squares 1/4 + 3/4 + 2 + 4 = 7
+    rollouts = [make_rollout(*[-1.0] * length, name=str(length)) for length in (1, 3, 2, 4, 1, 1)]
+    rewards = [0.0, 1.0, 0.0, 2.0, 1.0, 1.0]
+    groups = [of_rollouts(*rollouts[i : i + 2], rewards=[*rewards[i : i + 2]], name=str(i)) for i in (0, 2, 4)]
+    samples, _ = sampled(groups, settings("preset=reinforce_pp_baseline"))
+    unbiased = math.sqrt((7 - 12 / 16) / 11)
+    centred = (-0.5, 0.5, -1.0, 1.0, 0.0, 0.0)
+    assert last_advantages(samples) == pytest.approx([(value - 0.25) / unbiased for value in centred])
+    assert [len(set(sample.advantages[2:])) for sample in samples] == [1] * 6  # the same for all tokens of a rollout
+    # OpenRLHF (89308a0, experience_maker.py, reinforce_baseline) divides by the biased deviation: √(12/11) times that
+    theirs = [-1.039230, 0.346410, -1.732051, 1.039230, -0.346410, -0.346410]
+    assert [value * math.sqrt(12 / 11) for value in last_advantages(samples)] == pytest.approx(theirs, abs=1e-6)
+    # With scale=batch nothing but the group's mean is subtracted, rollouts count alike, and equal ones are left out.
+    by_rollout, _ = sampled(groups[:2], settings("preset=reinforce_pp_baseline", "scale=batch"))
+    assert last_advantages(by_rollout) == pytest.approx([value / math.sqrt(2.5 / 3) for value in centred[:4]], abs=1e-5)
 
 
 def test_ppo_passes_over_tokens_of_the_environment() -> None:

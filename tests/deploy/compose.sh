@@ -17,7 +17,7 @@ cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 port=${HOCKET_PORT:-18000}
 device=${GPU:+cuda}; device=${device:-cpu}
-export HOCKET_TOKEN=a-token-of-this-test HOCKET_PORT=$port
+export HOCKET_TOKEN=a-token-of-this-test HOCKET_PORT=$port HF_TOKEN=hf_of_this_test
 
 # A copy of what git knows or would add, as a user's clone: a run must need nothing else, and leaves nothing here.
 mkdir "$work/hocket"
@@ -26,7 +26,7 @@ owner=$(id -u):$(id -g)
 if [ "$owner" = 0:0 ]; then owner=1000:1000; chown -R $owner "$work/hocket"; fi  # a user is not root
 export HOCKET_USER=$owner
 build() {  # the part of an override that says how SERVICE is built
-    echo "  $1: {build: {network: ${BUILD_NETWORK:-default}, args: {TORCH_INDEX: '${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}', BASE: '${BASE:-python:3.11-slim}'}${WHEELS:+, additional_contexts: {wheels: '$WHEELS'\}}}}"
+    echo "  $1: {build: {network: ${BUILD_NETWORK:-default}, args: {TORCH_INDEX: '${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}'${BASE:+, BASE: '$BASE'}}${WHEELS:+, additional_contexts: {wheels: '$WHEELS'\}}}}"
 }
 printf 'services:\n%s\n%s\n' "$(build server)" "$(build trainer)" > "$work/override.yaml"
 files=(-f "$work/hocket/docker/compose.yaml" ${GPU:+-f "$work/hocket/docker/compose.gpu.yaml"} -f "$work/override.yaml")
@@ -65,6 +65,7 @@ steps() { [ "$(wc -l < "$run/metrics.jsonl")" -gt "$1" ]; }  # the first line is
 container() { docker ps --all --quiet --filter label=com.docker.compose.project=hocket --filter "name=hocket-$1\$"; }
 lines() { docker logs "$(container trainer-1)" 2>&1; }
 said() { [ "$(lines | grep -c -- "$2")" -ge "$1" ]; }  # said TIMES WORDS
+healthy() { [ "$(docker inspect -f '{{.State.Health.Status}}' "$(container "$1")")" = healthy ]; }
 ended() { [ "$(docker inspect -f '{{.State.Status}}' "$(container trainer-1)")" = exited ]; }
 answer() { curl -fsS --max-time 20 -H "Authorization: Bearer $HOCKET_TOKEN" "$@"; }
 trained() {  # the trainer ended well and the policy is better
@@ -97,11 +98,14 @@ phase_build() {
     for image in server trainer; do
         docker history --no-trunc --format '{{.CreatedBy}}' "hocket-$image:$device" > "$work/layers"
         if grep -i token "$work/layers"; then fail "a token in a layer"; fi
+        docker run --rm --network none --user 4242:4242 --entrypoint sh "hocket-$image:$device" -c 'mkdir "$HF_HOME"' ||
+            fail "another user without the mount has no place for downloads"
     done
 }
 
 phase_one() {
     start one ''
+    [ "$(docker exec "$(container trainer-1)" printenv HF_TOKEN)" = "$HF_TOKEN" ] || fail "the hub's token does not arrive"
     wait_for 200 "10 steps are trained" steps 10
     say "curl /health: $(curl -fsS "http://127.0.0.1:$port/health" | cut -c 1-90)..."
     [ "$(curl -s -o /dev/null -w '%{http_code}' "http://127.0.0.1:$port/v1/models")" = 401 ] || fail "no token was asked for"
@@ -113,7 +117,7 @@ phase_one() {
     wait_for 120 "docker start: the server is back, with the current weights" said 2 'holds version'
 
     wait_for 200 "40 steps are trained" steps 40
-    kill -KILL "$(docker inspect -f '{{.State.Pid}}' "$(container server-1)")"
+    kill -KILL "$(docker top "$(container server-1)" -eo pid,args | awk '/bin\/hocket serve/ {print $1; exit}')"
     wait_for 60 "crash of the server: the trainer waits for it" said 2 'lost server'
     wait_for 120 "the engine has restarted the server; it has the current weights" said 3 'holds version'
     trained
@@ -126,11 +130,15 @@ phase_one() {
 }
 
 phase_two() {
-    HOCKET_PORT=$port-$((port + 1)) start two '' --scale server=2
+    HOCKET_PORT=$port-$((port + 1)) start two 'trainer.steps=120' --scale server=2
     wait_for 200 "10 steps are trained" steps 10
     docker kill "$(container server-2)" > /dev/null
     wait_for 200 "docker kill of one: the other goes on, 25 steps are trained" steps 25
+    docker pause "$(container trainer-1)" > /dev/null  # on a fast machine the run would end meanwhile
     docker start "$(container server-2)" > /dev/null
+    wait_for 120 "docker start: it answers again" healthy server-2
+    docker unpause "$(container trainer-1)" > /dev/null
+    wait_for 120 "it has the current weights" said 3 'holds version'
     trained
     for number in 1 2; do
         address=$(compose port --index $number server 8000)
@@ -155,8 +163,11 @@ PY
 }
 
 phase_ranks() {
-    HOCKET_RANKS=2 start ranks 'trainer.steps=20'
+    export HOCKET_RANKS=2
+    start ranks 'trainer.steps=20'
     trained 0.1
+    say "eval, by one process: $(compose run --rm --no-deps -T trainer eval config/quickstart.yaml server.discover=server:8000 run.dir=runs/eval eval.num_prompts=8 2> /dev/null | grep -c accuracy)"
+    unset HOCKET_RANKS
     stop
 }
 
@@ -178,7 +189,8 @@ phase_status() {
     compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || { cat "$work/up.log"; fail "a good run"; }
     say "a good run: up ends with status 0"
     stop
-    HOCKET_SETTINGS+=' data.source=not-there.jsonl' status=0
+    export HOCKET_SETTINGS='config/quickstart.yaml run.dir=runs/bad data.source=not-there.jsonl'
+    status=0
     compose up --no-build --exit-code-from trainer > "$work/up.log" 2>&1 || status=$?
     [ "$status" = 1 ] || { cat "$work/up.log"; fail "a bad run ended with $status"; }
     say "a bad run: up ends with status 1: $(grep -o 'error: .*' "$work/up.log" | head -n 1)"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Run the quickstart as a SLURM job on a cluster of two nodes: kill a server in mid-run and see it used again, then have the
 # job requeued and see it go on from its checkpoint.
-#   sudo tests/deploy/slurm.sh [STEPS]    about 6 minutes on 2 cores; needs Debian's apt-get, iproute2, overlayfs
-# The nodes are network namespaces with a link of their own; their GPUs are only SLURM's count of them. SLURM comes from
+#   sudo tests/deploy/slurm.sh [STEPS]    about 3 minutes on 2 cores; needs Debian's apt-get, iproute2, overlayfs
+# The nodes are network namespaces with a switch of their own; their GPUs are only SLURM's count of them. SLURM comes from
 # Debian's packages, unpacked into a folder and seen by this script's processes alone: nothing is installed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+. tests/deploy/nodes.sh
 steps=${1:-240} python=$PWD/.venv/bin/python
 if [ -z "${WORK:-}" ]; then
     WORK=$(mktemp -d /tmp/hslurm.XXXX)
@@ -53,27 +54,14 @@ export SLURM_CONF=$WORK/slurm.conf
 
 # `ip netns exec` would hide /sys/fs/cgroup
 on() { local node=$1 && shift && nsenter --net="/run/netns/hs$node" unshare --uts bash -c 'hostname "$0" && exec "$@"' "hs$node" "$@"; }
-pids() { ip netns pids hs1 && ip netns pids hs2; }
 finish() {
     status=$?
-    for round in $(seq 40); do # SIGTERM first; what still runs after 10 s gets SIGKILL
-        left=$(pids) && [ -n "$left" ] || break
-        # shellcheck disable=SC2086 # several
-        kill -s "$([ "$round" -le 20 ] && echo TERM || echo KILL)" $left 2> /dev/null || :
-        sleep 0.5
-    done
-    echo "processes left in the namespaces: $(pids | wc -l)"
-    ip netns del hs1 && ip netns del hs2
-    if [ "$status" = 0 ]; then rm -r "$WORK"; else echo "see $WORK"; fi
+    remove_nodes
+    if [ "$status" = 0 ]; then rm -r "$WORK"; else echo "failed; see $WORK"; fi
 }
 trap finish EXIT
 
-ip netns add hs1 && ip netns add hs2
-ip link add s1 netns hs1 type veth peer name s2 netns hs2
-for node in 1 2; do
-    ip -n "hs$node" addr add "10.79.0.$node/24" dev "s$node"
-    ip -n "hs$node" link set "s$node" up && ip -n "hs$node" link set lo up
-done
+make_nodes hs 10.79.0 2
 on 1 slurmctld -D > "$WORK/slurmctld.log" 2>&1 &
 for node in 1 2; do on "$node" slurmd -D > "$WORK/slurmd-$node.log" 2>&1 & done
 for _ in $(seq 60); do [ "$(on 1 sinfo -h -o %t 2> /dev/null)" = idle ] && break; sleep 1; done
@@ -89,11 +77,8 @@ lines() { cat "$WORK/run/metrics.jsonl" 2> /dev/null | wc -l; }
 state() { on 1 scontrol -o show job "$job" | grep -o 'JobState=[A-Z]*'; }
 reach() { for _ in $(seq 240); do [ "$(lines)" -ge "$1" ] || [[ $(state) == *=@(COMPLETED|FAILED) ]] && break; sleep 1; done; }
 reach 20
-for pid in $(pids); do
-    if [[ $(tr '\0' ' ' < "/proc/$pid/cmdline") == *"python run.py serve"* ]]; then
-        kill -KILL "$pid" && echo "killed server $pid after step $(lines)" && break
-    fi
-done
+server=$(find_process "python run.py serve")
+kill -KILL "$server" && echo "killed server $server after step $(lines)"
 back() { awk '/lost server/ { lost = 1 } lost && /is there/ { back = 1 } END { exit !back }' "$log"; }
 for _ in $(seq 120); do back && break; sleep 1; done
 reach $(($(lines) + 10))
@@ -106,4 +91,4 @@ for _ in $(seq 120); do [[ $(state) == *=@(COMPLETED|FAILED) ]] && break; sleep 
 state
 grep -hE 'lost server|is there|going on|steps in|accuracy' "$log"
 cat "$WORK/run/summary.json"
-back && [ "$(state)" = JobState=COMPLETED ]
+back && [ "$(state)" = JobState=COMPLETED ] && leaves_nothing

@@ -160,7 +160,6 @@ async def test_the_reward_rises(preset: PresetName, ranks: Ranks, tmp_path: Path
             f"algorithm.preset={preset}",
             f"model.path={ROOT / 'checkpoints' / 'tiny-sort'}",
             f"run.dir={tmp_path}/runs/a",
-            "observe.tensorboard=false",
             f"trainer.steps={STEPS}",
             "trainer.learning_rate=1e-3",
             "critic.learning_rate=1e-3",

@@ -46,7 +46,7 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
     # Every step trains on tokens that were sampled from exactly the weights that the trainer holds.
     assert max(step["train/logprob_gap"] for step in steps) < 1e-3
     assert all(step["staleness/max"] == 0 for step in steps)
-    assert sorted(path.name for path in run_dir.iterdir() if path.name != "tensorboard") == [
+    assert sorted(path.name for path in run_dir.iterdir()) == [
         "checkpoints",
         "config.yaml",
         "ledger.jsonl",
@@ -131,7 +131,7 @@ def untimed(run_dir: Path) -> list[dict[str, float]]:
 
 def test_two_ranks_that_share_their_gpu_end_bit_for_bit_as_two_that_do_not_and_leave_no_process(tmp_path: Path) -> None:
     sizes = ["trainer.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.num_prompts=16"]
-    settings = [*sizes, "launch.trainers=2", "sync.canary_every=2", "observe.tensorboard=false"]
+    settings = [*sizes, "launch.trainers=2", "sync.check_every=2"]
     for name, shares in (("apart", "false"), ("shared", "true")):
         run_dir, log = tmp_path / name, tmp_path / f"{name}.log"
         with running("quickstart", log, f"run.dir={run_dir}", f"launch.share_gpu={shares}", *settings) as process:
@@ -153,7 +153,7 @@ def test_two_ranks_that_share_their_gpu_end_bit_for_bit_as_two_that_do_not_and_l
 def test_agents_teach_an_adapter_on_a_shared_gpu(tmp_path: Path) -> None:
     folder = tmp_path / "agents"
     sizes = ["trainer.steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.num_prompts=0"]
-    settings = ["model.lora={rank: 4}", "launch.share_gpu=true", "sync.canary_every=2", "observe.tensorboard=false"]
+    settings = ["model.lora={rank: 4}", "launch.share_gpu=true", "sync.check_every=2"]
     with Process(
         ["quickstart", "config/agent.yaml", *sizes, *settings, f"run.dir={folder}"], tmp_path / "log"
     ) as process:

@@ -10,6 +10,7 @@ from hocket.algorithm.samples import Measured, shape, signal_metrics, train_samp
 from hocket.config import load
 from hocket.observe.metrics import (
     METRICS,
+    SUSPICIOUS,
     alarms,
     reference,
     rollout_metrics,
@@ -85,10 +86,31 @@ def test_a_step_without_any_score_has_no_reward_metrics() -> None:
 
 
 def test_an_alarm_names_value_bound_and_advice_and_healthy_values_raise_none() -> None:
-    assert alarms({"train/logprob_gap": 0.05, "rollout/truncated": math.nan, "unknown": 9.0}) == {}
+    assert alarms({"train/logprob_gap": 0.05, "rollout/truncated": 0.05, "reward/std": math.nan, "unknown": 9.0}) == {}
     ((name, alarm),) = alarms({"train/logprob_gap": 0.2}).items()
     assert alarm.startswith(f"{name} = 0.2 (> 0.1): mean |trainer")
     assert "does not hold the trainer's weights" in alarm
+
+
+def test_nan_is_outside_every_healthy_range() -> None:
+    ((name, alarm),) = alarms({"train/logprob_gap": math.nan, "train/entropy": math.nan}).items()
+    assert alarm.startswith(f"{name} = nan (> 0.1): mean |trainer")
+    assert alarms({"train/loss_scale": math.nan})["train/loss_scale"].startswith("train/loss_scale = nan (< 2)")
+
+
+@pytest.mark.parametrize(
+    ("measured", "rings"),
+    [
+        ({"staleness/max": 0.0, "train/logprob_gap": 2e-5, "train/mismatch_kl": 2e-5}, True),
+        ({"staleness/max": 0.0, "train/logprob_gap": 9e-6, "train/mismatch_kl": 9e-6}, False),
+        ({"staleness/max": 1.0, "train/logprob_gap": 0.09, "train/mismatch_kl": 0.009}, False),
+        ({"train/logprob_gap": 0.09, "train/mismatch_kl": 0.009}, False),
+    ],
+)
+def test_where_no_rollout_is_stale_the_gap_may_be_no_more_than_rounding(
+    measured: dict[str, float], rings: bool
+) -> None:
+    assert (alarms({"sync/max_gap": 1e-5} | measured).keys() == SUSPICIOUS & measured.keys()) is rings
 
 
 def loss_metrics() -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -38,7 +39,7 @@ GROUP = Group(
 
 
 def settings(tmp_path: Path, *more: str) -> Config:
-    return config_module.load(None, [f"run.dir={tmp_path}/runs/a", "observe.tensorboard=false", *more])
+    return config_module.load(None, [f"run.dir={tmp_path}/runs/a", *more])
 
 
 def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: Path) -> None:
@@ -107,6 +108,15 @@ def test_the_first_file_that_a_full_disk_refuses_is_named_and_nothing_half_writt
         work()
     assert failed.value.filename == str(run / name)
     assert not list(run.rglob(".*"))
+
+
+def test_tensorboard_files_are_off_and_asking_for_them_without_the_package_is_refused(tmp_path: Path) -> None:
+    with RunFolder(settings(tmp_path)) as folder:
+        folder.finish(1, {"x": 1.0})
+    assert not (tmp_path / "runs/a/tensorboard").exists()
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(ConfigError, match=r"observe\.tensorboard=true needs .*pip install tensorboard"):
+            RunFolder(settings(tmp_path / "b", "observe.tensorboard=true"))
 
 
 def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had_and_is_not_written_over(tmp_path: Path) -> None:

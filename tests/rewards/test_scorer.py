@@ -229,4 +229,5 @@ def _sleepers(plugin: Path) -> list[Path]:
 
 
 def _tasks_of(name: str) -> "list[asyncio.Task[object]]":
-    return [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == name]
+    awaited = {task: getattr(task.get_coro(), "cr_await", None) for task in asyncio.all_tasks()}
+    return [task for task, coroutine in awaited.items() if getattr(coroutine, "__name__", "") == name]

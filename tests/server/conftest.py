@@ -124,12 +124,14 @@ def make_llm() -> Any:
     """A fake AsyncLLM on a CPU, with what hocket reads from vLLM's configs."""
     return SimpleNamespace(
         errored=False,
+        in_flight=0,
         model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB_SIZE, max_model_len=32, dtype="torch.float32"),
         vllm_config=SimpleNamespace(
             device_config=SimpleNamespace(device_type="cpu"),
             parallel_config=SimpleNamespace(world_size=1),
             cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=16),
             lora_config=None,
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
         ),
     )
 

@@ -62,7 +62,7 @@ def engine(sampler: Any) -> FakeEngine:
 
 @pytest.fixture
 async def http(kit: Any, engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
-    door = kit.wrap(FastAPI(), engine, max_body_bytes=1 << 20)
+    door = kit.wrap(FastAPI(), engine, max_body_bytes=2 << 20)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
         yield client
 
@@ -114,7 +114,7 @@ BAD_BODIES: dict[str, Any] = {
     "max_tokens huge": sampling(max_tokens=10**40),
     "n 0": {**GOOD, "n": 0},
     "temperature negative": sampling(temperature=-0.1),
-    "temperature too high": sampling(temperature=10.1),
+    "temperature too high": sampling(temperature=2.1),
     "top_p 0": sampling(top_p=0),
     "top_p above 1": sampling(top_p=1.1),
     "top_k -2": sampling(top_k=-2),
@@ -124,6 +124,8 @@ BAD_BODIES: dict[str, Any] = {
     "seed negative": sampling(seed=-1),
     "seed above 63 bits": sampling(seed=2**63),
     "unknown sampling field": sampling(presence_penalty=1.0),
+    "max_tokens beside the prompts": {**GOOD, "max_tokens": 4},
+    "a hundred thousand unknown fields": {**GOOD, **{f"x{number}": 1 for number in range(100_000)}},
     "unknown field": {**GOOD, "logprobs": 5},
     "stream is a number": {**GOOD, "stream": 1},
     "chat content of another type": {"prompts": [[{"role": "user", "content": 5}]]},
@@ -140,7 +142,7 @@ BAD_BYTES = {
     "temperature that overflows": b'{"prompts": [[5]], "sampling": {"temperature": 1e999}}',
     "deep nesting": b'{"prompts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "integer of 5000 digits": b'{"prompts": [[' + b"9" * 5000 + b"]]}",
-    "body over the limit": b'{"prompts": ["' + b"a" * (1 << 20) + b'"]}',
+    "body over the limit": b'{"prompts": ["' + b"a" * (2 << 20) + b'"]}',
 }
 
 
@@ -153,6 +155,21 @@ async def test_a_bad_request_is_answered_with_a_reason(http: httpx.AsyncClient, 
     assert (response.status_code == 400) is (error["code"] == "malformed_json")
     assert all(isinstance(error[key], str) and error[key] for key in ("code", "message", "hint"))
     assert len(response.content) < 5000
+
+
+async def test_a_body_of_nothing_but_lists_is_not_even_parsed(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.server.errors.MAX_NESTED", 5)
+    assert (await http.post("/generate", content=b'{"prompts": [[5], [6], [7]]}')).status_code == 200
+    refused = await http.post("/generate", content=b'{"prompts": [[5], [6], [7], [8]]}')
+    assert (refused.status_code, refused.json()["error"]["message"]) == (422, "body: more than 5 lists and objects")
+
+
+async def test_a_sampling_parameter_in_the_wrong_place_is_told_the_right_one(http: httpx.AsyncClient) -> None:
+    error = (await http.post("/generate", json={"prompts": ["a"], "max_tokens": 4})).json()["error"]
+    assert error["message"] == "max_tokens: unknown field"
+    assert error["hint"] == 'put it under sampling: {"prompts": [...], "sampling": {"max_tokens": ...}}'
 
 
 RELOAD = {"version": 1, "source": {"kind": "disk", "name": "v1"}}
@@ -263,6 +280,8 @@ async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
         ({"origin": "https://attacker.example"}, 403),
         ({"host": "attacker.example", "origin": "http://attacker.example"}, 403),  # a name that leads to this machine
         ({"host": "attacker.example"}, 403),
+        ({"host": "["}, 403),
+        ({"host": "[::1"}, 403),
         ({"origin": "null"}, 403),
     ],
 )

@@ -1,5 +1,7 @@
 """What /generate makes of a body, and of what the engine answers, without an engine."""
 
+import asyncio
+import contextlib
 import json
 import threading
 import types
@@ -64,7 +66,9 @@ def test_what_just_fits_is_taken_and_one_token_more_is_not(reader: Sampler) -> N
 
 def test_caps_are_taken_and_one_more_is_not(reader: Sampler) -> None:
     stop = {"stop": ["x"] * 16, "stop_token_ids": [1] * 16}
-    assert len(read(reader, prompts=["a"] * 1024, n=128, sampling=stop)[1]) == 128 << 10
+    assert len(read(reader, prompts=["a"] * 1024, n=16, sampling=stop)[1]) == 16 << 10
+    with pytest.raises(ApiError, match="16512 completions are more than the 16384 of one request"):
+        read(reader, prompts=["a"] * 129, n=128)
     for wrong in (
         {"prompts": ["a"] * 1025},
         {"prompts": ["a"], "n": 129},
@@ -165,11 +169,39 @@ async def test_log_probs_that_are_no_numbers_are_the_weights_fault_and_no_answer
     sampler = kit.make_sampler()
 
     async def complete(*args: object) -> Any:
-        assert sampler.in_flight == 1
         return output([1, 2], [-1.0, float("nan")])
 
     monkeypatch.setattr("hocket.server.vllm_api.complete", complete)
     _, jobs = await sampler.read(b'{"prompts": [[5]]}')
     with pytest.raises(ApiError, match="log-probs that are not finite") as refused:
         await sampler.complete(jobs[0])
-    assert (refused.value.status, sampler.in_flight) == (500, 0)
+    assert refused.value.status == 500
+
+
+async def test_the_engine_gets_a_request_in_parts_and_one_message_ends_those_that_it_has(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, begun, aborted = kit.make_sampler(), list[str](), list[list[str]]()
+
+    async def complete(llm: Any, token_ids: Any, sampling: Any, seed: Any, request_id: str) -> Any:
+        begun.append(request_id)
+        if len(begun) > 3:  # the first three end
+            await asyncio.Event().wait()
+        return output([1, 2], [-1.0, -0.5])
+
+    async def abort(request_ids: list[str]) -> None:
+        aborted.append(request_ids)
+
+    monkeypatch.setattr("hocket.server.vllm_api.complete", complete)
+    sampler._llm.abort = abort
+    _, jobs = await sampler.read(b'{"prompts": [[5], [6]], "n": 100}')
+    async with contextlib.aclosing(sampler.completions(jobs)) as finished:
+        done = [await anext(finished) for _ in range(3)]
+        await asyncio.sleep(0.01)
+    assert [job for job, _ in done] == jobs[:3]
+    assert begun == [job.request_id for job in jobs[:11]], "8 at a time: twice what the engine decodes at once"
+    assert aborted == [[job.request_id for job in jobs]]
+    assert len(set(begun)) == 11
+    async with contextlib.aclosing(sampler.completions(jobs[:0])) as finished:
+        assert [done async for done in finished] == []
+    assert len(aborted) == 1

@@ -43,9 +43,17 @@ async def test_a_version_appears_when_its_marker_has_come_and_is_there_once(tmp_
     assert os.listdir(folder.parent) == [NAME]
 
 
-NO_VERSIONS = ["..", "v000001", "0123abcd-v000001", f".{NAME}.partial", f"{NAME}/..", f"{NAME}\n"]
+NO_VERSIONS = [
+    "0123abcd-weights-v00000१",
+    "..",
+    "v000001",
+    "0123abcd-v000001",
+    f".{NAME}.partial",
+    f"{NAME}/..",
+    f"{NAME}\n",
+]
 NO_FILES = ["../a.safetensors", ".safetensors", ".a.safetensors", "a/a.safetensors", "a\\a.safetensors", "config.json"]
-NO_FILES += ["a.safetensors\0", "model.bin", "", "x" * 200 + ".safetensors"]
+NO_FILES += ["a.safetensors\0", "model.bin", "", "x" * 200 + ".safetensors", "é.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,8 @@ async def test_versions_that_have_served_are_removed_and_nothing_else(tmp_path: 
     (tmp_path / FOLDER / "run-of-somebody").mkdir()
     before = uploads.present()
     await send(uploads, "0123abcd-deltas-v000003", "model.safetensors", b"on its way")
-    uploads.remove(before, f"{FOLDER}/{names[1]}")
+    uploads.hold(f"{FOLDER}/{names[1]}")
+    uploads.remove(before)
     left = {path.name for path in (tmp_path / FOLDER).iterdir()}
     assert left == {names[1], ".0123abcd-deltas-v000003.partial", "run-of-somebody"}
 
@@ -169,3 +178,14 @@ async def test_files_that_come_at_the_same_time_share_the_room_of_their_version(
         *(send(uploads, name, f"{i}.safetensors", b"x" * 60) for i in range(2)), return_exceptions=True
     )
     assert [getattr(answer, "status", 200) for answer in answers] == [200, 413]
+
+
+async def test_uploads_that_were_broken_off_make_room_for_new_ones_the_oldest_first(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path)
+    for number in range(8):
+        await send(uploads, f"0123abcd-weights-v{number:06d}", "COMPLETE" if number == 0 else "a.safetensors", b"x")
+        os.utime(next((tmp_path / FOLDER).glob(f"*v{number:06d}*")), (number, number))
+        if number == 0:
+            uploads.hold(f"{FOLDER}/0123abcd-weights-v000000")
+    kept = [f".0123abcd-weights-v{number:06d}.partial" for number in range(4, 8)]
+    assert sorted(os.listdir(tmp_path / FOLDER)) == [*kept, "0123abcd-weights-v000000"]

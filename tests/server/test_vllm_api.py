@@ -168,7 +168,7 @@ def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monk
     monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", Mock())
     monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", FakeLLM)
     monkeypatch.setattr("vllm.v1.engine.core.EngineCoreProc", FakeCore)
-    assert [vllm_api.start_engine(Namespace()) for _ in range(2)] == [(3, True, True)] * 2
+    assert [vllm_api.start_engine(Namespace(max_num_seqs=4)) for _ in range(2)] == [(3, True, True)] * 2
 
 
 async def test_a_call_whose_log_probs_are_no_numbers_has_failed() -> None:
@@ -243,14 +243,14 @@ async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(k
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
     ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/init_weight_group", "/sessions")}
     assert ours | {("/v1/chat/completions", "POST"), ("/metrics", "GET")} <= paths
-    assert ("/pause", "POST") not in paths
-    assert len(paths) > 20
+    theirs = {route.path for route in app.routes if "hocket." not in getattr(route, "endpoint", app).__module__}
+    assert theirs == set(vllm_api.ROUTES), "vLLM's other routes abort requests, scale engines, and the like"
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
         for path, method in sorted(paths - {("/health", "GET")}):
             for headers in ({}, {"Authorization": "Bearer wrong-token"}):
                 response = await http.request(method, path, headers=headers)
                 assert response.status_code == 401, (method, path)
-        for path in ("/version", "/openapi.json", "/docs", "/metrics"):
+        for path in ("/openapi.json", "/docs", "/metrics"):
             response = await http.get(path, headers={"Authorization": f"Bearer {kit.TOKEN}"})
             assert response.status_code == 200, path
 

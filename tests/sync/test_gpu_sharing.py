@@ -46,7 +46,7 @@ class World:
         self.did(f"wake {' '.join(request.tags)}")
 
     async def reload_weights(self, request: protocol.ReloadRequest, *, timeout_s: float) -> protocol.ReloadResponse:
-        self.did("load")
+        self.did("compare" if request.compare else "load")
         self.version = request.version
         return fakes.reloaded(request.version, manifest.read(self.root / request.source.name).checksum)  # type: ignore[union-attr]
 
@@ -72,9 +72,9 @@ class World:
         save_file(TENSORS, folder / "model.safetensors")
         return manifest.specs(TENSORS.items())
 
-    def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         self.did("score")
-        return 0.001
+        return [sample.sequence.logprobs for sample in samples]
 
 
 class Parts:
@@ -87,7 +87,7 @@ class Parts:
         self.world: Any = World(tmp_path / "runs")
         self.pool.members[0].server = self.world
         prompts = [Prompt(id="c", token_ids=(1,))]
-        run: Any = SimpleNamespace(config=self.config, console=SimpleNamespace(say=lambda line: None))
+        run: Any = SimpleNamespace(config=self.config, console=SimpleNamespace(say=lambda line: None, alarmed=set()))
         self.publisher = commands.Parts.publisher(run, self.world, self.pool, prompts)
 
     async def step(self) -> dict[str, float]:
@@ -101,7 +101,8 @@ class Parts:
 
 
 FIRST = ["write", "offload", "wake weights", "load", "wake kv_cache"]
-CANARY = ["generate", "sleep 1", "onload", "score", "offload", "wake weights", "wake kv_cache"]
+COMPARE = ["offload", "wake weights", "compare", "wake kv_cache"]  # each is there already
+CHECK = [*COMPARE, "generate", "sleep 1", "onload", "score", "offload", "wake weights", "wake kv_cache"]
 UPDATE = ["sleep 2", "onload", "step", *FIRST]
 
 
@@ -116,23 +117,24 @@ async def test_without_sharing_nothing_more_is_asked_of_anybody(tmp_path: Path) 
     await parts.pool.wait_up()
     await parts.step()
     await parts.copy()
-    assert parts.world.diary == ["write", "load", "generate", "score", "step", "write", "load", "copy"]
+    check = ["compare", "generate", "score"]
+    assert parts.world.diary == ["write", "load", *check, "step", "write", "load", *check, "copy"]
 
 
-async def test_server_and_trainer_are_never_on_the_gpu_together_and_the_server_keeps_its_weights_for_the_canary(
+async def test_server_and_trainer_are_never_on_the_gpu_together_and_the_server_keeps_its_weights_for_a_check(
     tmp_path: Path,
 ) -> None:
-    parts = Parts(tmp_path, "sync.canary_every=2")
+    parts = Parts(tmp_path, "sync.check_every=8")
     await parts.pool.wait_up()
-    for _ in range(2):
+    for _ in range(3):
         metrics = await parts.step()
         assert (metrics["time/turn"] >= 0, metrics["sync/servers"]) == (True, 1.0)
-    # versions 5, 6, 7: the first is always checked, then each even one
-    assert parts.world.diary == [*FIRST, *CANARY, *UPDATE, *CANARY, *UPDATE]
+    # versions 5 to 8: the first two are always checked
+    assert parts.world.diary == [*FIRST, *CHECK, *UPDATE, *CHECK, *UPDATE, *UPDATE, *CHECK]
 
 
 async def test_a_server_that_dies_in_the_trainer_s_turn_is_lost_and_brought_up_again(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, "sync.canary_every=0")
+    parts = Parts(tmp_path, "sync.check_every=0")
     world = parts.world
     await parts.pool.wait_up()
     async with parts.publisher.training(publishes=True):
@@ -144,12 +146,12 @@ async def test_a_server_that_dies_in_the_trainer_s_turn_is_lost_and_brought_up_a
     assert world.diary == ["write", "offload"]  # the trainer is away, so that a new server has the GPU to start on
     world.diary.clear()
     await parts.pool.wait_up()
-    assert world.diary == ["offload", "wake weights", "load", "wake kv_cache", *CANARY]  # written already
+    assert world.diary == ["offload", "wake weights", "load", "wake kv_cache", *CHECK]  # written already
     assert parts.publisher.versions.current == 6
 
 
 async def test_a_server_that_dies_when_it_has_loaded_or_falls_asleep_is_lost_too(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, "sync.canary_every=0")
+    parts = Parts(tmp_path, "sync.check_every=0")
     dead = ServerError("its engine's process ended", code="engine_dead", status=503)
     await parts.pool.wait_up()
     parts.world.failing = {"wake kv_cache": dead}

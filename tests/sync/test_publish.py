@@ -1,8 +1,10 @@
-"""Versions, checksums, fall-backs, bring-up and the canary, with fake transports and servers in memory."""
+"""Versions, checksums, fall-backs, bring-up and proof, with fake transports and servers in memory."""
 
 import asyncio
 import dataclasses
 import functools
+import math
+import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from hocket import config as config_module
 from hocket.errors import HocketError, ServerError, SyncError, TrainerError
 from hocket.pool import ServerPool
 from hocket.protocol import GenerateRequest, Health, ReloadResponse, StreamLine
-from hocket.sync.bring_up import Canary, bring_up
+from hocket.sync.bring_up import bring_up
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import own_gpu
+from hocket.sync.proof import Proof, Scored, missing_share
 from hocket.sync.publish import Delivery, Publisher
 from hocket.sync.transports import WithFallback
 from hocket.types import Prompt, TokenSequence, TrainSample
@@ -25,11 +28,12 @@ A, B = URLS = ("http://a", "http://b")
 GONE = ServerError("can't reach it", code="unreachable")
 BROKEN = ServerError("it broke", code="reload_failed", status=500)
 REFUSED = ServerError("tensor a has another shape", code="bad_version", status=409)
+NOT_HELD = ServerError("layers.1.mlp.down_proj differs", code="not_held", status=409)
 METRICS = {"sync/mebibytes": 3.0, "sync/prepare_s": 0.5, "sync/transfer_s": 0.25}
 
 
 class FakeServer:
-    """Answers /health and the canary's /generate; what it holds, the transports say."""
+    """Answers /health and the proof's /generate; what it holds, the transports say."""
 
     def __init__(self, url: str, version: int) -> None:
         self.url, self.version, self.session = url, version, "s1"
@@ -50,7 +54,7 @@ class FakeServer:
 
 
 class FakeTrainer:
-    """Tells the gap that it is given for each version scored."""
+    """Disagrees by the next of `gaps` with each version scored, or by 1e-6."""
 
     def __init__(self) -> None:
         self.gaps: list[float] = []
@@ -61,9 +65,10 @@ class FakeTrainer:
         if self.other_model:
             raise TrainerError("the server serves another model")
 
-    def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         self.scored.append(samples)
-        return self.gaps.pop(0) if self.gaps else 1e-6
+        gap = self.gaps.pop(0) if self.gaps else 1e-6
+        return [tuple(value + gap if value else 0.0 for value in sample.sequence.logprobs) for sample in samples]
 
 
 class FakeTransport:
@@ -73,16 +78,20 @@ class FakeTransport:
         self.checksum = checksum
         self.answers: dict[str, HocketError | ReloadResponse] = {}
         self.sent: list[tuple[int, list[str]]] = []
+        self.compared: list[tuple[int, list[str]]] = []
+        self.not_held: set[str] = set()
         self.running = 0
 
     async def deliver(self, version: int, servers: Sequence[Any], *, compare: bool = False) -> Delivery:
-        self.sent.append((version, [server.url for server in servers]))
+        (self.compared if compare else self.sent).append((version, [server.url for server in servers]))
         self.running += 1
         assert self.running == 1, "there is one trainer, which sends one version at a time"
         await asyncio.sleep(0.01)
         self.running -= 1
         held = {server: fakes.reloaded(version, self.checksum, server.session) for server in servers}
         answers = {server: (self.checksum, self.answers.get(server.url, held[server])) for server in servers}
+        if compare:
+            answers |= {server: (self.checksum, NOT_HELD) for server in servers if server.url in self.not_held}
         return Delivery(answers, {**METRICS})
 
 
@@ -95,6 +104,7 @@ class World:
     disk: FakeTransport
     collective: FakeTransport
     said: list[str]
+    alarmed: bool = False
 
     @property
     def up(self) -> list[str]:
@@ -116,17 +126,25 @@ def make(*settings: str, servers: int = 2, collective: bool = False, version: in
         member.server = fake  # type: ignore[assignment]
     trainer, disk, fast = FakeTrainer(), FakeTransport("disk"), FakeTransport("fast")
     prompts = [Prompt(id="p", token_ids=(1, 2, 3)), Prompt(id="q", token_ids=(4,))]
-    canary = Canary(prompts, trainer, config.rollout, config.sync, own_gpu)  # type: ignore[arg-type]
+    proof = Proof(
+        prompts=prompts,
+        trainer=trainer,  # type: ignore[arg-type]
+        rollout=config.rollout,
+        sync=config.sync,
+        trainer_turn=own_gpu,
+        say=said.append,
+        alarmed=lambda: world.alarmed,
+    )
     sync = Publisher(
         versions=Versions(Path("/nowhere"), trainer, config.sync),  # type: ignore[arg-type]
         pool=pool,
         transport=WithFallback(fast, disk, said.append) if collective else disk,
-        check=canary.check,
-        check_every=config.sync.canary_every,
+        proof=proof,
         trainer_turn=own_gpu,
     )
     pool.bring_up = functools.partial(bring_up, sync, trainer.check_same_model, said.append)
-    return World(sync, pool, fakes, trainer, disk, fast, said)
+    world = World(sync, pool, fakes, trainer, disk, fast, said)
+    return world
 
 
 async def make_up(*settings: str, **options: Any) -> World:
@@ -142,9 +160,9 @@ async def test_the_first_version_is_one_above_the_servers_and_the_next_ones_go_t
     await asyncio.gather(world.pool.wait_up(), world.pool.wait_up())  # FakeTransport looks for an overlap
     assert world.sync.versions.current == 5
     assert [member.session for member in world.pool.members] == ["s1", "s1"]
-    assert f"server {A} holds version 5: float32, 3.0 MiB in 0.75 s, checksums agree" in world.said[0]
-    assert await world.sync.publish() == METRICS | {"sync/servers": 2.0}
-    assert world.disk.sent == [(5, [A]), (5, [B]), (6, [A, B])]
+    assert f"server {A} holds version 5: float32, 3.0 MiB in 0.75 s, parameters compared" in world.said[0]
+    assert (await world.sync.publish()).items() >= (METRICS | {"sync/servers": 2.0}).items()
+    assert world.disk.sent == world.disk.compared == [(5, [A]), (5, [B]), (6, [A, B])]
 
 
 @pytest.mark.parametrize(("servers", "held", "expected"), [(1, 0, 8), (1, 9, 10), (0, 0, 8)])
@@ -156,56 +174,151 @@ async def test_a_run_that_goes_on_numbers_its_versions_on_above_its_own_and_the_
     await (world.pool.wait_up() if servers else world.sync.publish())
     assert world.disk.sent == [(expected, list(URLS[:servers]))]
     assert world.sync.versions.state() == {"version": expected}
-    assert len(world.trainer.scored) == servers  # the canary is asked
+    assert len(world.trainer.scored) == servers  # it is checked
 
 
-async def test_the_canary_scores_the_servers_own_completions_as_they_were_sampled() -> None:
+async def test_the_trainer_scores_the_servers_own_completions_as_they_were_sampled() -> None:
     world = await make_up(servers=1)
     (request,) = world.servers[0].asked
     assert request.prompts == [[1, 2, 3], [4]]
     assert (request.sampling.temperature, request.sampling.max_tokens, request.session) == (0.7, 8, "s1")
     no, yes = False, True
     assert [sample.sequence for sample in world.trainer.scored[0]] == [
-        TokenSequence(token_ids=(4, 7, 8), mask=(no, yes, yes), logprobs=(0.0, -0.5, -0.25)),
         TokenSequence(token_ids=(1, 2, 3, 7, 8), mask=(no, no, no, yes, yes), logprobs=(0.0, 0.0, 0.0, -0.5, -0.25)),
+        TokenSequence(token_ids=(4, 7, 8), mask=(no, yes, yes), logprobs=(0.0, -0.5, -0.25)),
     ]
 
 
-async def test_the_canary_is_asked_at_the_first_version_at_a_return_and_every_so_many() -> None:
-    world = await make_up("sync.canary_every=3", servers=1, version=0)
-    assert len(world.trainer.scored) == 1
-    gaps = [(await world.sync.publish()).get("sync/canary_gap") for _ in range(5)]  # versions 2 to 6
-    assert gaps == [None, 1e-6, None, None, 1e-6]
+async def test_a_server_is_checked_at_its_first_two_versions_and_every_so_many_and_the_one_after() -> None:
+    world = await make_up("sync.check_every=5", servers=1, version=0)
+    for _ in range(11):  # versions 2 to 12
+        await world.sync.publish()
+    assert [version for version, _ in world.disk.compared] == [1, 2, 5, 6, 10, 11]
+    assert len(world.trainer.scored) == 6
     world.pool.members[0].mark_out("it was started again")
+    world.servers[0].session = "s2"
     await world.look_again()
-    assert len(world.trainer.scored) == 4
-    world = await make_up("sync.canary_every=0", servers=1)
-    assert [await world.sync.publish() for _ in range(2)] == [METRICS | {"sync/servers": 1.0}] * 2
-    assert len(world.trainer.scored) == 1
+    await world.sync.publish()
+    await world.sync.publish()
+    assert [version for version, _ in world.disk.compared[6:]] == [12, 13]
 
 
-async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_canary_is_taken_out() -> None:
-    world = await make_up("sync.canary_every=1")
+async def test_without_a_schedule_the_first_two_versions_are_checked_and_those_after_an_alarm() -> None:
+    world = await make_up("sync.check_every=0", servers=1, version=0)
+    checked = []
+    for version in range(2, 10):
+        world.alarmed = version == 6  # in the step before
+        checked += [version] if "sync/logprob_gap" in await world.sync.publish() else []
+    assert checked == [2, 6, 7]
+
+
+async def test_the_largest_gap_is_the_metric_and_a_server_that_dies_under_the_check_is_taken_out() -> None:
+    world = await make_up("sync.check_every=1", "sync.max_logprob_gap=0.2")
+    world.sync.proof._noise = 0.04
     world.trainer.gaps = [0.02, 0.03]
-    assert (await world.sync.publish())["sync/canary_gap"] == 0.03
+    metrics = await world.sync.publish()
+    assert metrics["sync/logprob_gap"] == pytest.approx(0.03)
     world.servers[0].error = GONE
     metrics = await world.sync.publish()
-    assert (world.up, metrics["sync/servers"], metrics["sync/canary_gap"]) == ([B], 1.0, 1e-6)
+    assert (world.up, metrics["sync/servers"], metrics["sync/logprob_gap"]) == ([B], 1.0, pytest.approx(1e-6))
 
 
-@pytest.mark.parametrize("gap", [0.11, float("nan")])
-async def test_a_gap_beyond_the_bound_stops_the_run_with_figure_and_likely_cause(gap: float) -> None:
-    world = make("sync.canary_every=1", servers=1)
+@pytest.mark.parametrize("gap", [1.1e-3, float("nan")])
+async def test_a_gap_beyond_rounding_stops_the_run_with_server_figure_and_likely_cause(gap: float) -> None:
+    world = make(servers=1)
     world.trainer.gaps = [gap]
     with pytest.raises(SyncError, match=rf"http://a and the trainer disagree on version 5: .* {gap:.3g} is more") as e:
         await world.pool.wait_up()  # at once, not at the end of server.start_timeout_s
-    assert "sync.max_logprob_gap=0.1" in str(e.value)
-    assert "tied output head" in str(e.value)
-    world = make("sync.canary_every=1", "sync.max_logprob_gap=0.2", servers=1)
-    world.trainer.gaps = [0.19, gap + 0.1]
+    assert "more than 0.001, the most that rounding in float32 explains" in str(e.value)
+    assert "Compare model.dtype on both sides" in str(e.value)
+
+
+async def test_a_gap_may_grow_by_four_over_the_largest_that_the_exact_comparison_left_to_rounding() -> None:
+    world = make("sync.check_every=1", servers=1)
+    world.trainer.gaps = [1e-4, 3.9e-4, 9e-4, 1.1e-3]  # of versions 5 to 8; 1e-3 is never rounding
     await world.pool.wait_up()
-    with pytest.raises(SyncError, match="version 6"):
+    assert (await world.sync.publish())["sync/max_gap"] == pytest.approx(4e-4)
+    assert (await world.sync.publish())["sync/max_gap"] == 1e-3
+    with pytest.raises(SyncError, match=r"version 8: .* is more than 0.001"):
         await world.sync.publish()
+    world = make(servers=1)
+    world.trainer.gaps = [1e-7, 1.1e-5]  # below 1e-5 no gap is a lie
+    await world.pool.wait_up()
+    with pytest.raises(SyncError, match=r"version 6: .* is more than 1e-05"):
+        await world.sync.publish()
+
+
+async def test_a_user_may_set_another_highest_gap_and_a_stop_may_be_a_warning() -> None:
+    world = make("sync.max_logprob_gap=0.2", "sync.on_mismatch=warn", servers=1)
+    world.trainer.gaps = [0.19]
+    await world.pool.wait_up()
+    assert not any("WARNING" in line for line in world.said)
+    world.trainer.gaps = [0.21]
+    metrics = await world.sync.publish()
+    assert (metrics["sync/logprob_gap"], metrics["sync/servers"]) == (pytest.approx(0.21), 1.0)
+    assert world.said[-1].startswith("WARNING: http://a and the trainer disagree on version 6")
+
+
+@pytest.mark.parametrize("policy", ["stop", "warn"])
+async def test_parameters_that_differ_stop_the_run_or_are_loaded_again_with_a_warning(policy: str) -> None:
+    world = await make_up(f"sync.on_mismatch={policy}")
+    world.disk.not_held = {B}
+    said = "http://b does not hold weight version 6: layers.1.mlp.down_proj differs"
+    if policy == "stop":
+        with pytest.raises(SyncError, match=said):
+            await world.sync.publish()
+    else:
+        assert (await world.sync.publish())["sync/servers"] == 2.0
+        assert world.disk.sent[-2:] == [(6, [A, B])] * 2
+        assert f"WARNING: {said}" in world.said
+
+
+def rows(tokens: Sequence[int], server: Sequence[float], trainer: Sequence[float]) -> list[list[Scored]]:
+    return [[Scored(*row) for row in zip(tokens, server, trainer, strict=True)]]
+
+
+def test_the_missing_share_is_0_on_a_server_that_follows_and_1_and_more_on_one_that_is_a_version_behind() -> None:
+    rng = random.Random(0)
+    tokens, start = range(100), [-rng.expovariate(1) for _ in range(100)]
+    versions = [start]  # log-probs of the trainer, which change by 0.1 or so, each time in another direction
+    for _ in range(3):
+        versions.append([value + rng.gauss(0, 0.1) for value in versions[-1]])
+    follows = missing_share(rows(tokens, versions[2], versions[2]), rows(tokens, versions[3], versions[3]), 0.0)
+    assert follows == (0.0, 0.0)
+    behind = rows(tokens, versions[1], versions[2]), rows(tokens, versions[2], versions[3])
+    share, error = missing_share(*behind, 0.0)
+    assert share == pytest.approx(1, abs=4 * error)
+    assert 0.1 < error < 0.2
+    never = rows(tokens, start, start), rows(tokens, start, versions[1])
+    assert missing_share(*never, 0.03) == (pytest.approx(1), pytest.approx(0, abs=1e-9))
+    assert missing_share(*never, 0.05) == (0.0, math.inf)  # 0.08 on average: such rounding hides it
+
+
+def test_rounding_on_both_sides_leaves_the_missing_share_0_within_its_error() -> None:
+    rng = random.Random(1)
+    beyond = 0
+    for _ in range(500):
+        old = [-rng.expovariate(1) for _ in range(200)]
+        new = [value + rng.gauss(0, 0.01) for value in old]
+
+        def rounded(values: list[float]) -> list[float]:
+            return [value + rng.gauss(0, 0.01) for value in values]
+
+        before, now = (rows(range(200), rounded(values), rounded(values)) for values in (old, new))
+        share, error = missing_share(before, now, 0.0)
+        assert error < 0.2
+        beyond += abs(share) > 3 * error
+    assert beyond <= 5  # 1.35 of 500 are expected
+
+
+def test_only_what_both_versions_sampled_behind_the_same_tokens_is_compared() -> None:
+    before = rows([*range(10), 99, 11], [-1.0] * 12, [-1.0] * 12)
+    now = rows(range(12), [-1.5] * 10 + [-9.0] * 2, [-1.5] * 12)
+    assert missing_share(before, now, 0.0) == (0.0, 0.0)
+    assert missing_share(rows(range(9), [-1.0] * 9, [-1.0] * 9), now, 0.0) == (0.0, math.inf)  # nine say nothing,
+    one = rows(range(12), [-1.0] * 12, [-9.0] + [-1.5] * 11)
+    assert missing_share(rows(range(12), [-1.0] * 12, [-1.5] * 12), one, 0.0) == (0.0, math.inf)  # nor does one alone,
+    assert missing_share(before, before, 0.0) == (0.0, math.inf)  # nor a step that changed nothing
 
 
 @pytest.mark.parametrize(
@@ -216,7 +329,7 @@ async def test_a_gap_beyond_the_bound_stops_the_run_with_figure_and_likely_cause
             "http://a holds version 6 with checksum beef, but version 6 with checksum disk",
         ),
         (fakes.reloaded(9, "disk", "s1"), "http://a holds version 9 with checksum disk, but version 6"),
-        (REFUSED, "weight version 6 was refused: tensor a has another shape"),
+        (REFUSED, "http://a refused weight version 6: tensor a has another shape"),
     ],
 )
 @pytest.mark.parametrize("collective", [False, True])  # which falls back to the disk
@@ -306,4 +419,4 @@ async def test_a_server_that_was_started_again_unnoticed_is_brought_up_as_one_th
     world = await make_up()
     world.servers[0].session = "another"
     assert (await world.sync.publish())["sync/servers"] == 1.0
-    assert world.pool.members[0].out == "it was started again"  # no model check, no canary: no work
+    assert world.pool.members[0].out == "it was started again"  # no model check, no proof: no work

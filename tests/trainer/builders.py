@@ -56,6 +56,14 @@ def make_rollouts(count: int, *, longest: int, seed: int) -> list[TokenSequence]
     return [sequence(one, [index >= 2 and index != 4 for index in range(len(one))]) for one in ids]
 
 
+def gap_of(trainer: Trainer, samples: Sequence[TrainSample]) -> float:
+    """Returns the mean |Δ log-prob| between engine and trainer over the sampled tokens."""
+    scored = zip(samples, trainer.logprobs(samples), strict=True)
+    rows = [zip(s.sequence.mask[1:], s.sequence.logprobs[1:], own[1:], strict=True) for s, own in scored]
+    gaps = [abs(engine - trained) for row in rows for sampled, engine, trained in row if sampled]
+    return sum(gaps) / len(gaps)
+
+
 @torch.no_grad()
 def logprobs_of(folder: str | Path, rollouts: Sequence[TokenSequence], temperature: float = 1.0) -> list[list[float]]:
     """Returns transformers' log-probs of the sampled tokens, each sequence alone; 0 where the mask is false."""

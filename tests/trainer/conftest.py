@@ -4,8 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from hocket.trainer.ranks import Ranks
 
@@ -39,6 +48,20 @@ def make_model(folder: Path, *, tied: bool) -> str:
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).save_pretrained(folder)
     return str(folder)
+
+
+FAMILIES = ("Mixtral", "Olmoe", "GptOss", "GraniteMoe", "Phimoe")
+"""Mixtures of experts that call an expert's width intermediate_size, as dense models do."""
+
+
+def make_experts(family: str) -> PreTrainedModel:
+    """Builds a model with 2 of 4 experts of width 64 for each token, on torch's default device."""
+    many = {"num_experts" if family == "Olmoe" else "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES, **many, **({"head_dim": 8} if family == "GptOss" else {})
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.fixture(scope="module")

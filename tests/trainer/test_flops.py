@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.trainer.conftest import SIZES
+from tests.trainer.conftest import FAMILIES, SIZES, make_experts
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
 from hocket.config import LoraConfig
-from hocket.trainer import lora
+from hocket.trainer import flops, lora
 from hocket.trainer.flops import known_peak, model_flops, peak_flops, step_flops
 
 
@@ -46,12 +46,30 @@ def test_torchs_counter_sees_the_same_operations(model: str, request: pytest.Fix
     assert step_flops(model_flops(policy), [length], length) == counted
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_token_is_counted_for_the_experts_it_takes(family: str) -> None:
+    with torch.device("meta"):
+        model = model_flops(make_experts(family))
+    # queries and outputs 32 · 32, keys and values 32 · 16; router 4 · 32; two experts: gate, up, down of 32 · 64
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 4 * 32 + 2 * 3 * 32 * 64
+    assert model.per_position == 6 * 2 * layer
+    assert model.per_trained_token == 6 * 32 * 64
+
+
 def test_the_peak_is_the_data_sheets_where_the_device_is_known() -> None:
     assert known_peak("NVIDIA H100 80GB HBM3") == known_peak("NVIDIA H200") == 989e12
     assert known_peak("NVIDIA H100 PCIe") == 756e12
     assert known_peak("NVIDIA GeForce RTX 4090") == 165e12
     assert known_peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     assert known_peak("NVIDIA GeForce GTX 1080") is None
+
+
+@pytest.mark.parametrize("peak", [5e10, 5e12])  # of one core; of very many, which take their time to start
+def test_a_measured_peak_does_not_depend_on_how_long_the_threads_take_to_start(
+    peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flops, "_seconds_of_product", lambda matrix: 2e-5 + 2 * len(matrix) ** 3 / peak)
+    assert peak_flops(torch.device("cpu"), torch.float32) == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -148,7 +148,7 @@ def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
     pytest.importorskip("bitsandbytes")
     settings = (f"trainer.zero_stage={stage}", "model.dtype=bfloat16")
     with make_trainer(ranks, untied_model, *settings) as trainer:
-        exact = trainer.logprob_gap(make_samples())
+        exact = builders.gap_of(trainer, make_samples())
         full = sum(p.nbytes for p in trainer.policy.parameters())
     with make_trainer(ranks, untied_model, *settings, "model.lora.quantize=nf4") as trainer:
         held = {name: p for name, p in trainer.policy.named_parameters() if not p.requires_grad}
@@ -157,7 +157,7 @@ def test_an_adapter_learns_beside_a_base_in_four_bits_and_is_published_as_ever(
         before = {name: p.detach().clone() for name, p in held.items()}
         assert sum(p.nbytes for p in trainer.policy.parameters()) < 0.7 * full
         # Rounding to 4 bits shows, but little: both are about |log p + 3|.
-        assert 0 < abs(trainer.logprob_gap(make_samples()) - exact) < 0.5
+        assert 0 < abs(builders.gap_of(trainer, make_samples()) - exact) < 0.5
         losses = [trainer.step(make_samples())["train/loss"] for _ in range(5)]
         trainer.offload()
         trainer.onload()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.trainer import builders
 from tests.trainer.builders import CPU, bytes_besides, peak_bytes, storages
-from tests.trainer.conftest import make_tokenizer
+from tests.trainer.conftest import FAMILIES, make_experts, make_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hocket import config as config_module
@@ -62,6 +62,26 @@ def test_a_hand_worked_estimate() -> None:
     assert found.activations == 8192 * (28 * 2 * 1536 + 16 * 1536 + layer)
     frozen = estimate(model.requires_grad_(False), config, dtype=torch.bfloat16, stage=2, num_ranks=4)
     assert (frozen.weights, frozen.gradients, frozen.optimizer, frozen.activations) == (2 * count, 0, 0, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_estimate_of_a_mixture_counts_the_experts_that_a_token_takes(family: str) -> None:
+    with torch.device("meta"):
+        model = make_experts(family)
+    config = TrainerConfig(micro_batch_tokens=1024, logprob_chunk_tokens=64)
+    found = estimate(model, config, dtype=torch.float32, stage=1, num_ranks=1)
+    layer = 24 * 32 + 4 * (3 * 32 + 2 * 16 + 4 * 2 * 64)  # two experts of width 64
+    assert found.activations == 1024 * (2 * layer + 24 * 32)
+    assert found.weights == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_a_mixtral_is_trained(ranks: Ranks, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    make_experts("Mixtral").save_pretrained(tmp_path)
+    with make_trainer(ranks, str(tmp_path), "trainer.learning_rate=1e-2") as trainer:
+        first, second = (trainer.step(samples(256, 62)) for _ in range(2))
+    assert first["train/grad_norm"] > 0
+    assert second["train/loss"] < first["train/loss"]
 
 
 # ZeRO-2 keeps as much as ZeRO-1, but for its gradients, which the estimate by hand has.

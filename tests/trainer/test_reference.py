@@ -99,9 +99,9 @@ def test_in_16_bits_a_policy_that_has_not_moved_agrees_with_its_reference_to_the
             dataclasses.replace(sample, sequence=dataclasses.replace(sample.sequence, logprobs=known.ref_logprobs))
             for sample, known in zip(make_samples(), measured, strict=True)
         ]
-        assert trainer.logprob_gap(samples) == 0
+        assert builders.gap_of(trainer, samples) == 0
         trainer.step(samples)
-        assert trainer.logprob_gap(samples) > 0
+        assert builders.gap_of(trainer, samples) > 0
 
 
 def test_a_rollout_that_nothing_is_asked_of_may_be_longer_than_a_micro_batch(ranks: Ranks, tied_model: str) -> None:

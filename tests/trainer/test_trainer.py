@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from tests.trainer import builders
@@ -23,7 +24,7 @@ from hocket import tokenizer as tokenizers
 from hocket.config import TrainerConfig
 from hocket.errors import ConfigError, ServerError, TrainerError
 from hocket.trainer.engine import default_zero_stage
-from hocket.trainer.ranks import Ranks, _share_cores
+from hocket.trainer.ranks import FAILURE, Ranks, _share_cores
 from hocket.trainer.trainer import Trainer
 
 
@@ -90,7 +91,7 @@ def test_a_server_with_another_model_is_refused(trainer: Trainer) -> None:
     health = fakes.health(vocab_size=64, tokenizer_sha256=tokenizers.fingerprint(trainer.tokenizer))
     trainer.check_same_model(health)
     for change in ({"vocab_size": 65}, {"tokenizer_sha256": "0"}):
-        with pytest.raises(TrainerError, match=r"model\.path"):
+        with pytest.raises(ServerError, match=r"model\.path"):
             trainer.check_same_model(health.model_copy(update=change))
 
 
@@ -221,17 +222,17 @@ def test_one_rank_on_a_cpu_shares_only_what_it_has_twice(
     assert default_zero_stage(TrainerConfig(**settings), dtype, ranks) == stage
 
 
-def test_the_logprob_gap_is_the_mean_over_sampled_tokens_of_transformers_own_difference(
+def test_the_log_probs_of_samples_are_those_of_transformers_in_the_order_of_the_samples(
     trainer: Trainer, tmp_path: Path
 ) -> None:
     rollouts = make_rollouts(4, longest=30, seed=3)
     trainer.export(tmp_path)
     expected = builders.logprobs_of(tmp_path, rollouts)
-    gaps = [abs(value + 3.0) for row in expected for value in row if value]  # the engine's are all -3
     before = weights_of(trainer)
-    gap = trainer.logprob_gap([sample_of(rollout, 0.0) for rollout in rollouts])
-    assert gap == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
-    for work in (trainer.logprob_gap, trainer.step):
+    found = trainer.logprobs([sample_of(rollout, 0.0) for rollout in rollouts])
+    for own, row in zip(found, expected, strict=True):
+        assert own == pytest.approx(row, abs=1e-5)
+    for work in (trainer.logprobs, trainer.step):
         with pytest.raises(TrainerError, match="nothing to train on"):
             work([])
     assert same(before, weights_of(trainer))
@@ -272,3 +273,22 @@ def test_what_ends_a_run_is_not_hidden_by_ranks_that_can_not_be_told(monkeypatch
         raise ServerError("the cause", code="timeout")
     with pytest.raises(TrainerError, match="the other ranks are lost"), object.__new__(Trainer):
         pass
+
+
+def test_a_rank_that_is_started_again_tells_those_that_wait_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]  # of the launcher, which has outlived the first one
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
+    store.add("hocket/rank_1", 1)
+    with pytest.raises(TrainerError, match="started again"):
+        Ranks(timeout_s=60)
+    assert b"rank 1 failed: TrainerError: it was started again" in store.get(FAILURE)
+
+
+def test_a_store_that_fails_is_not_waited_for(ranks: Ranks) -> None:
+    def fail() -> None:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "it is no text")
+
+    with pytest.raises(RuntimeError, match="it is no text"):
+        ranks._ask_store(fail, 600)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.trainer.builders import load, make_groups, make_rollouts, measured, sample_of, save, weights_of
+from tests.trainer.builders import gap_of, load, make_groups, make_rollouts, measured, sample_of, save, weights_of
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
@@ -148,7 +148,7 @@ def streams(model: str, output: Path, ranks: Ranks) -> None:
             trainer.stream(4096, lambda bucket: 1 // 0)
             raise AssertionError("the sink's error is lost")
         layout = {item.name: (item.dtype, item.shape) for bucket in trainer.layout(4096) for item in bucket}
-        found = {"layout": layout, "gap": trainer.logprob_gap(make_samples(1))}
+        found = {"layout": layout, "gap": gap_of(trainer, make_samples(1))}
         trainer.export(folder)
         save_file(weights_of(trainer, 4096), folder / "streamed")
         (folder / "found.json").write_text(json.dumps(found))

@@ -24,10 +24,11 @@ def group_advantages(
     """Return A = (R − baseline) / (deviation + eps) per rollout, float32 [n].
 
     Baselines: "mean" of the group (arXiv 2402.03300), "leave_one_out" mean of the other rollouts (2402.14740), "none".
-    Deviations, unbiased: of the "group", of all R − baseline in the "batch" (2501.03262), "none" (2503.20783). A NaN
-    reward marks a failed rollout: it counts in no mean or deviation and gets advantage 0; samples.py leaves it out.
+    Deviations, unbiased: of the "group", of all R − baseline in the "batch" (2510.13786), "none" (2503.20783); with
+    "tokens" samples.py divides. A NaN reward marks a failed rollout: it counts in no mean or deviation and gets
+    advantage 0; samples.py leaves it out.
     """
-    if baseline not in ("mean", "leave_one_out", "none") or scale not in ("group", "batch", "none"):
+    if baseline not in ("mean", "leave_one_out", "none") or scale not in ("group", "batch", "tokens", "none"):
         raise ValueError(f"unknown advantage of groups: baseline={baseline!r}, scale={scale!r}")
     rewards_n = torch.as_tensor(rewards, dtype=torch.float64)  # float32 loses small differences of large rewards
     advantages_n = torch.zeros_like(rewards_n)

@@ -55,12 +55,12 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     penalties = tuple(overlong_penalty(rollout, algorithm.overlong_share, max_tokens) for rollout in rollouts)
     rewards = tuple(score.total - penalty for (_, score), penalty in zip(scored, penalties, strict=True))
     equal = bool(zero_variance_groups(rewards, [0] * len(rewards)).all())
-    reason = None
+    by_group, reason = algorithm.kl_in == "loss" and algorithm.scale != "tokens", None
     if not rewards:
         reason = NO_SCORE
     elif not any(is_trained(sequence, algorithm) for rollout in rollouts for sequence in rollout.sequences):
         reason = "no rollout to train: cut off, or nothing sampled"
-    elif equal and algorithm.baseline in ("mean", "leave_one_out") and algorithm.kl_in == "loss":
+    elif equal and by_group and algorithm.baseline in ("mean", "leave_one_out"):
         reason = "one score alone" if len(rewards) == 1 else f"every reward is {rewards[0]:g}"
     return Shaped(group, rollouts, rewards, penalties, equal, reason)
 
@@ -145,6 +145,8 @@ def train_samples(
         advantages = [torch.full_like(row.kl_n, of_rollout[row.owner]) for row in trained]
     else:
         advantages, returns = _by_token(trained, rewards, algorithm, kl_coef)
+    if algorithm.scale == "tokens":
+        advantages = list(torch.split(whiten(torch.cat(advantages)), [len(a_n) for a_n in advantages]))
     samples = [
         TrainSample(
             sequence=row.sequence,
@@ -191,9 +193,6 @@ def _by_token(
         a_n, returns_n = gae(rewards_n, values_n, discount=algorithm.discount, gae_lambda=algorithm.gae_lambda)
         advantages.append(a_n)
         returns.append(returns_n)
-    if algorithm.scale == "batch":
-        lengths = [len(a_n) for a_n in advantages]
-        advantages = list(torch.split(whiten(torch.cat(advantages)), lengths))
     return advantages, returns
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from hocket.config.sections import Section, UserPath
 
 Baseline = Literal["mean", "leave_one_out", "none", "critic"]
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "tokens", "none"]
 Ratio = Literal["token", "sequence"]
 Clip = Literal["ppo", "cispo", "none"]
 Aggregate = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
@@ -64,13 +64,13 @@ PRESETS: Mapping[PresetName, Preset] = {
     "rloo": _row(
         "2402.14740", "the paper has clip=none aggregate=seq_mean_token_sum", baseline="leave_one_out", scale="none"
     ),
-    "reinforce_pp": _row("2501.03262", baseline="none", scale="batch", kl="k1", kl_in="reward", kl_coef=0.01),
-    "reinforce_pp_baseline": _row("2501.03262", scale="batch"),
+    "reinforce_pp": _row("2501.03262", baseline="none", scale="tokens", kl="k1", kl_in="reward", kl_coef=0.01),
+    "reinforce_pp_baseline": _row("2501.03262", "without the paper's KL term: add kl=k2 and a kl_coef", scale="tokens"),
     "ppo": _row(
         "1707.06347",
         "with a critic and generalised advantages, 1506.02438; epochs of 1909.08593",
         baseline="critic",
-        scale="batch",
+        scale="tokens",
         epochs=4,
     ),
 }
@@ -83,8 +83,8 @@ class AdvantageConfig(Section):
     baseline: Baseline = Field("mean", description="Group's `mean` or `leave_one_out`; per token: `none`, `critic`.")
     scale: Scale = Field(
         "group",
-        description="Divisor of the advantage: standard deviation of the `group`, of the `batch`, or `none`. With "
-        "baseline none or critic, `batch` whitens over tokens.",
+        description="Divisor of the advantage: standard deviation in the `group`, in the `batch`, or `none`; `tokens`: "
+        "minus the mean, divided by the deviation, of all trained tokens.",
     )
     discount: float = Field(1.0, gt=0, le=1, description="Discount per token. Needs baseline none or critic.")
     gae_lambda: float = Field(
@@ -172,7 +172,8 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         by_token, one_ratio = self.baseline in ("none", "critic"), self.correction != "none" and self.updates == 1
         in_reward, off = self.kl_in == "reward", self.kl == "off"
         for_kl = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
-        yield by_token and self.scale == "group", f"baseline={self.baseline} has no groups: set scale to batch or none"
+        message = f"baseline={self.baseline} compares no rollouts: set scale to tokens or none"
+        yield by_token and self.scale in ("group", "batch"), message
         yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
         yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
         several = "set correction=none, or several updates (epochs, minibatches)"
@@ -184,7 +185,7 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         yield off and for_kl, "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out"
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
         yield self.kl == "k1" and not in_reward, "k1 in the loss has no expected gradient: set kl_in=reward, or kl=k2"
-        yield in_reward and self.scale == "group", "with kl_in=reward set scale=batch or none: group cancels it"
+        yield in_reward and self.scale == "group", "with kl_in=reward set another scale: group cancels it"
         yield self.kl_target is not None and not in_reward, "kl_target adapts the KL of the rewards: set kl_in=reward"
 
 

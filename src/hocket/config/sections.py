@@ -122,7 +122,9 @@ class RolloutConfig(Section):
 class EnvConfig(Section, extra="allow"):
     name: str = Field("single_turn", description="`single_turn`, `guess`, `tools`, `agent`, or a plugin with options.")
     max_turns: int = Field(16, ge=1, description="Maximum turns of an episode, or model calls of an agent.")
-    timeout_s: float = Field(60.0, gt=0, description="Seconds of the environment's work, or of an agent, per episode.")
+    timeout_s: float = Field(
+        60.0, gt=0, le=86_400, description="Seconds of the environment's work, or of an agent, per episode."
+    )
 
 
 class RewardSpec(Section, extra="allow"):
@@ -186,10 +188,11 @@ class SyncConfig(Section):
     delta: bool = Field(False, description="Changed weights alone (backend disk); copies in RAM and servers' $TMPDIR.")
     upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
     bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
-    canary_every: int = Field(
-        20, ge=0, description="Versions between comparisons of log-probs, besides the first. 0 disables them."
+    check_every: int = Field(20, ge=0, description="Versions between proofs, besides the first two. 0 disables them.")
+    max_logprob_gap: float | None = Field(
+        None, gt=0, description="Highest mean |Δ log-prob| in them. Default: dtype's."
     )
-    max_logprob_gap: float = Field(0.1, gt=0, description="Mean absolute difference in them that stops the run.")
+    on_mismatch: Literal["stop", "warn"] = Field("stop", description="What a proof that fails does to the run.")
 
 
 class ServerConfig(Section):
@@ -216,7 +219,8 @@ class ServerConfig(Section):
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         where = self.discover or "servers/"
         yield self.discover is not None and bool(self.urls), "discover and urls both name the servers: leave one out"
-        is_name, is_file = re.fullmatch(r"[^\s:/]+:\d{1,5}", where), "/" in where and "://" not in where
+        name = re.fullmatch(r"[^\s:/]+:(\d{1,5})", where)
+        is_name, is_file = name is not None and int(name[1]) < 1 << 16, "/" in where and "://" not in where
         message = f"discover={where} is neither NAME:PORT nor a file with a slash in its path; a URL goes to urls"
         yield not (is_name or is_file), message
 
@@ -250,12 +254,14 @@ class CheckpointConfig(Section):
 
 
 class ObserveConfig(Section):
-    tensorboard: bool = Field(True, description="TensorBoard files, if the package is installed.")
+    tensorboard: bool = Field(False, description="TensorBoard files; needs `pip install tensorboard`.")
     console: Literal["auto", "live", "plain"] = Field("auto", description="Live table or plain lines; `auto` decides.")
 
 
 class LaunchConfig(Section):
-    servers: int | None = Field(None, ge=1, description="Servers on one node. Default: half of the GPUs; 1 on a CPU.")
+    servers: int | None = Field(
+        None, ge=1, description="Servers. Default: as many as half of the GPUs hold, or those that `trainers` leaves."
+    )
     trainers: int | None = Field(None, ge=1, description="Trainer ranks. Default: one per GPU left; 1 on a CPU.")
     server_gpus: str | None = Field(None, description="GPUs of the servers, e.g. 0,1. Default: divided.")
     trainer_gpus: str | None = Field(None, description="GPUs of the trainer ranks, e.g. 2,3. Default: divided.")

@@ -50,8 +50,8 @@ class Config(Section):
         yield sync.delta and model.lora is not None, "sync.delta has no effect with model.lora: adapters are small"
         message = "trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2"
         yield trainer.zero_stage == 3 and model.lora is not None and model.lora.quantize is not None, message
-        longest = 3 * sync.timeout_s  # a hand-over, its repetition by disk, and a canary
-        message = f"trainer.collective_timeout_s must exceed 3 · sync.timeout_s = {longest:g}: ranks wait that long"
+        longest = 4 * sync.timeout_s  # a hand-over, its repetition by disk, a comparison, and log-probs
+        message = f"trainer.collective_timeout_s must exceed 4 · sync.timeout_s = {longest:g}: ranks wait that long"
         yield longest >= trainer.collective_timeout_s, message
         warmup, steps = self.critic.warmup_steps, trainer.steps
         message = f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy"
@@ -65,7 +65,8 @@ class Config(Section):
             (ahead, "needs pipeline.max_staleness=0: server and trainer take turns"),
             (sync.backend != "disk", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
             (sync.delta, "does not go with sync.delta: whole versions are written"),
-            (len(self.server_urls) != 1, "is for one server; give several servers GPUs of their own"),
+            (self.server.discover is not None, "is for one server that server.urls names: leave server.discover out"),
+            (len(self.server_urls) > 1, "is for one server; give several servers GPUs of their own"),
             (launch.server_gpus != launch.trainer_gpus, "needs equal launch.server_gpus and launch.trainer_gpus"),
         ):
             yield launch.share_gpu and wrong, f"launch.share_gpu {message}"

@@ -16,7 +16,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from hocket.envs.base import Environment, environment, invoke
-from hocket.processes import kill_with_parent
+from hocket.processes import kill_with_parent, without_secrets
 from hocket.registry import Registry
 from hocket.types import Message
 
@@ -79,7 +79,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
     given = {key: getattr(task, key) for key in ("messages", "text", "answer", "meta", "seed")}
     host = urlsplit(task.base_url).hostname or ""
     environment = {
-        **{key: value for key, value in os.environ.items() if key != "HOCKET_TOKEN"},
+        **without_secrets(),
         "OPENAI_BASE_URL": task.base_url,
         "OPENAI_API_KEY": task.api_key,
         "OPENAI_MODEL": task.model,

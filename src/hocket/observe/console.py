@@ -44,7 +44,7 @@ class Console(AbstractContextManager["Console"]):
         self._start = 0.0  # when the first step here began
         self._first = 0  # number of that step; 0 before any is finished
         self._activity = ("", 0.0)  # the last one printed, and when
-        self._alarmed: set[str] = set()
+        self.alarmed: set[str] = set()  # metrics outside their healthy range in the last step
 
     def __exit__(self, *exc_info: object) -> None:
         self._status.stop()
@@ -79,9 +79,9 @@ class Console(AbstractContextManager["Console"]):
         cells = " ".join(f"{_cell(values.get(metric), shape):>{width}}" for _, metric, width, shape in COLUMNS)
         self.say(f"{f'{step}/{self._steps}':>9} {cells}{self._time_left(step)}")
         unhealthy = alarms(metrics)
-        for name in unhealthy.keys() - self._alarmed:
+        for name in unhealthy.keys() - self.alarmed:
             self._rich.print(f"[yellow]          ! {escape(unhealthy[name])}[/yellow]")
-        self._alarmed = set(unhealthy)
+        self.alarmed = set(unhealthy)
 
     def finish(self, run_dir: Path) -> None:
         """Print the result of the run in `run_dir`: accuracy before and after, samples, paths."""

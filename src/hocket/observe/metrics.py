@@ -105,8 +105,13 @@ METRICS = (
     Metric("sync/transfer_s", "seconds until the last server had loaded the version, including a fall-back"),
     Metric("sync/fallbacks", "servers that sync.backend=nccl could not reach and that got the version by disk",
            high=0, advice="the console names the cause; sync.backend=disk avoids the attempt"),
-    Metric("sync/canary_gap", "mean |trainer − engine log-prob| of a few completions; the largest of all servers",
-           high=0.05, advice="the run stops at sync.max_logprob_gap; see train/logprob_gap"),
+    Metric("sync/logprob_gap", "mean |trainer − engine log-prob| of a few completions; the largest of all servers"),
+    Metric("sync/max_gap", "the most of it that rounding explains; above it the run stops (sync.on_mismatch)"),
+    Metric("sync/missing_share", "share of the last update that the server's log-probs lack; 1: it is one behind"),
+    Metric("sync/mismatches", "sync.on_mismatch=warn: failed comparisons of parameters or log-probs",
+           high=0, advice="the console names server and cause; the samples are not the policy's"),
+    Metric("sync/missing_error", "standard error of that share; it is not told above 0.25: rounding hides the update"),
+    Metric("sync/proof_s", "seconds to compare parameters and log-probs, in versions that are checked"),
     Metric("sync/changed", "sync.delta: share of the weights whose bits changed; missing for a full version"),
     Metric("step/tokens_per_s", "throughput: trained tokens per second of time/step − time/eval"),
     Metric("time/generate", "seconds that the step waited for sampled tokens"),
@@ -121,6 +126,8 @@ METRICS = (
     Metric("time/step", "seconds of the whole step"),
 )
 # fmt: on
+ON_POLICY = {"train/logprob_gap", "train/mismatch_kl"}  # at most sync/max_gap where no rollout is stale
+SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "staleness/over_bound"}  # alarms after which weights are checked
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -179,12 +186,17 @@ def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def alarms(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return one sentence per metric outside its healthy range, by name."""
+    """Return one sentence per metric that is NaN or outside its healthy range, by name."""
     found = {}
+    rounding = metrics.get("sync/max_gap", math.inf) if metrics.get("staleness/max") == 0 else math.inf
     for name, meaning, low, high, advice in METRICS:
-        value = metrics.get(name, math.nan)  # nan compares false: a missing metric raises no alarm
-        if (low is not None and value < low) or (high is not None and value > high):
-            bound = f"> {high:g}" if high is not None and value > high else f"< {low:g}"
+        if name not in metrics or low is high is None:
+            continue
+        value = metrics[name]
+        if high is not None and name in ON_POLICY:
+            high = min(high, rounding)
+        if not ((low is None or value >= low) and (high is None or value <= high)):
+            bound = f"< {low:g}" if low is not None and not value >= low else f"> {high:g}"
             found[name] = f"{name} = {value:.4g} ({bound}): {meaning}" + (f"; {advice}" if advice else "")
     return found
 

@@ -29,7 +29,9 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
     """Own the files of one run. Raises ConfigError if it can't, or one is there and not to be resumed."""
 
     def __init__(self, config: Config) -> None:
-        self.path = config.run_dir
+        self.path, self._tensorboard = config.run_dir, config.observe.tensorboard
+        if self._tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("observe.tensorboard=true needs a package: pip install tensorboard; or leave it out")
         if (self.path / METRICS).exists() and not config.checkpoint.resume:
             advice = "continue it with checkpoint.resume=true, or choose another run.dir"
             raise ConfigError(f"{self.path} holds a run already; {advice}")
@@ -44,7 +46,6 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         for name in (METRICS, LEDGER):
             (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step
-        self._tensorboard = config.observe.tensorboard and importlib.util.find_spec("tensorboard") is not None
         self._board: Any = None
 
     def __exit__(self, *exc_info: object) -> None:

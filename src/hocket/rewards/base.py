@@ -22,6 +22,8 @@ from hocket.types import Rollout, Score
 F = TypeVar("F", bound=Callable[..., Any])
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
 
+MAX_TEXT = 2000  # characters of an error, or of the name of a part
+
 _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
     "completion": lambda rollout: rollout.text,  # what the policy wrote, without the end-of-sequence token
     "opening": lambda rollout: rollout.prompt.opening,  # of a thought, where the template writes it: "<think>\n"
@@ -89,34 +91,43 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Score:
     """Return the score that a plain function gives; an exception is an error in it."""
     try:
         return as_score(function(**arguments))
-    except Exception as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
         return failure(error)
 
 
 def as_score(returned: Any) -> Score:
     """Return the unweighted score for a function's return value; an error if that is no finite number."""
     if isinstance(returned, Score) and returned.error is not None:
-        return returned
+        return no_score(_plain(returned.error))
     total, parts = (returned.total, returned.parts) if isinstance(returned, Score) else (returned, {})
     try:
         if isinstance(returned, Mapping):
             if not returned:
                 raise ValueError("returned no parts")
             total, parts = math.fsum(map(_number, returned.values())), returned
-        return Score(total=_number(total), parts={str(name): _number(value) for name, value in parts.items()})
+        return Score(total=_number(total), parts={_plain(name): _number(value) for name, value in parts.items()})
     except ValueError as error:
         return no_score(str(error))
 
 
 def no_score(error: str, parts: Mapping[str, float] | None = None) -> Score:
     """Return the score of a rollout that has none, for this reason."""
-    return Score(total=math.nan, parts=parts or {}, error=error)
+    return Score(total=math.nan, parts=parts or {}, error=_plain(error))
 
 
-def failure(error: Exception) -> Score:
+def failure(error: BaseException) -> Score:
     """Return the score of a function that raised; the error names the line."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    return no_score(f"{type(error).__name__}: {error} ({frame.f_code.co_filename}:{line})")
+    text = _plain(error)[: MAX_TEXT // 2]
+    return no_score(f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})")
+
+
+def _plain(value: object) -> str:
+    """Return its text as files and the console can take it: not too much, no half surrogate pair."""
+    try:
+        return str(value)[:MAX_TEXT].encode("utf-8", "replace").decode()
+    except Exception:  # noqa: BLE001 - code of others, too
+        return f"a {type(value).__name__} without a text"
 
 
 def _number(value: Any) -> float:

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import functools
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -31,10 +31,13 @@ from hocket.protocol import (
 )
 from hocket.server import middleware
 from hocket.server.engine import Engine
-from hocket.server.errors import ApiError, from_validation
+from hocket.server.errors import ApiError, cause_of, parse
 from hocket.server.generate import Job
+from hocket.server.openai import ReadBodies
 from hocket.server.sessions import OpenSessions, RouteSessions
-from hocket.system import cancel
+from hocket.system import cancel, run_in_thread
+
+logger = logging.getLogger("hocket")
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that no client receives: it has disconnected."""
@@ -54,27 +57,27 @@ def assemble(
     app.router.routes[:] = app.router.routes[known:] + app.router.routes[:known]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    for stumbled in (AssertionError, AttributeError, LookupError):
+        app.add_exception_handler(stumbled, _stumbled)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
-    inner = middleware.RefuseWhenFailed(RouteSessions(app, sessions, engine.model), engine.require_ready)
-    limited = middleware.LimitBody(inner, max_body_bytes)
+    routed = ReadBodies(RouteSessions(app, sessions, engine.model))
+    limited = middleware.LimitBody(middleware.RefuseWhenFailed(routed, engine.require_ready), max_body_bytes)
     if token is None:
         return middleware.AnswerErrors(middleware.RefuseWebPages(limited, host))
     return middleware.AnswerErrors(middleware.RequireToken(limited, token, sessions.admits))
 
 
 class _Route(APIRoute):
-    """Read bodies as JSON whatever Content-Type says (`curl -d`); refuse wrong ones in hocket's form of errors."""
+    """Read bodies as JSON whatever Content-Type says (`curl -d`), in a thread; refuse wrong ones in hocket's form."""
 
     def get_route_handler(self) -> Handler:
-        handle = super().get_route_handler()
+        if self.body_field is None:
+            return super().get_route_handler()
+        message: Any = self.body_field.field_info.annotation
 
         async def handled(request: Request) -> Response:
-            others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
-            request.scope["headers"] = [*others, (b"content-type", b"application/json")]
-            try:
-                return await handle(request)
-            except RequestValidationError as error:
-                raise from_validation(error.errors()) from None
+            answer = await self.endpoint(await run_in_thread(parse, message, await request.body()))
+            return Response(answer.model_dump_json(), media_type="application/json")
 
         return handled
 
@@ -195,3 +198,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     response = ApiError(error.status_code, code, str(error.detail), "the routes are listed at /docs").response()
     response.headers.update(error.headers or {})
     return response
+
+
+async def _stumbled(request: Request, error: Exception) -> Response:
+    """Answer where Python itself failed; in vLLM's routes by a value of a type that vLLM did not expect."""
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    message = f"{type(error).__name__}: {cause_of(error)}"
+    if request.url.path.startswith("/v1/"):
+        return ApiError(400, "refused_by_vllm", message, "look at the types of the body's fields").response()
+    return ApiError(500, "internal", message, "the server's log says more").response()

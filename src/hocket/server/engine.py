@@ -121,7 +121,7 @@ class Engine:
             max_length=int(model.max_model_len),
             tokenizer_sha256=self._tokenizer_sha256,
             session=self._session,
-            in_flight=self.sampler.in_flight,
+            in_flight=self.llm.in_flight,
             root=str(self._root),
             device=str(vllm.device_config.device_type),
             workers=self._workers,
@@ -155,9 +155,8 @@ class Engine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests of vLLM's own routes."""
-        with contextlib.suppress(*vllm_api.engine_errors()):  # they have ended with the engine
-            if request_ids:
-                await self.llm.abort(request_ids)
+        if request_ids:
+            await vllm_api.abort(self.llm, request_ids)
 
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
@@ -229,7 +228,8 @@ class Engine:
             seconds = time.perf_counter() - start
             response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
             self._held = (key, response)
-            await asyncio.to_thread(self._uploads.remove, uploaded, key)
+            self._uploads.hold(key)
+            await asyncio.to_thread(self._uploads.remove, uploaded)
             return response
 
     async def sleep(self, request: SleepRequest) -> SleepResponse:
@@ -269,7 +269,7 @@ class Engine:
         try:
             await asyncio.wait_for(vllm_api.pause(self.llm, in_flight, clear_cache=clear_cache), self._timeout_s)
         except TimeoutError as late:
-            message = f"{self.sampler.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
+            message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             try:
                 if self._failure is None:  # a half-loaded model must not run
                     await asyncio.wait_for(self.llm.resume_generation(), ABORT_TIMEOUT_S)

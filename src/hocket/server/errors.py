@@ -1,12 +1,19 @@
 """Define refusals: a status, a code for machines, a message and a hint, in one form on every route."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
+import pydantic
 from starlette.responses import JSONResponse
 
 from hocket.errors import HocketError
-from hocket.protocol import ErrorBody, ErrorResponse
+from hocket.protocol import ErrorBody, ErrorResponse, SamplingParams
+
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+MAX_NESTED = 1 << 21
+"""Lists and objects in one body: an empty one takes two bytes there, and two hundred in memory."""
+MAX_EXPLAINED = 1000
+"""Errors in one body up to which they are looked at; each takes a kilobyte."""
 
 
 class ApiError(HocketError):
@@ -28,21 +35,37 @@ def invalid(message: str, hint: str, *, code: str = "invalid_request") -> ApiErr
     return ApiError(422, code, message, hint)
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return the error for a body that is not JSON (400) or not the expected message (422), from pydantic's errors."""
-    first = errors[0]
-    where = first["loc"][1:] if first["loc"][:1] == ("body",) else first["loc"]
+def parse(message: type[M], body: bytes) -> M:
+    """Read a message. Raises ApiError for a body that is not JSON (400) or not this message (422)."""
+    if body.count(b"[") + body.count(b"{") > MAX_NESTED:
+        raise invalid(f"body: more than {MAX_NESTED} lists and objects", "send fewer, in several requests")
+    try:
+        return message.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        raise _explained(error) from None
+
+
+def _explained(error: pydantic.ValidationError) -> ApiError:
+    """Return the first of pydantic's errors in one sentence with the fix."""
+    listed = "the fields and their types are listed at /docs"
+    if error.error_count() > MAX_EXPLAINED:
+        return invalid(f"body: {error.error_count()} fields are wrong or unknown", listed)
+    errors = error.errors(include_url=False, include_input=False)
+    first, where = errors[0], errors[0]["loc"]
     if first["type"] == "json_invalid":
         return ApiError(400, "malformed_json", first["msg"], "send one JSON object, encoded as UTF-8")
-    if len(where) >= 3 and where[0] == "prompts":
+    if where[:1] == ("prompts",) and len(where) >= 3:
         # Each of the three kinds of a prompt complains in its own words; one sentence says it better.
         message = f"prompts.{where[1]}: a prompt must be text, a list of token ids, or a list of chat messages"
         return invalid(message, "token ids are whole numbers from 0, messages are objects")
     if not where:
         return invalid(f"body: {first['msg']}", "send one JSON object")
-    wrong = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
+    unknown = first["type"] == "extra_forbidden"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return invalid(f"{'.'.join(map(str, where))}: {wrong}{more}", "the fields and their types are listed at /docs")
+    message = f"{'.'.join(map(str, where))}: {'unknown field' if unknown else first['msg']}{more}"
+    if unknown and error.title == "GenerateRequest" and where[0] in SamplingParams.model_fields:
+        return invalid(message, f'put it under sampling: {{"prompts": [...], "sampling": {{"{where[0]}": ...}}}}')
+    return invalid(message, listed)
 
 
 def cause_of(error: Exception) -> str:

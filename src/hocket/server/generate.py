@@ -2,25 +2,27 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jinja2
-import pydantic
 
-from hocket.protocol import Completion, GenerateRequest, PromptInput, SamplingParams
+from hocket.protocol import MAX_COMPLETIONS, Completion, GenerateRequest, PromptInput, SamplingParams
 from hocket.server import vllm_api
-from hocket.server.errors import ApiError, from_validation, invalid
+from hocket.server.errors import ApiError, cause_of, invalid, parse
 from hocket.system import as_completed
 
 MIN_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature when asked for a lower one."""
 RESTART = "restart the server; its log says more"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_NUMBERS = itertools.count()
 OPTIONAL_MESSAGE_KEYS = frozenset({"name", "tool_calls", "tool_call_id"})
 
 
@@ -34,6 +36,7 @@ class Job:
     sampling: SamplingParams
     seed: int | None = None
     tools: vllm_api.FindCalls | None = None  # finds tool calls in the text
+    request_id: str = dataclasses.field(default_factory=lambda: f"hocket-{next(_NUMBERS)}")
 
 
 class Sampler:
@@ -46,12 +49,12 @@ class Sampler:
         require_ready: Callable[[], None],
         template: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.in_flight = 0  # completions that are being sampled
         self._llm = llm
         self._tokenizer = tokenizer
         self._require_ready = require_ready
         self._template = template  # options of the chat template
         self._vocab_size = int(llm.model_config.get_vocab_size())
+        self._window = 2 * int(llm.vllm_config.scheduler_config.max_num_seqs)  # of one request in the engine
         self._max_length = int(llm.model_config.max_model_len)
         # A tokenizer must not be used by two threads at once: bodies are read in a thread of their own, with a copy.
         self._reading = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read")
@@ -64,13 +67,12 @@ class Sampler:
 
     def parse(self, body: bytes) -> tuple[GenerateRequest, list[Job]]:
         """Do the work of `read` in the calling thread."""
-        try:
-            request = GenerateRequest.model_validate_json(body)
-        except pydantic.ValidationError as error:
-            raise from_validation(error.errors(include_url=False, include_input=False)) from None
+        request = parse(GenerateRequest, body)
         if request.seeds is not None and (request.n != 1 or len(request.seeds) != len(request.prompts)):
             message = f"seeds: {len(request.seeds)} lists for {len(request.prompts)} prompts, n={request.n}"
             raise invalid(message, "send one list of seeds per prompt, one seed per completion, and no n")
+        if (count := sum(len(_seeds(request, number)) for number in range(len(request.prompts)))) > MAX_COMPLETIONS:
+            raise invalid(f"{count} completions are more than the {MAX_COMPLETIONS} of one request", "send several")
         self.check_sampling(request.sampling)
         try:
             tools = None if request.tools is None else vllm_api.find_calls(self._reader, request.tools)
@@ -85,23 +87,34 @@ class Sampler:
                 jobs.append(Job(number, index, token_ids, request.sampling, seed, tools))
         return request, jobs
 
-    def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
-        """Yield each job with its completion, in the order in which they finish; leaving early aborts the rest."""
-        return as_completed([self.complete(job) for job in jobs])
+    async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
+        """Yield each job with its completion, in the order in which they finish; leaving early aborts the rest.
+
+        The engine gets a part of them at a time: what it has queued, it is slow to forget, and others wait behind it.
+        """
+        window = asyncio.Semaphore(self._window)
+
+        async def complete(job: Job) -> tuple[Job, Completion]:
+            async with window:
+                return await self.complete(job)
+
+        async with contextlib.aclosing(as_completed([complete(job) for job in jobs])) as finished:
+            try:
+                async for done in finished:
+                    yield done
+            except BaseException:
+                await vllm_api.abort(self._llm, [job.request_id for job in jobs])
+                raise
 
     async def complete(self, job: Job) -> tuple[Job, Completion]:
         """Sample one completion. Raises ApiError where it is refused or breaks off."""
-        self.in_flight += 1
         try:
-            name = f"hocket-{job.prompt}-{job.index}"
-            output = await vllm_api.complete(self._llm, job.token_ids, job.sampling, job.seed, name)
+            output = await vllm_api.complete(self._llm, job.token_ids, job.sampling, job.seed, job.request_id)
         except vllm_api.client_error() as error:
             raise ApiError(422, "refused_by_engine", str(error), "change the request as the message says") from error
         except vllm_api.engine_errors() as error:
             self._require_ready()
-            raise ApiError(503, "generation_failed", str(error), RESTART) from error
-        finally:
-            self.in_flight -= 1
+            raise ApiError(503, "generation_failed", cause_of(error), RESTART) from error
         if output.finish_reason == "abort":
             self._require_ready()
             raise ApiError(503, "aborted", "generation was aborted", "send it again")

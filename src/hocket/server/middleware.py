@@ -75,7 +75,10 @@ class RefuseWebPages:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope.get("headers", ())}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        own = urlsplit(f"//{host}").hostname in self._hosts and origin in (None, f"http://{host}")
+        try:
+            own = urlsplit(f"//{host}").hostname in self._hosts and origin in (None, f"http://{host}")
+        except ValueError:  # it is no name of a host, "[" for one
+            own = False
         if scope["type"] != "lifespan" and not own:
             message = f"a page of {origin or host!r} may not use this server"
             raise ApiError(403, "foreign_page", message, "set server.token to let it")

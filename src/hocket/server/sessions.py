@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest
 from hocket.server.errors import ApiError
 from hocket.server.middleware import replay
+from hocket.server.openai import BODY
 from hocket.system import seed_of
 from hocket.types import FinishReason, VersionSpan
 
@@ -195,8 +196,9 @@ class RouteSessions:
                 known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
                 message = f"a session has no {scope['method']} {match['route']}"
                 raise ApiError(404, "not_found", message, f"it has {known}")
-            if scope["method"] == "POST":
-                receive = self._checked(await receive(), receive)
+            if isinstance(body := scope.get(BODY), dict):
+                content = json.dumps(self._checked(body)).encode()
+                receive = replay({**await receive(), "body": content}, receive)
             scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
             send = _watched(send, session)
         # None is set, too: a pipelined request would inherit the context of the one before it on its connection.
@@ -206,21 +208,15 @@ class RouteSessions:
         finally:
             CURRENT.reset(token)
 
-    def _checked(self, message: Message, receive: Receive) -> Receive:
-        """Return a receive that gives this message, which has the whole body. Raises ApiError where it is refused."""
-        body = None
-        with contextlib.suppress(ValueError):  # vLLM reports what is wrong with it
-            body = json.loads(message.get("body", b""))
-        if isinstance(body, dict):
-            wrong = [name for name in ("n", "best_of") if body.get(name) not in (None, 1)]
-            wrong += [name for name in ("use_beam_search", "echo") if body.get(name)]
-            wrong += [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) == 0]
-            if wrong:
-                reason = f"{', '.join(wrong)}: only one sampled completion per call can be trained"
-                raise ApiError(400, "not_recorded", reason, "leave it out")
-            body["model"] = self._model
-            message = {**message, "body": json.dumps(body).encode()}
-        return replay(message, receive)
+    def _checked(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a body with the right name of the model. Raises ApiError where it can't be recorded."""
+        wrong = [name for name in ("n", "best_of") if body.get(name) not in (None, 1)]
+        wrong += [name for name in ("use_beam_search", "echo") if body.get(name)]
+        wrong += [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) == 0]
+        if wrong:
+            reason = f"{', '.join(wrong)}: only one sampled completion per call can be trained"
+            raise ApiError(400, "not_recorded", reason, "leave it out")
+        return body | {"model": self._model}
 
 
 def _watched(send: Send, session: OpenSession) -> Send:

@@ -15,8 +15,10 @@ from hocket.system import complete_folder, partial_of
 FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root. Folders with other names than ours are left alone there."""
 SILENCE_S = 60.0
-_NAME = re.compile(r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}")
-_FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors")
+MAX_VERSIONS = 4
+"""Versions that are kept besides the one that the server holds: an upload that was broken off would stay for ever."""
+_NAME = re.compile(r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}", re.ASCII)
+_FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors", re.ASCII)
 
 
 class Uploads:
@@ -26,6 +28,7 @@ class Uploads:
         self._folder = root / FOLDER
         self._silence_s = silence_s
         self._writing: dict[str, asyncio.Lock] = {}  # by version
+        self._held: Path | None = None  # the version that the server has loaded
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
         """Write one file of the version called `name`, all files together up to `max_bytes`; COMPLETE is the last."""
@@ -39,7 +42,10 @@ class Uploads:
         # One file at a time: each of several could otherwise fill the room left by the others.
         async with self._writing.setdefault(name, asyncio.Lock()):
             try:
-                partial.mkdir(parents=True, exist_ok=True)
+                if not partial.exists():
+                    left = sorted(self.present() - {self._held}, key=lambda path: path.stat().st_mtime, reverse=True)
+                    await asyncio.to_thread(self.remove, left[MAX_VERSIONS - 1 :])
+                    partial.mkdir(parents=True)
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
                 if file == manifest.COMPLETE_FILE:
@@ -80,10 +86,14 @@ class Uploads:
         lock = self._writing.get(_version(folder))
         return lock is not None and lock.locked()
 
-    def remove(self, folders: Iterable[Path], held: str) -> None:
-        """Remove versions, but for the one that the server holds, by its name under the root."""
+    def hold(self, name: str) -> None:
+        """Keep the version that the server has loaded, by its name under the root."""
+        self._held = self._folder.parent / name
+
+    def remove(self, folders: Iterable[Path]) -> None:
+        """Remove versions that are neither held nor being received."""
         for folder in folders:
-            if folder != self._folder.parent / held and not self._busy(folder):
+            if folder != self._held and not self._busy(folder):
                 self._writing.pop(_version(folder), None)
                 shutil.rmtree(folder, ignore_errors=True)
 

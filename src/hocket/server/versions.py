@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hocket import manifest
 from hocket.protocol import AdapterConfig, Manifest, TensorLayout
-from hocket.server.errors import ApiError, invalid
+from hocket.server.errors import ApiError, invalid, parse
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Precisions that weights can have: safetensors' names and torch's."""
@@ -215,12 +215,12 @@ def read(root: Path, name: str) -> tuple[Path, Manifest, AdapterConfig | None]:
     """Find a version; return its folder, manifest and, unless it is of whole weights, the adapter's config."""
     folder, file = find(root, name), manifest.MANIFEST_FILE
     try:
-        described = manifest.read(folder)
+        described = parse(Manifest, (folder / file).read_bytes())
         if not (folder / manifest.ADAPTER_FILE).is_file():
             return folder, described, None
         file = manifest.ADAPTER_FILE
-        adapter = AdapterConfig.model_validate_json((folder / file).read_bytes())
-    except (OSError, ValueError) as error:
+        adapter = parse(AdapterConfig, (folder / file).read_bytes())
+    except (OSError, ApiError) as error:
         raise _refused(f"can't read {file}: {error}") from error
     if described.base is not None:
         raise _refused("an adapter is published whole, never as what has changed in it")

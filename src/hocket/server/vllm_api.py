@@ -1,5 +1,6 @@
 """Hold everything that hocket takes from vLLM 0.32, its private names too, but for weights (vllm_weights.py)."""
 
+import asyncio
 import atexit
 import contextlib
 import functools
@@ -30,6 +31,11 @@ SERVER_PID = "HOCKET_SERVER_PID"
 """Environment variable with the pid of the server: when it ends, the engine's processes are killed."""
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
+ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
+ROUTES |= {"/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
+"""The routes of vLLM that are served; others can abort anybody's requests, for one."""
+SLOTS = 4
+"""Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
 """(token ids, whether the last one ended the text) -> the tool calls in them."""
 
@@ -129,24 +135,27 @@ def engine_arguments(config: Config) -> Namespace:
 def start_engine(args: Namespace) -> Any:
     """Start the engine's processes, wait until they have loaded the model, and return the AsyncLLM.
 
-    Every request, those of vLLM's own routes too, first calls its `require_ready`, which may raise. Where the engine
-    can hold an adapter, each request uses it, so `drop_adapter` must follow. Calls in a session are recorded there.
+    Every request, those of vLLM's own routes too, first calls its `require_ready`, which may raise, and then waits for
+    one of the engine's slots; `in_flight` counts those that have one. Where the engine can hold an adapter, each
+    request uses it, so `drop_adapter` must follow. Calls in a session are recorded there.
     Call it outside an event loop, where a signal can interrupt it.
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.exceptions import EngineGenerateError
 
     class AdaptedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
         require_ready: Callable[[], None] = staticmethod(lambda: None)
+        in_flight = 0
 
         def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
             self.require_ready()
             if self.vllm_config.lora_config is not None:
                 kwargs["lora_request"] = adapter_request("in memory")
             if (session := CURRENT.get()) is None:
-                return super().generate(prompt, sampling_params, request_id, **kwargs)
+                return self.admitted(functools.partial(super().generate, prompt, sampling_params, request_id, **kwargs))
             refuse_constraints(sampling_params)
             call = session.begin(list(prompt["prompt_token_ids"]), sampling_params.max_tokens)
             ask = functools.partial(super().generate, prompt, request_id=call.request_id, **kwargs)
@@ -154,11 +163,26 @@ def start_engine(args: Namespace) -> Any:
             def sample() -> Any:
                 self.require_ready()
                 session.require_open()
-                return ask(sampling_params=call_params(sampling_params, call))
+                return self.admitted(functools.partial(ask, sampling_params=call_params(sampling_params, call)))
 
             return recorded(uninterrupted(sample), session, call)
 
+        async def admitted(self, ask: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+            async with slots:
+                self.require_ready()
+                self.in_flight += 1
+                try:
+                    async with contextlib.aclosing(ask()) as outputs:
+                        async for output in outputs:
+                            yield output
+                except EngineGenerateError as error:
+                    self.require_ready()
+                    raise _failure(error) from error
+                finally:
+                    self.in_flight -= 1
+
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    slots = asyncio.Semaphore(SLOTS * args.max_num_seqs)
     if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
         vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     original = EngineCoreProc.run_engine_core
@@ -168,6 +192,18 @@ def start_engine(args: Namespace) -> Any:
         return AdaptedLLM.from_vllm_config(vllm_config)
     finally:
         EngineCoreProc.run_engine_core = original
+
+
+def _failure(error: Exception) -> ApiError:
+    """Return the answer where vLLM could not begin a request; its own error has no message."""
+    cause = error.__cause__ or error
+    logger.error("vLLM could not begin a request", exc_info=cause)
+    if isinstance(cause, ImportError):
+        hint = (
+            "leave structured outputs out, or install lm-format-enforcer and outlines-core in the server's environment"
+        )
+        return ApiError(422, "not_installed", f"this server lacks a package for this request: {cause}", hint)
+    return ApiError(500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more")
 
 
 def run_engine(*args: Any, **kwargs: Any) -> None:
@@ -181,7 +217,7 @@ def run_engine(*args: Any, **kwargs: Any) -> None:
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:
-    """Return vLLM's OpenAI-compatible FastAPI app on the engine, without its own /health."""
+    """Return vLLM's OpenAI-compatible FastAPI app on the engine, with the ROUTES alone."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
     tasks = await llm.get_supported_tasks()
@@ -191,11 +227,11 @@ async def openai_app(llm: Any, args: Namespace) -> Any:
 
 
 def app_without_engine(args: Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
-    """Return the app with all of its routes, which can't answer yet."""
+    """Return the app with its routes, which can't answer yet."""
     from vllm.entrypoints.launchers.app import build_app
 
     app = build_app(args, tasks, model_config)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/health"]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     return app
 
 
@@ -324,6 +360,12 @@ async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, see
 
     asked = llm.generate(tokens_input(token_ids), sampling_params(sampling, seed), request_id)
     return [output async for output in asked][-1].outputs[0]
+
+
+async def abort(llm: Any, request_ids: Sequence[str]) -> None:
+    """End requests, those that exist, with one message to the engine: of many it takes one by one in n² time."""
+    with contextlib.suppress(*engine_errors()):  # they have ended with the engine
+        await asyncio.shield(llm.abort(request_ids))  # half of it done would leave them running for ever
 
 
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:

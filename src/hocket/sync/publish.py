@@ -1,23 +1,27 @@
 """Publish the trainer's weights to every server, and prove that they arrived.
 
-    write version v+1 → load it on every server → compare checksums → compare log-probs
+    write version v+1 → load it on every server → compare checksums → if it is due: compare parameters and log-probs
 
 A `Transport` moves the bytes: files, NCCL, or a wrapper around one of them. A server that dies meanwhile leaves the
-pool; bring_up.py loads the current version once it answers again. A refused version, another checksum or log-probs
-that differ too much stop the run.
+pool; bring_up.py loads the current version once it answers again. A refused version, another checksum, other
+parameters or log-probs (proof.py) stop the run.
 """
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hocket.client import ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.pool import Member, ServerPool
 from hocket.protocol import ReloadResponse
 from hocket.sync.disk import Versions
+from hocket.system import timed
+
+if TYPE_CHECKING:
+    from hocket.sync.proof import Proof
 
 Answer = ReloadResponse | HocketError  # a failure is a value: the other servers go on
 Answers = dict[ServerClient, tuple[str, Answer]]  # with the checksum of the weights that were sent
@@ -49,8 +53,7 @@ class Publisher:
     versions: Versions
     pool: ServerPool
     transport: Transport
-    check: Callable[[Member, int], Awaitable[float]]  # mean |Δ log-prob| to the trainer; SyncError if it is too large
-    check_every: int  # versions between checks; 0: a server is only checked when it is brought up
+    proof: "Proof"  # which versions are checked, and what log-probs must show
     trainer_turn: TrainerTurn  # gives the trainer the GPU, where both sides share one
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # held by a training step, or a bring-up
     is_training: bool = False
@@ -69,23 +72,22 @@ class Publisher:
         """Make the trainer's weights the next version on every server that is up; call it within `training`."""
         self.versions.advance()
         metrics = await self.deliver(self.pool.up)
-        if self.check_every and self.versions.current % self.check_every == 0:
-            for member in self.pool.up:
-                try:
-                    gap = await self.check(member, self.versions.current)
-                    metrics["sync/canary_gap"] = max(gap, metrics.get("sync/canary_gap", gap))
-                except ServerError as error:
-                    self.pool.mark_lost(member, str(error))
+        if self.proof.is_due(self.versions.current) and self.pool.up:
+            metrics |= await self.check(self.pool.up)
         return metrics | {"sync/servers": float(len(self.pool.up))}
 
-    async def deliver(self, members: Sequence[Member]) -> Metrics:
-        """Send the current version; mark servers ready or lost. Raises SyncError if one refuses it or holds another."""
+    async def deliver(self, members: Sequence[Member], *, compare: bool = False) -> Metrics:
+        """Send the current version, or have servers `compare` it with what they hold; mark them ready or lost.
+
+        Raises SyncError if a server refuses it or holds another one.
+        """
         version = self.versions.current
-        delivery = await self.transport.deliver(version, [member.server for member in members])
+        delivery = await self.transport.deliver(version, [member.server for member in members], compare=compare)
         for member in members:
             checksum, answer = delivery.answers[member.server]
             if isinstance(answer, ServerError) and answer.refused:
-                raise SyncError(f"weight version {version} was refused: {answer}") from answer
+                does = "does not hold" if compare else "refused"
+                raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
             if isinstance(answer, HocketError):
                 self.pool.mark_lost(member, str(answer))
             elif (answer.version, answer.checksum) != (version, checksum):
@@ -98,3 +100,21 @@ class Publisher:
             else:
                 member.mark_ready(answer.session)
         return delivery.metrics
+
+    async def check(self, members: Sequence[Member]) -> Metrics:
+        """Check that these servers hold the current version, and compute with it as the trainer does."""
+        metrics: Metrics = {}
+        with timed(metrics, "sync/proof_s"):
+            try:
+                await self.deliver(members, compare=True)
+            except SyncError as error:
+                self.proof.fail(str(error))  # raises or, with sync.on_mismatch=warn, says so
+                await self.deliver(members)  # an engine that does not hold it generates nothing until a load mends it
+            for member in members:
+                try:
+                    if member.session is not None:
+                        found = await self.proof.check(member, self.versions.current)
+                        metrics |= {name: max(value, metrics.get(name, value)) for name, value in found.items()}
+                except ServerError as error:
+                    self.pool.mark_lost(member, str(error))
+        return metrics | {"sync/mismatches": self.proof.take_mismatches()}

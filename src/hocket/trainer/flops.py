@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+MEASURED_S = 2e-3  # at least, of a product: starting many threads takes some of a shorter one
 PEAKS = {  # device → dense 16-bit operations per second with float32 sums, from the data sheets
     "B200": 2250e12,
     "H200": 989e12,
@@ -41,11 +42,11 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     chosen = getattr(config, "num_experts_per_tok", None)
     per_position = per_trained_token = 0.0
     for module in model.modules():
-        for weight in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+        for name, weight in () if isinstance(module, nn.Embedding) else module.named_parameters(recurse=False):
             if isinstance(module, nn.Linear):  # a quantised one packs its weight
                 size = module.in_features * module.out_features if weight is module.weight else 0
             else:  # of experts, [experts, in, out], each token takes some
-                size = weight.numel() if weight.dim() in (2, 3) else 0
+                size = weight.numel() if weight.dim() in (2, 3) and not name.endswith("bias") else 0
             share = chosen / len(weight) if chosen and weight.dim() == 3 else 1.0
             flops = size * share * 2 * (3 if weight.requires_grad else 2)  # output, gradients of input and weight
             per_trained_token += flops if module is head else 0.0
@@ -79,13 +80,18 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = known_peak(torch.cuda.get_device_name(device))
         if known is not None:
             return known
-    size, best = 4096 if device.type == "cuda" else 512, float("inf")
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
-    for _ in range(6):  # the first one warms up
-        start = time.perf_counter()
-        float((matrix @ matrix)[0, 0])  # waits for the device
-        best = min(best, time.perf_counter() - start)
+    size, best = 2048 if device.type == "cuda" else 256, 0.0
+    while best < MEASURED_S and size < 4096:
+        size *= 2
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        best = min(_seconds_of_product(matrix) for _ in range(6))  # the first one warms up
     return 2.0 * size**3 / best
+
+
+def _seconds_of_product(matrix: Tensor) -> float:
+    start = time.perf_counter()
+    float((matrix @ matrix)[0, 0])  # waits for the device
+    return time.perf_counter() - start
 
 
 def known_peak(name: str) -> float | None:

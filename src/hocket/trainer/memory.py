@@ -77,7 +77,9 @@ def estimate(
     query = size * text.num_attention_heads
     key = size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     inner, experts = getattr(text, "intermediate_size", None), getattr(text, "num_experts_per_tok", None)
-    inner = experts * text.moe_intermediate_size if experts else inner or 4 * text.hidden_size
+    inner = (
+        experts * (getattr(text, "moe_intermediate_size", None) or inner) if experts else inner or 4 * text.hidden_size
+    )
 
     half = dtype.itemsize < 4
     whole, shared = _GRADIENT_BYTES[stage][half]

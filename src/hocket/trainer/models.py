@@ -1,7 +1,7 @@
 """One rank's models: the policy, and the reference and the critic where the algorithm needs them."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -102,10 +102,12 @@ class Models:
         return self._minibatches(groups, seed=seed_of(self._seed, "minibatches", step))
 
     @torch.no_grad()
-    def numbers(self, batches: Sequence[TrainBatch]) -> dict[int, dict[str, tuple[float, ...]]]:
+    def numbers(
+        self, batches: Sequence[TrainBatch], columns: Mapping[str, Callable[[TrainBatch], Tensor]]
+    ) -> dict[int, dict[str, tuple[float, ...]]]:
         """Return on rank 0 the columns' numbers per token, by the place of the sample; elsewhere nothing."""
         batches = [batch.to(self._ranks.device) for batch in batches]
-        own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in self.columns.items()})
+        own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in columns.items()})
         return {index: numbers for share in self._ranks.gather(own) for index, numbers in share.items()}
 
     def _base_logprobs(self, batch: TrainBatch) -> Tensor:

@@ -54,6 +54,8 @@ class Ranks:
         with self.deadline("waiting for the other ranks to start"):
             if self.size > 1:  # one alone needs no port
                 self._store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+                if self._store.add(f"hocket/rank_{self.rank}", 1) > 1:  # as Kubernetes does with a lost pod
+                    raise TrainerError("it was started again, while the others still wait for the one before")
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
             self._reports = dist.new_group(backend="gloo", timeout=timeout)
             # Rank 0 does not send to a lost rank for ever; the others are idle until it sends.
@@ -143,8 +145,8 @@ class Ranks:
         def ask() -> None:
             try:
                 answer.set_result(call())
-            except RuntimeError as error:
-                answer.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, nobody waits for it
+                answer.set_exception(RuntimeError(str(error) or type(error).__name__))
 
         threading.Thread(target=ask, name="hocket-store", daemon=True).start()
         try:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from hocket import manifest, weight_group
@@ -18,7 +17,7 @@ from hocket import tokenizer as tokenizers
 from hocket.algorithm.ratios import effective_sample_size
 from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
-from hocket.errors import TrainerError
+from hocket.errors import ServerError, TrainerError
 from hocket.protocol import Health, TensorLayout, TensorSpec
 from hocket.trainer import flops, guards, offload
 from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
@@ -178,12 +177,13 @@ class Trainer:
         return f"a step needs {self.models.estimate}{found}"
 
     def check_same_model(self, health: Health) -> None:
-        """Raise TrainerError where the server's vocabulary or tokenizer is not the trainer's."""
+        """Raise ServerError where the server's vocabulary or tokenizer is not the trainer's."""
         vocab_size = self.policy.vocab_size
         if (health.vocab_size, health.tokenizer_sha256) != (vocab_size, tokenizers.fingerprint(self.tokenizer)):
-            raise TrainerError(
+            raise ServerError(
                 f"the server serves {health.model} (vocabulary {health.vocab_size}), which is not the trainer's model "
-                f"or tokenizer (vocabulary {vocab_size}); start both with the same model.path"
+                f"or tokenizer (vocabulary {vocab_size}); start both with the same model.path",
+                code="other_model",
             )
 
     def step(self, samples: Sequence[TrainSample], *, number: int = 0, keep: Path | None = None) -> dict[str, float]:
@@ -269,7 +269,7 @@ class Trainer:
 
     @on_all_ranks
     def _measure(self, samples: Sequence[TrainSample]) -> dict[int, dict[str, tuple[float, ...]]]:
-        return self.models.numbers(self._pack(samples))
+        return self.models.numbers(self._pack(samples), self.models.columns)
 
     def _pack(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
         """Return this rank's micro-batches."""
@@ -280,17 +280,14 @@ class Trainer:
             cost=lambda length: flops.step_flops(self.models.flops, [length], length),
         )[self.ranks.rank]
 
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        """Return the log-probs of each sample's tokens, 0 for those that its mask leaves out."""
+        numbers = self._logprobs(tuple(samples))
+        return [numbers[place]["logprobs"] for place in range(len(samples))]
+
     @on_all_ranks
-    @torch.no_grad()
-    def logprob_gap(self, samples: Sequence[TrainSample]) -> float:
-        """Return the mean absolute difference of the engine's log-probs and the trainer's, over the sampled tokens."""
-        total = 0.0
-        for batch in self._pack(samples):
-            batch = batch.to(self.ranks.device)
-            logprobs_bt, _ = self.engine.forward(batch)
-            gap_bt = (logprobs_bt - batch.rollout_logprobs_bt).where(batch.mask_bt, 0.0)
-            total += float(gap_bt.double().abs().sum()) / batch.num_tokens_global
-        return self.ranks.sum([total])[0]
+    def _logprobs(self, samples: Sequence[TrainSample]) -> dict[int, dict[str, tuple[float, ...]]]:
+        return self.models.numbers(self._pack(samples), {"logprobs": lambda batch: self.engine.forward(batch)[0]})
 
     @on_all_ranks
     def export(self, folder: Path) -> dict[str, TensorSpec]:

@@ -40,7 +40,8 @@ def run(command: list[str], token: str, log: Path, *, show: bool = False) -> int
     env.pop("OMP_NUM_THREADS", None)  # Ray sets it to num_cpus
     contained = [sys.executable, "-I", f"{ROOT}/src/hocket/processes.py", str(os.getpid()), PYTHON, *command]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with log.open("a") as file, subprocess.Popen(contained, cwd=ROOT, env=env, text=True, **pipes) as child:
+    text = {"encoding": "utf-8", "errors": "replace"}  # a library may print anything
+    with log.open("a", **text) as file, subprocess.Popen(contained, cwd=ROOT, env=env, **text, **pipes) as child:
         for line in child.stdout:
             file.write(line)
             file.flush()
@@ -110,17 +111,19 @@ def main() -> int:
         server.serve.remote(number, url_file, token)
     for _ in range(1 + NUM_RETRIES):
         where = ray.get(rendezvous.options(**place(NUM_SERVERS)).remote(), timeout=ROOM_TIMEOUT_S)
-        places = [place(NUM_SERVERS + node) for node in range(NUM_NODES)]
-        ranks = [train.options(**place).remote(node, *where, token) for node, place in enumerate(places)]
-        statuses, lost = [], False
-        for node in ranks:  # those of a node that is left end by themselves: they notice
+        running = [train.options(**place(NUM_SERVERS + n)).remote(n, *where, token) for n in range(NUM_NODES)]
+        status, lost = 0, False
+        while running and not lost:
+            (ended,), running = ray.wait(running)
             try:
-                statuses.append(ray.get(node))
+                status = status or ray.get(ended)
             except ray.exceptions.RayError as error:
                 lost = True
-                print(f"ray_job.py: a node of the trainer is lost: {error}", file=sys.stderr)
+                print(f"ray_job.py: a node of the trainer is lost: {error}", file=sys.stderr, flush=True)
         if not lost:
-            return next((status for status in statuses if status), 0)
+            return status
+        for node in running:  # or they would wait for the lost one until trainer.collective_timeout_s
+            ray.cancel(node, force=True)
     return 1
 
 

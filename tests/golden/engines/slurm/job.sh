@@ -35,7 +35,8 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 rank_nodes=("${nodes[@]:1}")
 
 # --overlap: a step may use what others use; who has which GPU is said here. --cpu-bind=none: all cores of the node.
-step=(srun --overlap --cpu-bind=none --ntasks-per-node=1 --gres=gpu:8)
+# --export=ALL: the token and your variables, whatever sbatch was told.
+step=(srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1 --gres=gpu:8)
 
 serve() { # NUMBER NODE PORT GPUS: a server, started again if it dies
     until "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$2" --open-mode=append --output="$LOGS/server_$1.log" \

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Start a container of compose.yaml: serve and train keep a log in runs/logs, $HOCKET_RANKS of them train, others run as
+# they are. This shell stays process 1: were it hocket, its end would end tee, too, before tee has written the last lines.
+case $1 in
+    serve) program=(hocket) log=server-$HOSTNAME.log ;;
+    train) program=(${HOCKET_RANKS:+torchrun --standalone "--nproc-per-node=$HOCKET_RANKS" -m} hocket) log=trainer.log ;;
+    *) exec hocket "$@" ;;
+esac
+mkdir -p runs/logs
+exec 3> >(trap '' INT TERM; exec tee -a "runs/logs/$log")
+tee=$!
+set -m # or a command in the background would ignore SIGINT
+"${program[@]}" "$@" >&3 2>&1 3>&- < /dev/null &
+command=$!
+exec 3>&-
+trap 'kill -INT "$command"' INT
+trap 'kill -TERM "$command"' TERM
+while kill -0 "$command" 2> /dev/null; do wait "$command"; done # a signal ends a wait
+wait "$command" && status=0 || status=$?
+wait "$tee"
+exit "$status"

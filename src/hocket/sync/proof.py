@@ -1,0 +1,175 @@
+"""Prove that a server computes with the trainer's weights: by what its model holds, and by what it says.
+
+A check has three parts, as none sees every error. The exact one, by the transport: the model holds the published
+tensors, bit for bit. Two by log-probs of completions that the server samples: they are the trainer's, and new weights
+moved them as they moved the trainer's.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from hocket.config import RolloutConfig, SyncConfig
+from hocket.errors import ServerError, SyncError
+from hocket.pool import Member
+from hocket.protocol import GenerateRequest, SamplingParams
+from hocket.sync.publish import Metrics, TrainerTurn
+from hocket.system import run_in_thread
+from hocket.types import Prompt, TokenSequence, TrainSample
+
+if TYPE_CHECKING:
+    from hocket.trainer.trainer import Trainer
+
+MAX_TOKENS = 16
+SEED = 20
+LIMITS = {"float32": (1e-5, 1e-3), "float16": (2.5e-3, 0.02), "bfloat16": (0.02, 0.1)}
+"""By the engine's precision: a mean |Δ log-prob| that rounding may always cause, and one that it never does."""
+NOISE = 4.0  # a gap that the exact comparison left no other cause than rounding may grow by this factor
+MIN_CHANGE = 2.0  # mean change of the trainer's log-probs over the mean |Δ log-prob|, from which on it can be followed
+MIN_TOKENS = 10  # that the change is spread over (Σ|Δ|)² / Σ Δ²
+MAX_ERROR = 0.2  # of the missing share; above it the share says nothing
+
+
+class Scored(NamedTuple):
+    """A sampled token with what both sides say of it: log-probs."""
+
+    token: int
+    server: float
+    trainer: float
+
+
+Answer = list[list[Scored]]  # of each prompt
+
+
+@dataclasses.dataclass
+class Proof:
+    """Check servers against the trainer, and decide when. A check that fails raises SyncError, or says so (`warn`)."""
+
+    prompts: Sequence[Prompt]
+    trainer: "Trainer"
+    rollout: RolloutConfig
+    sync: SyncConfig
+    trainer_turn: TrainerTurn
+    say: Callable[[str], None]
+    alarmed: Callable[[], bool]  # whether the last step's metrics say that weights may be wrong
+    _due: int = 0  # versions to come that are checked
+    _mismatches: float = 0.0
+    _noise: float = 0.0  # largest mean |Δ log-prob| of a check that passed
+    _before: dict[str, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session: the last check
+
+    def is_due(self, version: int) -> bool:
+        """Return whether to check this version: every check_every-th, one after an alarm, and the one after either."""
+        every = self.sync.check_every
+        if (every and version % every == 0) or self.alarmed():
+            self._due = 2
+        self._due -= 1
+        return self._due >= 0
+
+    async def check(self, member: Member, version: int) -> Metrics:
+        """Compare the server's log-probs, and how they changed since the last check, with the trainer's."""
+        assert member.session is not None
+        answer = await self._ask(member)
+        last, before = self._before.get(member.session, (-1, []))
+        if last < 0:
+            self._due = max(self._due, 1)  # only at its second version can it be seen to be behind
+        self._before[member.session] = version, answer
+        gap, bound = mean_gap(answer), self.bound(member.dtype)
+        metrics = {"sync/logprob_gap": gap, "sync/max_gap": bound}
+        if not gap <= bound:
+            self.fail(
+                f"{member.url} and the trainer disagree on version {version}: mean |Δ log-prob| {gap:.3g} is more than "
+                f"{bound:.3g}, the most that rounding in {member.dtype} explains here (sync.max_logprob_gap). Likely: "
+                f"other weights, temperature or log-probs than the trainer's, or another precision, quantization, "
+                f"attention or rotary setting in the engine. Compare model.dtype on both sides, and restart the server"
+            )
+        else:
+            self._noise = max(self._noise, gap)
+        if last == version - 1:
+            missing, error = missing_share(before, answer, self._noise)
+            metrics["sync/missing_error"] = error
+            if error <= MAX_ERROR:
+                metrics["sync/missing_share"] = missing
+                if missing > max(0.5, 4 * error):
+                    self.fail(
+                        f"version {version} did not arrive in what {member.url} computes: {missing:.0%} ± {error:.0%} "
+                        f"of the change of the trainer's log-probs since version {last} is missing in the server's "
+                        f"(100 %: it is one version behind). Restart the server; if it comes again, the trainer "
+                        f"publishes other weights than it trains"
+                    )
+        return metrics
+
+    def bound(self, dtype: str) -> float:
+        """Return the mean |Δ log-prob| above which a server with this precision is not believed."""
+        low, high = LIMITS.get(dtype, LIMITS["bfloat16"])
+        high = self.sync.max_logprob_gap or high
+        return min(high, max(low, NOISE * self._noise)) if self._noise else high
+
+    def fail(self, message: str) -> None:
+        """Stop the run by a SyncError, or say it with sync.on_mismatch=warn."""
+        if self.sync.on_mismatch == "stop":
+            raise SyncError(message)
+        self.say(f"WARNING: {message}")
+        self._mismatches += 1
+
+    def take_mismatches(self) -> float:
+        """Return how often a check failed since the last call."""
+        count, self._mismatches = self._mismatches, 0.0
+        return count
+
+    async def _ask(self, member: Member) -> Answer:
+        """Have the server complete the prompts, with the same seeds at every check, and the trainer score them."""
+        max_tokens = min(MAX_TOKENS, self.rollout.max_tokens)
+        sampling = SamplingParams(temperature=self.rollout.temperature, max_tokens=max_tokens, seed=SEED)
+        contexts = [prompt.token_ids for prompt in self.prompts]
+        request = GenerateRequest(prompts=list(map(list, contexts)), sampling=sampling, session=member.session)
+        samples = {}
+        async for line in member.server.generate(request, timeout_s=self.sync.timeout_s):
+            context, sampled = contexts[line.prompt], line.completion.token_ids
+            sequence = TokenSequence(
+                token_ids=context + sampled,
+                mask=(False,) * len(context) + (True,) * len(sampled),
+                logprobs=(0.0,) * len(context) + line.completion.logprobs,
+            )
+            samples[line.prompt] = TrainSample(sequence=sequence, advantages=(0.0,) * len(sequence.token_ids))
+        if len(samples) != len(contexts):
+            message = f"{member.url}/generate ended after {len(samples)} of {len(contexts)} completions"
+            raise ServerError(message, code="protocol")
+        ordered = [samples[place] for place in range(len(contexts))]
+        async with self.trainer_turn(False):
+            scores = await run_in_thread(self.trainer.logprobs, ordered)
+        answer = []
+        for context, sample, own in zip(contexts, ordered, scores, strict=True):
+            columns = (sample.sequence.token_ids, sample.sequence.logprobs, own)
+            answer.append([Scored(*row) for row in zip(*(column[len(context) :] for column in columns), strict=True)])
+        return answer
+
+
+def mean_gap(answer: Answer) -> float:
+    """Return the mean |server − trainer log-prob|."""
+    gaps = [abs(scored.server - scored.trainer) for row in answer for scored in row]
+    return math.fsum(gaps) / len(gaps)
+
+
+def missing_share(before: Answer, now: Answer, noise: float) -> tuple[float, float]:
+    """Return which share of the trainer's change the server's log-probs lack, and its standard error.
+
+    With the same seeds, completions of two versions begin with the same tokens; those count. With the trainer's change
+    Δ and the gap g = server − trainer, the share is −Σ (g_before + g_now) sign Δ / Σ |Δ|: 0 where every update arrived,
+    1 and more where the server is one version behind. Rounding of the trainer is in g and in Δ; over both versions it
+    cancels. The error is inf where Δ is mostly rounding (`noise`: a mean |gap| without other cause), or of few tokens.
+    """
+    gaps, changes = [], []
+    for old_row, new_row in zip(before, now, strict=True):
+        for old, new in zip(old_row, new_row, strict=False):
+            if old.token != new.token:
+                break
+            change, gap = new.trainer - old.trainer, old.server - old.trainer + new.server - new.trainer
+            changes.append(abs(change))
+            gaps.append(math.copysign(gap, gap * change) if change else 0.0)
+    total, square = math.fsum(changes), math.fsum(change * change for change in changes)
+    if total * total < MIN_TOKENS * square or total <= MIN_CHANGE * noise * len(changes):
+        return 0.0, math.inf
+    share = -math.fsum(gaps) / total
+    left = ((gap + share * change) / (1 - change / total) for gap, change in zip(gaps, changes, strict=True))
+    return share, math.sqrt(math.fsum(one * one for one in left)) / total

@@ -1,0 +1,282 @@
+"""Hocket's own generation server, made to lie: what the proof of weight updates must find out.
+
+    HOCKET_LIE=FILE python tests/lies.py section.key=value ...
+
+FILE has the name of a lie and the number of the load from which on it is told ("frozen_norm 3"), or nothing. It is read
+at every call, so that one server tells all lies, one after the other; a new line in it begins the count of loads again.
+Works where the engine is a fork of the server, on a CPU. The server's code has no switch for this.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+FILE = "HOCKET_LIE"
+Tensors = dict[str, Any]
+Lie = Callable[[Tensors, Tensors, Tensors], None]
+"""(tensors that came: to be changed, those of the load before, those of the first load since the lie began)."""
+
+
+def _named(tensors: Tensors, part: str) -> list[str]:
+    found = [name for name in tensors if part in name]
+    assert found, f"no tensor has {part} in its name: {list(tensors)}"
+    return found
+
+
+def one_behind(new: Tensors, last: Tensors, first: Tensors) -> None:
+    new.update(last)
+
+
+def never_loads(new: Tensors, last: Tensors, first: Tensors) -> None:
+    new.update(first)
+
+
+def missing_matrix(new: Tensors, last: Tensors, first: Tensors) -> None:
+    for name in _named(new, "layers.1.mlp.down_proj"):
+        del new[name]
+
+
+def frozen_matrix(new: Tensors, last: Tensors, first: Tensors) -> None:
+    new.update({name: first[name] for name in _named(new, "layers.1.mlp.down_proj")})
+
+
+def frozen_norm(new: Tensors, last: Tensors, first: Tensors) -> None:
+    new.update({name: first[name] for name in _named(new, "layers.1.input_layernorm")})
+
+
+def swapped_norms(new: Tensors, last: Tensors, first: Tensors) -> None:
+    _swap(new, "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
+
+
+def swapped_layers(new: Tensors, last: Tensors, first: Tensors) -> None:
+    _swap(new, "layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj")
+
+
+def permuted_rows(new: Tensors, last: Tensors, first: Tensors) -> None:
+    for name in _named(new, "layers.0.mlp.up_proj"):
+        if "lora_A" not in name and new[name].dim() == 2:
+            new[name] = new[name].roll(1, 0).contiguous()
+
+
+def _swap(tensors: Tensors, one: str, other: str) -> None:
+    for name in _named(tensors, one):
+        twin = name.replace(one, other)
+        tensors[name], tensors[twin] = tensors[twin], tensors[name]
+
+
+OF_WEIGHTS: dict[str, Lie] = {
+    lie.__name__: lie
+    for lie in (
+        one_behind,
+        never_loads,
+        missing_matrix,
+        frozen_matrix,
+        frozen_norm,
+        swapped_norms,
+        swapped_layers,
+        permuted_rows,
+    )
+}
+OF_LOGPROBS: dict[str, Callable[[list[float]], list[float]]] = {
+    "wrong_logprobs": lambda logprobs: [value * random.uniform(0.95, 1.05) for value in logprobs],
+    "shifted_logprobs": lambda logprobs: [*logprobs[1:], logprobs[0]],
+}
+TEMPERATURE = "no_temperature"
+STALE_EXPORT = "stale_export"  # told by the trainer: `stale_exports`
+WHOLE_MODEL = ("frozen_norm", "swapped_norms")  # adapters have no such tensors
+
+
+@dataclasses.dataclass
+class Told:
+    """The lie of the moment; a process counts the loads since it was told."""
+
+    line: str = ""
+    loads: int = 0
+    first: Tensors = dataclasses.field(default_factory=dict)
+    last: Tensors = dataclasses.field(default_factory=dict)
+
+    def now(self) -> str:
+        """The name of the lie; "" while the truth is told."""
+        line = Path(os.environ[FILE]).read_text(encoding="utf-8").strip()
+        if line != self.line:
+            self.line, self.loads, self.first, self.last = line, 0, {}, {}
+        name, _, begins = line.partition(" ")
+        return name if self.loads >= int(begins or "1") else ""
+
+    def load(self, parts: Iterator[Any]) -> Iterator[Any]:
+        """What is loaded in place of these parts, with specs that are right for what came."""
+        named, specs = {}, {}
+        for tensors, of_part in parts:
+            named |= {name: tensor.clone() for name, tensor in tensors}
+            specs |= of_part
+        self.now()
+        self.loads += 1
+        given = dict(named)
+        if lie := OF_WEIGHTS.get(self.now()):
+            lie(given, self.last or named, self.first or named)
+        self.first, self.last = self.first or named, named
+        yield list(given.items()), specs
+
+
+def lie() -> None:
+    """Replaces functions of the server; call it before the engine is started."""
+    from hocket.server import vllm_api
+    from hocket.server.engine import Engine
+    from hocket.server.worker import WorkerExtension
+
+    told = Told()  # the engine's process gets a copy
+
+    load = WorkerExtension._hocket_load
+
+    def lying(worker: Any, parts: Iterator[Any], adapter: Any, compare: bool) -> Any:
+        return load(worker, parts if compare else told.load(parts), adapter, compare)
+
+    WorkerExtension._hocket_load = lying  # type: ignore[method-assign]
+    reload, complete, params = Engine.reload, vllm_api.complete, vllm_api.sampling_params
+
+    @functools.wraps(reload)  # FastAPI reads its signature
+    async def counted(engine: Any, request: Any) -> Any:
+        answer = await reload(engine, request)
+        told.now()
+        told.loads += not request.compare
+        return answer
+
+    async def told_logprobs(*args: Any) -> Any:
+        output = await complete(*args)
+        if change := OF_LOGPROBS.get(told.now()):
+            output.logprobs.logprobs[:] = change(list(output.logprobs.logprobs))
+        return output
+
+    def hot(sampling: Any, seed: int | None) -> Any:
+        return params(sampling.model_copy(update={"temperature": 1.0}) if told.now() == TEMPERATURE else sampling, seed)
+
+    Engine.reload, vllm_api.complete, vllm_api.sampling_params = counted, told_logprobs, hot  # type: ignore[method-assign, assignment]
+
+
+@contextlib.contextmanager
+def stale_exports(trainer: Any) -> Iterator[None]:
+    """Has a trainer publish, in the body, the weights of the version before, with a manifest that is right for them."""
+    buckets, last = trainer.engine.buckets, []
+
+    def stale(max_bytes: int) -> Iterator[Any]:
+        new = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in buckets(max_bytes)]
+        yield from last or new
+        last[:] = new
+
+    trainer.engine.buckets = stale
+    try:
+        yield
+    finally:
+        trainer.engine.buckets = buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Caught:
+    """What became of a run on a lying server."""
+
+    version: int  # of the run: 1 is the first it published; 0: not caught
+    by: str  # the error that stopped it, or the alarms of its steps
+    metrics: list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class LyingServer:
+    """A lying server in a process of its own, on which real runs train."""
+
+    folder: Path
+    url: str
+    process: subprocess.Popen[bytes]
+    runs: int = 0
+
+    def train(self, lie: str, *settings: str) -> Caught:
+        """Trains in this process on the server that tells `lie`, until the run ends or is stopped."""
+        import asyncio
+
+        from hocket import commands
+        from hocket import config as configs
+        from hocket.errors import HocketError
+        from hocket.observe.console import Console
+
+        self.runs += 1
+        name = lie.split(" ")[0]
+        line = "" if name == STALE_EXPORT else lie
+        (self.folder / "lie").write_text(f"{line}\n", encoding="utf-8")
+        run_dir = self.folder / "runs" / f"{self.runs:03d}"
+        config = configs.load(None, [*settings, f"run.dir={run_dir}", f"server.urls={self.url}"])
+        by, run = "", None
+        with contextlib.ExitStack() as stack:
+            console = stack.enter_context(Console("plain", config.trainer.steps))
+            run = commands._run(config, None, console, stack)
+            if name == STALE_EXPORT:
+                stack.enter_context(stale_exports(run.trainer))
+            held = asyncio.run(_version(self.url))
+            try:
+                asyncio.run(commands._train(run))
+            except HocketError as error:
+                by = str(error)
+            version = run.publisher.versions.current - held
+            return Caught(version if by else 0, by, run.folder.history)
+
+    def stop(self) -> None:
+        """Ends the server."""
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(20)
+
+
+async def _version(url: str) -> int:
+    from hocket.client import ServerClient
+
+    async with ServerClient(url) as server:
+        return (await server.health()).version
+
+
+def start(folder: Path, *settings: str) -> LyingServer:
+    """Starts a lying server that tells the truth at first; its versions lie below folder/runs."""
+    from processes import free_port, wait_for
+
+    (folder / "runs").mkdir(parents=True)
+    (folder / "lie").write_text("")
+    port = free_port()
+    command = [sys.executable, __file__, *settings, f"run.dir={folder / 'runs' / 'server'}", f"server.port={port}"]
+    with (folder / "log").open("wb") as log:
+        env = os.environ | {FILE: str(folder / "lie")}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
+    server = LyingServer(folder, f"http://127.0.0.1:{port}", process)
+
+    def output() -> str:
+        return (folder / "log").read_text(encoding="utf-8", errors="replace")
+
+    try:
+        wait_for(lambda: process.poll() is not None or "ready on" in output(), "the lying server is ready")
+        assert process.poll() is None, output()
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serves."""
+    from hocket import config as configs
+    from hocket.server.main import serve
+
+    lie()
+    serve(configs.load(None, list(arguments)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,276 @@
+"""Rewards that do what they can to hurt: their rollout has an error, the next one its score, nothing stays."""
+
+import asyncio
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hocket.config import RewardsConfig
+from hocket.registry import load_plugins
+from hocket.rewards import RewardScorer
+from hocket.rewards.base import reward
+from hocket.types import Rollout, Score
+from processes import wait_for
+
+Make = Callable[..., Rollout]
+
+PLUGIN = """
+import ctypes, json, os, re, signal, sys, threading, time
+from hocket.rewards import reward
+from hocket.types import Score
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+
+def fork_and_sleep():
+    if os.fork() == 0:
+        time.sleep(600)
+
+def daemonise():
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for descriptor in range(3):
+                os.close(descriptor)
+            time.sleep(600)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+@reward("torture")
+def torture(completion):
+    descriptor = int(sys.argv[1])  # of the socket on which the worker answers
+    said = eval(completion)
+    if isinstance(said, bytes):
+        os.write(descriptor, said)
+        return 1.0
+    return said
+"""
+FRAME = '["", 5.0, {}, null]\\n'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("plugins") / "torture.py"
+    file.write_text(PLUGIN, encoding="utf-8")
+    load_plugins([str(file)])
+
+
+@pytest.fixture(scope="module")
+def mark() -> Iterator[str]:
+    """In the environment of all that the tests here start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOCKET_TORTURE", mark := uuid.uuid4().hex)
+        yield mark
+
+
+@pytest.fixture(scope="module")
+def scorer(mark: str) -> Iterator[RewardScorer]:
+    """One for all tests, with one worker; nothing is left when it is closed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hocket.rewards.scorer.MAX_WORKERS", 1)
+        patch.setattr("hocket.rewards.scorer.MAX_PROCESSES", 20)
+        patch.setattr("hocket.rewards.scorer.MAX_MIB", 1000)
+        with RewardScorer(RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})) as scorer:
+            yield scorer
+    assert len(started(mark)) == 0
+
+
+HANGS = "no result within 1 s; its worker process was ended"
+NONSENSE = "its worker process answered with something else than a result"
+TOOK = "its worker process ended: it took more than 1000 MiB or 20 processes"
+
+
+@pytest.mark.parametrize(
+    ("does", "error"),
+    [
+        ("{}['gone']", "KeyError: 'gone' ("),
+        ("(_ for _ in ()).throw(Mute())", "Mute: a Mute without a text ("),
+        ("int('x' * 10**6)", "ValueError: "),
+        ("(lambda f: f(f))(lambda f: f(f))", "RecursionError: "),
+        ("sys.exit(3)", "SystemExit: 3 ("),
+        ("os._exit(7)", "its worker process ended with exit code 7"),
+        ("os.abort()", "its worker process ended with exit code 134"),
+        ("ctypes.string_at(0)", "its worker process ended with exit code 139"),
+        ("os.kill(os.getppid(), 9) or time.sleep(600)", "its worker process ended with exit code -9"),
+        ("time.sleep(600)", HANGS),
+        ("re.match('(a+)+$', 'a' * 64 + 'b')", HANGS),  # holds the interpreter's lock
+        ("[fork_and_sleep() for _ in range(1000)]", TOOK),
+        ("[bytearray(os.urandom(1 << 20)) * 100 for _ in range(100)]", TOOK),
+        ("[os.fork() or (b'x' * (100 << 20), time.sleep(600)) for _ in range(15)] and os.wait()", TOOK),
+    ],
+)
+async def test_a_reward_that_raises_ends_hangs_or_takes_too_much_is_an_error(
+    scorer: RewardScorer, make_rollout: Make, monkeypatch: pytest.MonkeyPatch, does: str, error: str
+) -> None:
+    assert (await scorer.score(make_rollout("1"))).total == 1
+    with monkeypatch.context() as patch:
+        if error == HANGS:
+            patch.setattr(scorer, "_timeout_s", 1)
+        assert await error_of(scorer, make_rollout(does)) == starts_with(f"torture: {error}")
+    assert (await scorer.score(make_rollout("2"))).total == 2
+
+
+@pytest.mark.parametrize(
+    ("returns", "error"),
+    [
+        ("None", "returned None instead of a number"),
+        ("'1.0'", "returned str instead of a number"),
+        ("[1.0]", "returned list instead of a number"),
+        ("float('nan')", "returned nan, which is not a finite number"),
+        ("{'good': 'very'}", "returned str instead of a number"),
+        ("{str(i): 0 for i in range(10**5)}", NONSENSE),  # too much of it
+        ("10**400", "OverflowError: "),
+        ("Score(total=float('inf'))", "returned inf, which is not a finite number"),
+        ("Score(total=1.0, parts={'good': None})", "returned None instead of a number"),
+        ("Score(total=1.0, parts=5)", "AttributeError: "),
+        ("Score(total=1.0, parts=object(), error=['refused'])", "['refused']"),
+        ("Score(total=1.0, error='\\ud800' + 'x' * 10**6)", "?" + "x" * 1900),
+    ],
+)
+async def test_a_reward_that_returns_no_number_is_an_error(
+    scorer: RewardScorer, make_rollout: Make, returns: str, error: str
+) -> None:
+    assert await error_of(scorer, make_rollout(returns)) == starts_with(f"torture: {error}")
+    assert (await scorer.score(make_rollout("2"))).total == 2
+
+
+@pytest.mark.parametrize(
+    ("writes", "error"),
+    [
+        (FRAME, NONSENSE),  # a whole answer, before its own
+        (FRAME.replace("5.0", "NaN"), NONSENSE),
+        (FRAME.replace("5.0", '"lots"'), NONSENSE),
+        (FRAME.replace("{}", "5"), NONSENSE),
+        (FRAME.replace("null", "[1]"), NONSENSE),
+        ('{"value": "lots"}\\n', NONSENSE),
+        ("\\n", NONSENSE),
+        ("\\xff\\xfe", NONSENSE),
+        ("[' * 60000 + b'", NONSENSE),
+        ("1' * (1 << 20) + b'", NONSENSE),  # without an end
+        ('["", 5.0,', NONSENSE),
+    ],
+)
+async def test_whatever_a_reward_writes_to_its_socket_is_an_error(
+    scorer: RewardScorer, make_rollout: Make, writes: str, error: str
+) -> None:
+    assert await error_of(scorer, make_rollout(f"b'{writes}'")) == f"torture: {error}"
+    assert (await scorer.score(make_rollout("2"))).total == 2
+
+
+async def test_half_an_answer_is_waited_for_up_to_the_deadline(
+    scorer: RewardScorer, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(scorer, "_timeout_s", 1)
+        half = make_rollout("os.write(descriptor, b'[') and time.sleep(600)")
+        assert await error_of(scorer, half) == f"torture: {HANGS}"
+    assert (await scorer.score(make_rollout("2"))).total == 2
+
+
+async def test_a_second_answer_is_never_the_next_rollouts(scorer: RewardScorer, make_rollout: Make) -> None:
+    late = f"threading.Timer(0.1, os.write, (descriptor, b'{FRAME}')).start() or 1.0"
+    assert (await scorer.score(make_rollout(late))).total == 1
+    (worker,) = scorer._workers.values()
+    wait_for(lambda: worker._unasked.poll(0), "it has written once more")
+    assert (await scorer.score(make_rollout("2"))).total == 2
+    at_once = f"os.write(descriptor, b'{FRAME}') and time.sleep(600)"
+    assert await error_of(scorer, make_rollout(at_once)) == f"torture: {NONSENSE}"
+
+
+async def test_a_reward_that_forks_and_returns_in_both_processes_answers_once(
+    scorer: RewardScorer, make_rollout: Make
+) -> None:
+    for _ in range(30):  # more than there may be processes
+        assert (await scorer.score(make_rollout("os.fork() and 1.0"))).total == 1
+        assert (await scorer.score(make_rollout("2"))).total == 2
+
+
+async def test_a_daemon_ends_with_its_worker(scorer: RewardScorer, make_rollout: Make, mark: str) -> None:
+    assert (await scorer.score(make_rollout("daemonise() or 1.0"))).total == 1
+    before = started(mark)
+    assert len(before) == 3  # the worker, what watches it, and the daemon
+    assert "exit code 7" in await error_of(scorer, make_rollout("os._exit(7)"))
+    assert not before & started(mark)
+
+
+async def test_a_million_lines_are_dropped_after_the_first(
+    make_rollout: Make, mark: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hocket.rewards.scorer.MAX_LINES", 10)
+    with RewardScorer(RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})) as scorer:
+        assert (await scorer.score(make_rollout("[print(i) for i in range(10**6)] and 1.0"))).total == 1
+        shown = wait_for(lambda: (text := capfd.readouterr().err).count("\n") == 11 and text, "it is shown")
+        assert shown.split("\n")[:2] == ["0", "1"]
+        assert shown.endswith("rewards have printed more: it is not shown\n")
+        assert (await scorer.score(make_rollout("print('x' * 10**7) or 2"))).total == 2
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_no_secret_is_in_its_environment(make_rollout: Make, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_TOKEN", "the servers' own")
+    with RewardScorer(RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})) as scorer:
+        names = "{name: 1 for name in ('HOCKET_TOKEN', 'HOCKET_TORTURE') if name in os.environ}"
+        assert (await scorer.score(make_rollout(names))).parts == {"torture": 1, "torture/HOCKET_TORTURE": 1}
+
+
+async def test_async_and_inline_ones_may_raise_anything_too(
+    scorer_of: Callable[..., RewardScorer], make_rollout: Make
+) -> None:
+    errors: dict[str, BaseException] = {
+        "exits": SystemExit(2),
+        "refuses": ValueError("\ud800" + "x" * 10**6),
+        "cancels": asyncio.CancelledError(),
+    }
+
+    async def raises(completion: str) -> None:
+        raise errors[completion]
+
+    def raises_inline(completion: str) -> None:
+        raise errors[completion]
+
+    reward("raises")(raises)
+    reward("raises_inline", inline=True)(raises_inline)
+    says = {"exits": "SystemExit: 2 (", "refuses": "ValueError: ?" + "x" * 900, "cancels": "it cancelled itself"}
+    for text, error in says.items():
+        assert await error_of(scorer_of({"raises": 1.0}), make_rollout(text)) == starts_with(f"raises: {error}")
+        if text != "cancels":
+            one = scorer_of({"raises_inline": 1.0})
+            assert await error_of(one, make_rollout(text)) == starts_with(f"raises_inline: {error}")
+
+
+async def test_a_sum_that_is_no_finite_number_is_an_error(
+    scorer_of: Callable[..., RewardScorer], make_rollout: Make
+) -> None:
+    reward("huge", inline=True)(lambda completion: 1e308)
+    reward("huge_too", inline=True)(lambda completion: 1e308)
+    assert "the weighted sum is inf" in await error_of(scorer_of({"huge": 1.0, "huge_too": 1.0}), make_rollout())
+
+
+class starts_with(str):  # noqa: N801 - reads as a word
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and other.startswith(str(self))
+
+    __hash__ = str.__hash__
+
+
+async def error_of(scorer: RewardScorer, rollout: Rollout) -> str:
+    score: Score = await scorer.score(rollout)
+    assert math.isnan(score.total), score
+    assert score.error is not None
+    return score.error
+
+
+def started(mark: str) -> set[str]:
+    """Return the processes of this machine that have the mark, but for this one."""
+    found: set[str] = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found |= {path.parts[2]} if mark in path.read_text(errors="replace") else set()
+        except OSError:
+            continue
+    return found - {str(os.getpid())}

@@ -1,0 +1,91 @@
+"""Bodies for vLLM's own routes: what vLLM is spared, and that everything else reaches it as it was sent."""
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from hocket.server.engine import Engine
+
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+class Idle(Engine):
+    """An engine that is not asked anything."""
+
+    def __init__(self) -> None:
+        self.model = "m"
+
+    def require_ready(self, **how: Any) -> None:
+        pass
+
+
+@pytest.fixture
+async def http(kit: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+    app = FastAPI()
+
+    @app.post("/v1/{route:path}")
+    async def reached(request: Request) -> Any:
+        body = await request.body()
+        if b"stumble" in body:
+            raise AssertionError("vLLM did not expect this")
+        return len(body)
+
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(kit.wrap(app, Idle())), base_url="http://localhost"
+    ) as c:
+        yield c
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [MESSAGE] * 500},
+        {"messages": [MESSAGE], "n": 128, "temperature": 99, "nonsense": [[]]},  # vLLM says what is wrong with it
+        {"prompt": [5] * 300_000},
+        {"prompt": [[5, 6]] * 1024, "n": 16},
+        {"prompt": ["a"] * 1024},
+        {"prompt": "a" * 1_000_000},
+        {"prompt": "half a pair, as text: \\\\ud800 and a whole one: \U0001f600"},
+        [],
+        "text",
+    ],
+)
+async def test_good_bodies_and_those_of_whom_vllm_knows_what_is_wrong_pass(http: httpx.AsyncClient, body: Any) -> None:
+    content = json.dumps(body).encode()
+    answer = await http.post("/v1/chat/completions", content=content)
+    assert (answer.status_code, answer.text) == (200, str(len(content)))
+
+
+BAD: dict[str, tuple[bytes, int]] = {
+    "a hundred thousand wrong messages": (b'{"messages": [' + b"1," * 100_000 + b"1]}", 422),
+    "as many hidden in messages": (b'{"messages": [{"content": [' + b"{}," * 100_000 + b"1]}]}", 422),
+    "a prompt of fractions": (b'{"prompt": [-1.5, -1.5]}', 422),
+    "a prompt of negative ids": (b'{"prompt": [[5], [-1]]}', 422),
+    "too many prompts": (b'{"prompt": [' + b'"a",' * 1024 + b'"a"]}', 422),
+    "too many completions": (b'{"prompt": "a", "n": 10000}', 422),
+    "too many in all": (json.dumps({"prompt": [[5]] * 1024, "n": 17}).encode(), 422),
+    "deep": (b"[" * 200_000, 400),
+    "no JSON": (b'{"prompt": ', 400),
+    "half a surrogate pair": (b'{"prompt": "a", "stop": "\\ud800"}', 400),
+    "NaN": (b'{"prompt": "a", "temperature": NaN}', 400),
+    "no UTF-8": (b'{"prompt": "\xff"}', 400),
+    "more than any prompt": (b" " * (17 << 20), 413),
+    "what vLLM stumbles over": (b'{"prompt": "stumble"}', 400),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_bodies_that_would_hurt_are_refused_in_our_form(http: httpx.AsyncClient, kind: str) -> None:
+    content, status = BAD[kind]
+    for path in ("/v1/completions", "/sessions/x/v1/completions"):
+        answer = await http.post(path, content=content)
+        if "stumble" in kind and path.startswith("/sessions"):
+            continue  # there is no such session
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert all(isinstance(error[key], str) and error[key] for key in ("code", "message", "hint"))
+        assert len(answer.content) < 1000
