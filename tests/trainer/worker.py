@@ -168,7 +168,7 @@ def adapter(model: str, output: Path, ranks: Ranks) -> None:
 def beside(model: str, output: Path, ranks: Ranks) -> None:
     """Two steps with a reference and a critic; what is measured around them."""
     kl = ("algorithm.kl=k1", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1")
-    ppo = ("algorithm.preset=ppo", *kl, "critic.learning_rate=1e-2")
+    ppo = ("algorithm.preset=ppo", "algorithm.epochs=1", *kl, "critic.learning_rate=1e-2")
     for stage, trainer in led(model, ranks, {n: (*ppo, *one) for n, one in STAGES.items()}):
         sequences = [sample.sequence for sample in make_samples(0)]
         seen = [[dataclasses.asdict(measured) for measured in trainer.measure(sequences)]]
