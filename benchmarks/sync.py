@@ -5,8 +5,8 @@
 Starts a real server on a random Qwen2 of 100 M parameters and a real trainer in this process. Each round measures, one
 after the other so that a slow minute of the machine hits all of them: a bare broadcast of the same bytes between two
 processes, a bare write (with fsync) and read of a file of the same bytes, vLLM's own reload from the page cache, and
-every transport. Prints medians, and ratios to the floors of the same round. ROUNDS, LAYERS and FOLDER (where everything
-is written) in the environment are read, too.
+every transport with the comparison of what was loaded. Prints medians, and ratios to the floors of the same round.
+ROUNDS, LAYERS and FOLDER (where everything is written) in the environment are read, too.
 """
 
 import argparse
@@ -207,7 +207,11 @@ class Bench:
                     seconds = time.perf_counter() - start
                     if isinstance(answer := delivery.answers[client][1], HocketError):
                         raise answer
-                    row = {"seconds": seconds}
+                    start = time.perf_counter()
+                    compared = await self.transports[name].deliver(self.version, [client], compare=True)
+                    if isinstance(answer := compared.answers[client][1], HocketError):
+                        raise answer
+                    row = {"seconds": seconds, "compare": time.perf_counter() - start}
                     columns = {"MiB": "mebibytes", "prepare": "prepare_s", "transfer": "transfer_s"}
                     row |= {column: delivery.metrics[f"sync/{metric}"] for column, metric in columns.items()}
                     if number:
@@ -236,7 +240,8 @@ def sample(seed: int) -> TrainSample:
 
 def report(name: str, rows: Sequence[dict[str, float]], ratios: dict[str, Callable[[dict[str, float]], float]]) -> None:
     """Prints medians over the rounds, and the ratios of each round's own figures."""
-    columns = {key: statistics.median(row[key] for row in rows) for key in ("MiB", "seconds", "prepare", "transfer")}
+    keys = ("MiB", "seconds", "prepare", "transfer", "compare")
+    columns = {key: statistics.median(row[key] for row in rows) for key in keys}
     text = "  ".join(f"{key} {value:7.3f}" for key, value in columns.items())
     for what, ratio in ratios.items():
         text += f"  {what} {statistics.median(ratio(row) for row in rows):.2f}"

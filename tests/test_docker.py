@@ -16,7 +16,7 @@ from hocket import config, environment
 
 ROOT = Path(__file__).parents[1]
 COMPOSE, GPU = (ROOT / "docker" / name for name in ("compose.yaml", "compose.gpu.yaml"))
-VARIABLE = re.compile(r"\$\{(\w+):([-+])([^}]*)\}")
+VARIABLE = re.compile(r"\$\{(\w+):([-+])((?:[^{}]|\$\{\w+:-\})*)\}")  # in it may be another, without a default
 
 
 def services(path: Path, **variables: str) -> dict[str, dict[str, Any]]:
@@ -26,7 +26,7 @@ def services(path: Path, **variables: str) -> dict[str, dict[str, Any]]:
         name, kind, other = match.groups()
         if kind == "-":
             return variables.get(name) or other
-        return re.sub(r"\$(\w+)", lambda one: variables[one[1]], other) if variables.get(name) else ""
+        return VARIABLE.sub(value, other) if variables.get(name) else ""
 
     text = VARIABLE.sub(value, re.sub("#.*", "", path.read_text(encoding="utf-8")))
     assert "$" not in text  # each variable has a default

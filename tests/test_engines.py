@@ -30,13 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).parent / "golden" / "engines"
 SHARED = Path("/shared/hocket")  # the checkout, as nodes of a cluster see it
 PYTHON = "/shared/hocket/.venv/bin/python"
-ONE_NODE = ["config/multi_node/slurm.yaml", "run.dir=runs/one-node", "launch.servers=2", "launch.trainers=6"]
-CASES = {
-    "slurm": ("slurm", ["config/multi_node/slurm.yaml"]),
-    "slurm_one_node": ("slurm", ONE_NODE),
-    "ray": ("ray", ["config/multi_node/ray.yaml"]),
-    "kubernetes": ("kubernetes", ["config/multi_node/kubernetes.yaml"]),
-}
+EXAMPLE = "config/multi_node/math7b.yaml"
+COMMANDS = re.findall(rf"launch {EXAMPLE} --engine (\w+)(.*)", (ROOT / EXAMPLE).read_text("utf-8").replace("\\\n#", ""))
+CASES = {engine: (engine, [EXAMPLE, *more.split()]) for engine, more in COMMANDS}  # as its header says
+CASES["slurm_one_node"] = "slurm", [EXAMPLE, "run.dir=runs/one-node", "launch.servers=2", "launch.trainers=6"]
 
 
 def render(engine: str, settings: list[str]) -> dict[str, str]:
@@ -121,7 +118,7 @@ echo "${#HOCKET_TOKEN} $*" >> "$CALLS"
 def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trainer_does(tmp_path: Path) -> None:
     # nodes of 4 GPUs: servers of 2 GPUs, so 2 + 1 on 2 nodes; 8 ranks on 2 nodes
     sizes = ["launch.servers=3", "server.tensor_parallel_size=2", "launch.trainers=8", "launch.gpus_per_node=4"]
-    settings = ["config/multi_node/slurm.yaml", f"run.dir={tmp_path}/run", *sizes]
+    settings = [EXAMPLE, f"run.dir={tmp_path}/run", *sizes]
     _, files = engines.render("slurm", settings, output=tmp_path, root=tmp_path, python="python3")
     for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/usr/bin/env bash\nprintf 'n%s\\n' 1 2 3 4\n")):
         (tmp_path / name).write_text(text)
@@ -139,7 +136,7 @@ def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trai
     assert (tmp_path / "servers.txt").read_text().split() == ["http://n1:8000", "http://n1:8001", "http://n2:8000"]
     wait_for(lambda: len(calls.read_text().splitlines()) == 4, "all steps have been started")
     steps = sorted(calls.read_text().splitlines(), key=lambda step: ("train" in step, step.partition("server_")[2]))
-    assert all(step.startswith("32 ") for step in steps)  # each has the token
+    assert all(step.startswith("32 --export=ALL ") for step in steps)  # each has the token, whatever sbatch exports
     nodes_and_gpus = [re.search(r"--nodelist=(\S+) .*CUDA_VISIBLE_DEVICES=(\S+)", step) for step in steps[:3]]
     assert [found and found.groups() for found in nodes_and_gpus] == [("n1", "0,1"), ("n1", "2,3"), ("n2", "0,1")]
     assert "--nodes=2 --ntasks=2 --nodelist=n3,n4" in steps[3]
@@ -197,9 +194,7 @@ def test_the_liveness_probe_ends_a_server_whose_engine_is_lost_and_no_other(
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         _, deployment = yaml.safe_load_all(
-            render("kubernetes", ["config/multi_node/kubernetes.yaml", f"server.port={server.server_port}"])[
-                "servers.yaml"
-            ]
+            render("kubernetes", [*CASES["kubernetes"][1], f"server.port={server.server_port}"])["servers.yaml"]
         )
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         _, *arguments = container["livenessProbe"]["exec"]["command"]
@@ -248,7 +243,9 @@ class FakeRay(types.ModuleType):
         bound.options = lambda **_: bound
         return bound
 
-    def wait(self, nodes: list[int]) -> tuple[list[int], list[int]]:
+    def wait(self, nodes: list[int], *, num_returns: int = 1, timeout: float = 0.0) -> tuple[list[int], list[int]]:
+        if timeout:
+            return [], nodes  # they hang
         if len(nodes) == 2:
             self.ends = iter(next(self.outcomes))
         node, self.outcome = next(self.ends)
@@ -270,14 +267,14 @@ class FakeRay(types.ModuleType):
     ("outcomes", "status", "cancelled"),
     [
         ([[(1, 0), (0, 0)]], 0, []),
-        ([[(1, 3), (0, 1)]], 3, []),  # the status of the first that failed
+        ([[(1, 3)]], 3, [0]),
         ([[(1, FakeRay.RayError("node died"))], [(0, 0), (1, 0)]], 0, [0]),  # all once more
     ],
 )
 def test_the_ray_job_starts_all_ranks_again_as_soon_as_one_node_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: Any, status: int, cancelled: list[int]
 ) -> None:
-    settings = ["config/multi_node/ray.yaml", f"run.dir={tmp_path}/run"]
+    settings = [*CASES["ray"][1], f"run.dir={tmp_path}/run"]
     _, files = engines.render("ray", settings, output=tmp_path, root=tmp_path, python="python3")
     ray = FakeRay(outcomes)
     group = types.SimpleNamespace(wait=lambda seconds: True)
@@ -302,9 +299,7 @@ def test_launch_writes_files_keeps_what_was_edited_and_makes_one_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def launch(*more: str) -> int:
-        return cli.main(
-            ["launch", "config/multi_node/kubernetes.yaml", *more, "--engine", "kubernetes", f"--output={tmp_path}"]
-        )
+        return cli.main(["launch", *CASES["kubernetes"][1], *more, "--engine", "kubernetes", f"--output={tmp_path}"])
 
     assert launch("server.token=never-in-a-file") == 0
     printed = capsys.readouterr().out
@@ -341,7 +336,7 @@ def test_submit_runs_the_engines_command_in_the_folder_and_reports_its_failure(
 ) -> None:
     arguments = [
         "launch",
-        "config/multi_node/slurm.yaml",
+        EXAMPLE,
         "--engine",
         "slurm",
         "--submit",

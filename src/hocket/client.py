@@ -194,7 +194,9 @@ class ServerClient:
             raise ServerError(f"{self.url}{route} did not finish in {seconds:g} s", code="timeout") from error
         except httpx.TransportError as error:
             cause = str(error) or type(error).__name__
-            raise ServerError(f"can't reach {self.url}{route}: {cause}", code="unreachable") from error
+            raise ServerError(
+                f"can't reach {self.url}{route}: {cause}; does a server run there?", code="unreachable"
+            ) from error
         except RuntimeError as error:
             if not self.is_closed:
                 raise

@@ -3,15 +3,11 @@
 import errno
 import os
 
-TRACEBACK = "HOCKET_TRACEBACK"
-"""Environment variable that has an error show its traceback; --traceback sets it."""
-_REFUSED = "give user {user} access to it (in Docker: HOCKET_USER)"
+TRACEBACK = "HOCKET_TRACEBACK"  # environment variable that has errors show their tracebacks; --traceback sets it
 _REMEDIES = {
     errno.ENOSPC: "free space there",
-    errno.EDQUOT: "free space there, or have the quota raised",
-    errno.EROFS: "it is read-only: mount it writable, or name another folder",
-    errno.EACCES: _REFUSED,
-    errno.EPERM: _REFUSED,
+    errno.EROFS: "mount it writable",
+    errno.EACCES: "give user {user} access to it (in Docker: HOCKET_USER)",
     errno.ENOENT: "something has removed a file or folder there",
 }
 

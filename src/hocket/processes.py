@@ -30,10 +30,8 @@ def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
         status = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        if not nobody_reads():
-            raise
-        for stream in (sys.stdout, sys.stderr):  # or Python flushes once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        for stream in (1, 2):  # or Python flushes once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         status = 128 + signal.SIGPIPE
     # Quickstart may interrupt a command that is ending by itself; libraries' exit handlers would print tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -43,8 +41,8 @@ def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
 def nobody_reads() -> bool:
     """Return whether standard output or standard error is a pipe whose reader has gone."""
     poll = select.poll()
-    for stream in (sys.stdout, sys.stderr):
-        poll.register(stream.fileno(), 0)
+    for stream in (1, 2):
+        poll.register(stream, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

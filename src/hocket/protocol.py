@@ -251,8 +251,8 @@ class SleepResponse(Strict):
 class GroupRequest(FromTrainer):
     """POST /init_weight_group: the engine's workers leave their weight group and join a new one, with the trainer."""
 
-    session: str  # a new name for every attempt
-    host: str  # of the trainer's key-value store
+    session: str = Field(min_length=1, max_length=128)  # a new name for every attempt
+    host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
     port: int = Field(ge=1, le=65535)
     backend: Literal["nccl", "gloo"]
     device: str | None  # the trainer's GPU: NCCL can't connect two processes on one
@@ -290,6 +290,7 @@ class Health(Strict):
     device: str  # kind of device, "cpu" or "cuda"
     workers: int  # processes that hold weights
     kv_tokens: int  # tokens of all requests together that fit into the KV cache
+    joining: str | None = None  # the weight group that its workers are joining; it generates meanwhile
     error: ErrorBody | None = None
 
 

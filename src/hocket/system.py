@@ -57,8 +57,7 @@ def flush(path: Path) -> None:
     """Sync a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with naming(path):
-            os.fsync(descriptor)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

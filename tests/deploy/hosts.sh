@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Train over two hosts, and cut the link between them. Linux, root; needs iproute2 and hocket's environment.
 #
-#   tests/deploy/hosts.sh            all of: whole, cut, lost (about 5 minutes on 2 cores)
+#   tests/deploy/hosts.sh            all of: whole, cut, lost, replaced (about 6 minutes on 2 cores)
 #   tests/deploy/hosts.sh whole      a whole run over both hosts
 #   tests/deploy/hosts.sh cut        the link is cut for CUT_S (20) seconds in mid-run: the run goes on and ends well
 #   tests/deploy/hosts.sh lost       the link is cut for good: every process ends, says why, within LOST_S (240) seconds
+#   tests/deploy/hosts.sh replaced   the host of rank 1 is lost and another one takes its place, as Kubernetes makes a pod again:
+#                                    rank 0 ends at once, and not after trainer.collective_timeout_s
 #
 # The hosts are network namespaces with a bridge between them: real TCP over a real link, a name, /etc/hosts and
 # /dev/shm each. n1 has rank 0, n2 has rank 1 and the server, so that both the gradients (gloo) and everything between
 # trainer and server (HTTP, and gloo for the weights) cross the link. Logs and runs are left in OUT (runs/hosts).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-case ${1:-} in -h | --help) sed -n '2,11p' "$0"; exit ;; esac
-parts=("${@:-}"); [ "${parts[*]}" ] || parts=(whole cut lost)
+case ${1:-} in -h | --help) sed -n '2,13p' "$0"; exit ;; esac
+parts=("${@:-}"); [ "${parts[*]}" ] || parts=(whole cut lost replaced)
 [ "$(id -u)" = 0 ] || { echo "hosts.sh: needs root, to make network namespaces" >&2; exit 2; }
 
 OUT=${OUT:-runs/hosts} PYTHON=${PYTHON:-.venv/bin/python} CUT_S=${CUT_S:-20} LOST_S=${LOST_S:-240}
@@ -39,17 +41,17 @@ host() {  # NUMBER LOG COMMAND...: run a command on a host, in the background; i
     hostname "n$1"; mount -t tmpfs -o size=1g tmpfs /dev/shm; mount --bind "$2" /etc/hosts; shift 2; exec "$@"
   ' _ "$number" "$OUT/hosts" "$@" > "$log" 2>&1 < /dev/null &
 }
-pull() { ip -n "$NAME-sw" link set p2 down; }  # the cable of n2, at the switch
-plug() { ip -n "$NAME-sw" link set p2 up; }
+pull() { ip -n "$NAME-sw" link set "p$1" down; }  # the cable of a host, at the switch
+plug() { ip -n "$NAME-sw" link set "p$1" up; }
 
 up() {
   mkdir -p "$OUT"
   OUT=$(cd "$OUT" && pwd)
-  printf '127.0.0.1 localhost\n10.77.0.1 n1\n10.77.0.2 n2\n' > "$OUT/hosts"
+  printf '127.0.0.1 localhost\n10.77.0.1 n1\n10.77.0.2 n2\n10.77.0.3 n3\n' > "$OUT/hosts"
   ip netns add "$NAME-sw"
   ip -n "$NAME-sw" link add br0 type bridge
   ip -n "$NAME-sw" link set br0 up
-  for i in 1 2; do
+  for i in 1 2 3; do
     ip netns add "$NAME-$i"
     ip link add eth0 netns "$NAME-$i" type veth peer name "p$i" netns "$NAME-sw"
     ip -n "$NAME-sw" link set "p$i" master br0 up
@@ -60,7 +62,7 @@ up() {
     ip netns exec "$NAME-$i" sysctl -q net.ipv4.tcp_retries2=8
   done
 }
-inhabitants() { for i in 1 2; do ip netns pids "$NAME-$i" 2> /dev/null || :; done; }
+inhabitants() { for i in 1 2 3; do ip netns pids "$NAME-$i" 2> /dev/null || :; done; }
 down() {
   local pids
   trap '' INT TERM  # what was begun here is finished
@@ -70,7 +72,7 @@ down() {
     [ -z "$pids" ] || kill -$signal $pids 2> /dev/null || :
     for _ in $(seq 40); do [ "$(inhabitants)" ] || break; sleep 0.5; done
   done
-  for ns in 1 2 sw; do ip netns del "$NAME-$ns" 2> /dev/null || :; done
+  for ns in 1 2 3 sw; do ip netns del "$NAME-$ns" 2> /dev/null || :; done
 }
 
 serve() {
@@ -82,13 +84,19 @@ serve() {
 train() {  # RUN: one rank on each host, by torchrun; the first host keeps the list of ranks
   run=$1
   rm -rf "${OUT:?}/$run"
-  plug
+  plug 2
   for i in 1 2; do
     host "$i" "$OUT/$run.n$i.log" "$PYTHON" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 \
       --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-id "$run" --local-addr "n$i" \
       run.py train "${SETTINGS[@]}" run.dir="$OUT/$run" server.discover=n2:8000
     launchers[i]=$!
   done
+}
+rank() {  # HOST RANK: one of two ranks that a scheduler has numbered, with the default deadline
+  host "$1" "$OUT/$run.n$1.log" "$PYTHON" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 \
+    --node-rank "$2" --master-addr n1 --master-port 29500 \
+    run.py train "${SETTINGS[@]}" trainer.collective_timeout_s=1800 run.dir="$OUT/$run" server.discover=n2:8000
+  launchers[$1]=$!
 }
 steps() { wc -l 2> /dev/null < "$OUT/$run/metrics.jsonl" || echo 0; }
 reached() { [ "$(steps)" -gt "$1" ] || ! kill -0 "${launchers[1]}" 2> /dev/null; }
@@ -122,7 +130,7 @@ up
 say "hosts n1 (rank 0) and n2 (rank 1, server); logs in $OUT"
 serve
 for part in "${parts[@]}"; do
-  train "$part"
+  [ "$part" = replaced ] || train "$part"
   case $part in
     whole)
       ends_well
@@ -130,20 +138,37 @@ for part in "${parts[@]}"; do
     cut)
       wait_for 180 "no step 20 in 180 s: $OUT/$run.n1.log" reached 20
       say "$run: the link is cut after step $(steps)"
-      pull
+      pull 2
       sleep "$CUT_S"
-      plug
+      plug 2
       say "$run: the link is mended after ${CUT_S} s, at step $(steps)"
       ends_well
       ;;
     lost)
       wait_for 180 "no step 20 in 180 s: $OUT/$run.n1.log" reached 20
-      pull
+      pull 2
       start=$SECONDS
       say "$run: the link is cut for good after step $(steps)"
       for _ in 1 2; do
         wait_for $((LOST_S + start - SECONDS)) "$run: a launcher still runs $LOST_S s later" any_ended
       done
+      ;;
+    replaced)
+      run=replaced
+      rm -rf "${OUT:?}/$run"
+      plug 2
+      rank 1 0
+      rank 3 1
+      wait_for 180 "no step 20 in 180 s: $OUT/$run.n1.log" reached 20
+      say "$run: the host of rank 1 is lost after step $(steps); another one is started as rank 1"
+      pull 3
+      unset "launchers[3]"
+      start=$SECONDS
+      rank 2 1
+      for _ in 1 2; do
+        wait_for $((90 + start - SECONDS)) "$run: a launcher still runs 90 s later" any_ended
+      done
+      grep -q 'rank 1 was started again' "$OUT/$run.n1.log" || fail "$run: n1 has another reason"
       ;;
     *) fail "unknown part $part; --help names them" ;;
   esac

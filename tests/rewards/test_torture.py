@@ -98,6 +98,7 @@ TOOK = "its worker process ended: it took more than 1000 MiB or 20 processes"
         ("ctypes.string_at(0)", "its worker process ended with exit code 139"),
         ("os.kill(os.getppid(), 9) or time.sleep(600)", "its worker process ended with exit code -9"),
         ("time.sleep(600)", HANGS),
+        ("os.kill(os.getppid(), signal.SIGSTOP) or time.sleep(600)", HANGS),
         ("re.match('(a+)+$', 'a' * 64 + 'b')", HANGS),  # holds the interpreter's lock
         ("[fork_and_sleep() for _ in range(1000)]", TOOK),
         ("[bytearray(os.urandom(1 << 20)) * 100 for _ in range(100)]", TOOK),

@@ -192,8 +192,22 @@ class Server:
         found = wait_for(lambda: condition(health := self.health()) and health, "the server's state", 60, 0.005)
         return dict(found)
 
-    def reload(self, version: int, name: str) -> httpx.Response:
-        return self.client.post("/reload_weights", json={"version": version, "source": {"kind": "disk", "name": name}})
+    def reload(self, version: int, name: str, **how: Any) -> httpx.Response:
+        source = {"kind": "disk", "name": name}
+        return self.client.post("/reload_weights", json={"version": version, "source": source, **how})
+
+    def assert_compares(self, version: int, name: str) -> None:
+        """The model is what was published, and a comparison changes no bit of what it computes."""
+        before = self.seeded()
+        response = self.reload(version, name, compare=True)
+        assert response.status_code == 200, response.text
+        assert response.json()["version"] == version
+        assert self.seeded() == before
+
+    def seeded(self) -> Any:
+        """Tokens and log-probs that depend on nothing but the weights."""
+        answer = self.generate(prompts=[[5, 6, 7, 8]], n=2, sampling={"max_tokens": 32, "seed": 7})
+        return [(done["token_ids"], done["logprobs"]) for done in answer["completions"][0]]
 
     def publish_and_load(self, model: Any, **how: Any) -> dict[str, Any]:
         """Publishes a model as the next version, loads it and makes it the reference."""
@@ -239,8 +253,8 @@ class Server:
         assert found, f"vLLM has no metric {name} any more"
         return sum(found)
 
-    def deliver(self, source: "Source", *settings: str, version: int | None = None) -> Any:
-        """Sends a model's tensors, or an adapter's, as the trainer does from its memory."""
+    def deliver(self, source: "Source", *settings: str, version: int | None = None, compare: bool = False) -> Any:
+        """Sends a model's tensors, or an adapter's, as the trainer does from its memory, and compares them if asked."""
         from hocket import config
         from hocket.client import ServerClient
         from hocket.sync.collective import CollectiveTransport
@@ -251,7 +265,10 @@ class Server:
         async def deliver() -> Any:
             async with ServerClient(str(self.client.base_url).rstrip("/"), token=token) as client:
                 with contextlib.closing(CollectiveTransport(source, sync)) as source.transport:
-                    return await source.transport.deliver(version or self.new_version(), [client])
+                    delivery = await source.transport.deliver(version or self.new_version(), [client])
+                    if not compare:
+                        return delivery
+                    return await source.transport.deliver(version or self.next_version - 1, [client], compare=True)
 
         return asyncio.run(deliver())
 
@@ -351,7 +368,9 @@ def check_spans(answers: Sequence[httpx.Response], prompt: Sequence[int], models
     return len(both)
 
 
-def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), token: str = "") -> Server:
+def start_server(
+    folder: Path, model: Any, *, overrides: Sequence[str] = (), token: str = "", command: Sequence[str] = COMMAND
+) -> Server:
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     (folder / "runs").mkdir()
@@ -366,7 +385,7 @@ def start_server(folder: Path, model: Any, *, overrides: Sequence[str] = (), tok
     ]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*COMMAND, *settings],
+            [*command, *settings],
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # as in a terminal of its own

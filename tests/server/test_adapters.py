@@ -56,11 +56,12 @@ def load_by_disk(server: Any, kit: Any, adapter: Adapter) -> ReloadResponse:
     answer = ReloadResponse.model_validate(response.json())
     assert (answer.version, answer.checksum) == (version, checksum)
     assert server.reload(version, f"v{version:06d}").json() == response.json()  # held already: nothing was loaded
+    server.assert_compares(version, f"v{version:06d}")
     return answer
 
 
 def load_by_collective(server: Any, kit: Any, adapter: Adapter) -> ReloadResponse:
-    delivery = server.deliver(kit.Source(adapter.tensors.items(), adapter=adapter.config))
+    delivery = server.deliver(kit.Source(adapter.tensors.items(), adapter=adapter.config), compare=True)
     ((sent, answer),) = delivery.answers.values()
     assert isinstance(answer, ReloadResponse), answer
     assert (answer.version, answer.checksum) == (server.next_version - 1, sent)

@@ -4,7 +4,9 @@ The trainer's side is the real CollectiveTransport, fed from a transformers mode
 """
 
 import signal
+import socket
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,15 +20,18 @@ from hocket.protocol import ReloadResponse
 pytestmark = pytest.mark.engine
 
 
-def deliver(server: Any, source: Any, *settings: str, version: int | None = None) -> ReloadResponse | HocketError:
+def deliver(
+    server: Any, source: Any, *settings: str, version: int | None = None, compare: bool = False
+) -> ReloadResponse | HocketError:
     """Returns the answer to a version; one that is loaded has the checksum of what was sent."""
-    ((checksum, answer),) = server.deliver(source, *settings, version=version).answers.values()
+    ((checksum, answer),) = server.deliver(source, *settings, version=version, compare=compare).answers.values()
     assert isinstance(answer, HocketError) or (answer.version, answer.checksum) == (server.next_version - 1, checksum)
     return answer  # type: ignore[no-any-return]
 
 
 def deliver_well(server: Any, source: Any, *settings: str) -> ReloadResponse:
-    answer = deliver(server, source, *settings)
+    """Loads, and compares what the workers then compute with, from a second broadcast."""
+    answer = deliver(server, source, *settings, compare=True)
     assert isinstance(answer, ReloadResponse), answer
     return answer
 
@@ -74,8 +79,9 @@ def test_both_workers_of_a_tensor_parallel_engine_receive_adapters_and_after_a_f
         assert max(server.gaps(model=new)) < 1e-4
         assert statistics.mean(server.gaps(model=old)) > 0.3
         # By disk, too: each worker reads its part.
-        server.publish_and_load(kit.make_model(tied=True, seed=307))
+        version = server.publish_and_load(kit.make_model(tied=True, seed=307))["version"]
         assert max(server.gaps()) < 1e-4
+        server.assert_compares(version, f"v{version:06d}")
     finally:
         server.stop()  # its workers never rest: tests after it would take twice as long
 
@@ -147,3 +153,22 @@ def test_an_engine_that_stops_answering_is_named_at_the_deadline(servers: Any, k
     finally:
         engine.send_signal(signal.SIGCONT)
         server.stop()
+
+
+def test_the_engine_goes_on_while_its_workers_wait_for_a_trainer_that_never_comes(server: Any) -> None:
+    def join(port: int, session: str, timeout_s: float) -> Any:
+        group = {"session": session, "host": "127.0.0.1", "port": port, "backend": "gloo", "device": None}
+        return server.client.post("/init_weight_group", json={**group, "timeout_s": timeout_s})
+
+    with socket.create_server(("127.0.0.1", 0)) as mute, ThreadPoolExecutor(1) as thread:
+        port = mute.getsockname()[1]
+        joining = thread.submit(join, port, "never", 5.0)
+        server.wait_for(lambda health: health["joining"] == "never")
+        assert len(server.generate(prompts=[[5]], n=8, sampling={"max_tokens": 20})["completions"][0]) == 8
+        second = join(port, "second", 5.0)
+        assert (second.status_code, second.json()["error"]["code"]) == (503, "joining")
+        assert not joining.done()
+        assert (joining.result().status_code, joining.result().json()["error"]["code"]) == (503, "no_group")
+    refused = join(port, "nobody listens there now", 60.0)  # is found out at once, and the workers are not even told
+    assert refused.json()["error"]["code"] == "no_group"
+    assert (server.health()["joining"], server.health()["status"]) == (None, "ready")

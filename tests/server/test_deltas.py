@@ -95,6 +95,7 @@ async def test_several_deltas_end_where_a_full_version_would(servers: Any, varia
             trainer.step(0.02)
             delivery = await disk.deliver(version, [http])
             assert_serves(server, trainer, delivery, version)
+            assert_serves(server, trainer, await disk.deliver(version, [http], compare=True), version)
             assert statistics.mean(server.gaps(model=old)) > 0.05, "the step changed nothing that shows"
             assert trainer.said == []
             assert delivery.metrics["sync/changed"] == pytest.approx(0.02, rel=0.2)
@@ -148,8 +149,9 @@ async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restar
         async with client(server, kit.TOKEN) as http:
             for version in (first, first + 1, first + 2):
                 trainer.step(0.02)
-                delivery = await disk.deliver(version, [http])
-                assert_serves(server, trainer, delivery, version)
+                for compare in (False, True):
+                    delivery = await disk.deliver(version, [http], compare=compare)
+                    assert_serves(server, trainer, delivery, version)
                 names += [path.name[9:] for path in (server.root / FOLDER).iterdir()]
         # Each time, only the one that it holds.
         assert names == [f"weights-v{first:06d}", f"deltas-v{first + 1:06d}", f"deltas-v{first + 2:06d}"]

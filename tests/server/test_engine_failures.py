@@ -54,6 +54,8 @@ class FakeLLM:
         await self.loading.wait()
         read = {name: item for _, specs in worker._read(Path(args[0])) for name, item in specs.items()}
         good = {"value": {"checksum": manifest.total_checksum(read), "num_tensors": len(read)}}
+        if args[-1]:
+            good["value"]["different"] = self.failing.get("different", "").split()
         return [good, {"error": self.failing["second worker"]} if "second worker" in self.failing else good]
 
 
@@ -77,8 +79,8 @@ def engine(kit: Any, llm: FakeLLM, tmp_path: Path) -> Engine:
     return kit.make_engine(llm, f"model.path={MODEL}", f"run.dir={tmp_path}/runs/a", "sync.timeout_s=60")  # type: ignore[no-any-return]
 
 
-def request(in_flight: Any = "keep") -> ReloadRequest:
-    return ReloadRequest(version=1, source=DiskSource(name="v1"), in_flight=in_flight)
+def request(in_flight: Any = "keep", *, version: int = 1, compare: bool = False) -> ReloadRequest:
+    return ReloadRequest(version=version, source=DiskSource(name="v1"), in_flight=in_flight, compare=compare)
 
 
 async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(
@@ -127,6 +129,59 @@ async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_lo
     assert (answer.version, answer.num_tensors) == (1, 26)
     assert llm.calls[-2:] == [("version", "1"), ("resume",)]
     assert engine.health().status == "ready"
+
+
+async def test_a_comparison_disturbs_no_request_and_one_that_breaks_off_leaves_all_as_it_was(
+    engine: Engine, llm: FakeLLM
+) -> None:
+    held = await engine.reload(request())
+    llm.calls.clear()
+    for failing in ({}, {"second worker": "no room for layers.1"}, {}):
+        llm.failing = failing
+        comparing = engine.reload(request("abort", compare=True))
+        if failing:
+            with pytest.raises(ApiError, match=r"comparing with version 1 failed: no room for layers\.1") as refused:
+                await comparing
+            assert (refused.value.status, refused.value.body.code) == (500, "compare_failed")
+        else:
+            answer = await comparing
+            assert answer.model_copy(update={"seconds": held.seconds}) == held
+        assert llm.calls == [("pause", "keep all"), ("hocket_load_disk",), ("resume",)]
+        assert (engine.health().status, engine.health().error) == ("ready", None)
+        llm.calls.clear()
+
+
+async def test_a_model_that_differs_from_its_version_fails_the_engine_until_the_next_load(
+    engine: Engine, llm: FakeLLM
+) -> None:
+    await engine.reload(request())
+    llm.failing = {"different": "layers.2.a layers.0.b layers.1.c layers.3.d"}
+    with pytest.raises(ApiError) as refused:
+        await engine.reload(request(compare=True))
+    assert (refused.value.status, refused.value.body.code) == (409, "not_held")
+    assert refused.value.body.message == (
+        "comparing with version 1 failed: the model differs in layers.0.b, layers.1.c, layers.2.a (4 in all)"
+    )
+    health = engine.health()
+    assert health.error is not None
+    assert (health.status, health.error.code) == ("failed", "reload_failed")
+    assert llm.calls[-1] == ("pause", "abort")
+    with pytest.raises(ApiError, match="the model differs in"):
+        await engine.reload(request(compare=True))
+    llm.failing = {}
+    await engine.reload(request())
+    assert engine.health().status == "ready"
+
+
+async def test_only_what_is_held_is_compared(engine: Engine, llm: FakeLLM) -> None:
+    with pytest.raises(ApiError, match="does not hold this version 1") as refused:
+        await engine.reload(request(compare=True))
+    assert (refused.value.status, refused.value.body.code) == (503, "other_version")
+    await engine.reload(request())
+    llm.calls.clear()
+    with pytest.raises(ApiError, match="does not hold this version 2"):
+        await engine.reload(request(version=2, compare=True))
+    assert (llm.calls, engine.health().status) == ([], "ready")
 
 
 async def test_the_reason_is_told_even_if_nothing_can_be_aborted_any_more(engine: Engine, llm: FakeLLM) -> None:

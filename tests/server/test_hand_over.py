@@ -38,6 +38,7 @@ def test_after_a_reload_of_every_weight_the_server_is_the_new_model(
     assert answer.num_tensors == 27 - drop
     assert server.health()["version"] == answer.version
     assert_serves(server, new, old)
+    server.assert_compares(answer.version, f"v{answer.version:06d}")
 
 
 def test_experts_are_the_new_ones_after_every_reload(servers: Any, kit: Any) -> None:
@@ -45,8 +46,9 @@ def test_experts_are_the_new_ones_after_every_reload(servers: Any, kit: Any) -> 
     server = servers("experts float32")
     for seed in (1, 2):
         old, new = server.model, kit.make_experts(seed=seed)
-        server.publish_and_load(new)
+        version = server.publish_and_load(new)["version"]
         assert_serves(server, new, old)
+        server.assert_compares(version, f"v{version:06d}")
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,23 @@
 """What is refused before a model loads."""
 
+import asyncio
 import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hocket import environment
 from hocket.errors import ConfigError
 from hocket.server import main
+from hocket.server.errors import ApiError
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
@@ -99,3 +104,39 @@ def test_the_environment_keeps_what_the_user_set_and_run_py_sets_other_variables
 def test_torch_is_imported_only_while_the_engine_s_process_imports_it_too() -> None:
     script = "import sys, hocket.server.main; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": SOURCE}).returncode == 0
+
+
+class LosingEngine:
+    """Stands for an engine that looks well, then is busy with a failed reload, then is gone."""
+
+    def __init__(self, *reasons: str | None) -> None:
+        self.reasons = list(reasons)
+        self.llm = SimpleNamespace(last_words=Path("/nowhere"))
+
+    def require_ready(self, *, admits: Collection[str] = ()) -> None:
+        reason = self.reasons.pop(0)
+        if reason is not None and reason not in admits:
+            raise ApiError(503, reason, "the engine's process ended", "restart")
+
+
+async def test_only_an_engine_that_no_reload_brings_back_ends_its_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    engine: Any = LosingEngine(None, "reload_failed", "asleep", "engine_dead")
+    error = await main._lost(engine)
+    assert waited == [main.LOOK_S] * 3 + [main.GRACE_S]  # what is in flight ends with the reason meanwhile
+    assert error.code == "engine_dead"
+    assert str(error).startswith(
+        "the engine's process ended: it was killed, perhaps for memory (dmesg); start the server"
+    )
+    engine = LosingEngine("engine_dead")
+    engine.llm.last_words = tmp_path / "words"
+    engine.llm.last_words.write_text("CUDA error: device-side assert\n\nTraceback (most recent call last)\n")
+    said = f"ended: CUDA error: device-side assert (its traceback is in {tmp_path}/words); start the server again"
+    assert said in str(await main._lost(engine))

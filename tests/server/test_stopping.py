@@ -1,10 +1,12 @@
 """How a server ends, or fails to start: nothing is left behind. Tests that share the servers come before."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +59,21 @@ def test_the_engine_ends_with_a_server_that_is_killed(servers: Any) -> None:
     wait_until_gone(children)
 
 
-def test_a_dead_engine_is_told_and_the_server_still_ends_cleanly(servers: Any) -> None:
+def test_a_server_that_loses_its_engine_tells_all_who_wait_and_ends_for_whoever_starts_it_again(servers: Any) -> None:
     server = servers.take("tied bfloat16")
+    children = server.children()
     answer = server.in_flight()
-    server.engine().kill()
-    health = server.wait_for(lambda health: health["status"] == "failed")
-    assert "the engine's process ended" in health["error"]["message"]
-    assert answer.result(60).status_code == 503
-    for path, body in (("/generate", {"prompts": [[5]]}), ("/v1/completions", {"prompt": "a"})):
-        refused = server.client.post(path, json=body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
-    reload = server.reload(1, "v1")
-    assert (reload.status_code, reload.json()["error"]["code"]) == (503, "engine_dead")
-    assert server.stop(signal.SIGTERM) == 0
+    with ThreadPoolExecutor(1) as thread:
+        body = {"prompt": "a", "n": 64, "max_tokens": 400, "model": str(server.root.parent / "model")}
+        other = thread.submit(server.client.post, "/v1/completions", json=body)
+        time.sleep(0.1)
+        server.engine().kill()
+        ended = answer.result(60)
+        assert (ended.status_code, ended.json()["error"]["code"]) == (503, "engine_dead")
+        assert other.result(60).status_code >= 500
+    assert server.process.wait(60) == 1
+    assert server.output().splitlines()[-1].startswith("error: the engine's process ended: it was killed, perhaps for")
+    wait_until_gone(children)
 
 
 def test_ctrl_c_while_loading_ends_it_too(tmp_path: Path, kit: Any) -> None:
@@ -94,6 +98,22 @@ def test_ctrl_c_while_loading_ends_it_too(tmp_path: Path, kit: Any) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     wait_until_gone(children)
+
+
+def test_a_model_that_the_engine_can_t_run_is_one_sentence_with_the_engine_s_own_words(
+    kit: Any, tmp_path: Path
+) -> None:
+    kit.make_model(tied=True, seed=0, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    kit.make_tokenizer().save_pretrained(tmp_path)
+    done = serve(kit, f"server.port={kit.free_port()}", f"model.path={tmp_path}", f"model.max_length={kit.MAX_LENGTH}")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: the engine's process ended: Unsupported CPU attention configuration: head_dim=16")
+    assert "start the server again, or with another model.path" in last
+    (kept,) = re.findall(r"its traceback is in (\S+txt)", last)
+    assert "Traceback (most recent call last)" in Path(kept).read_text()
+    Path(kept).unlink()
 
 
 def test_a_model_that_is_not_there_is_a_clear_error(kit: Any, tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ NAMES = {
     "vllm.model_executor.model_loader.reload.inplace": "finalize_layerwise_reload",
     "vllm.model_executor.model_loader.reload.layerwise": "_copy_and_restore_kernel_tensors",
     "vllm.model_executor.model_loader.reload.meta": "SKIP_TENSORS materialize_meta_tensor",
-    "vllm.model_executor.model_loader.reload.types": "LayerReloadingInfo.can_load LayerReloadingInfo.kernel_tensors "
-    "LayerReloadingInfo.load_numel",
+    "vllm.model_executor.model_loader.reload.types": "LayerReloadingInfo.can_load",
     "vllm.outputs": "CompletionOutput RequestOutput",
     "vllm.tool_parsers.abstract_tool_parser": "ToolParser.adjust_request ToolParser.extract_tool_calls",
     "vllm.v1.engine.async_llm": "AsyncLLM.abort AsyncLLM.errored AsyncLLM.shutdown",
@@ -90,6 +89,35 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
                 f"vLLM's {module} has no {name} any more: change server/vllm_api.py, or vllm_weights.py"
             )
             found = getattr(found, part)
+
+
+def test_a_reload_still_calls_what_a_comparison_replaces() -> None:
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+    from vllm.model_executor.model_loader.reload import inplace, layerwise, meta, types
+
+    process = "process_weights_after_loading"
+    callers: list[tuple[Any, str, Any]] = [
+        (inplace.reload_weights, "finalize_layerwise_reload(model, model_config)", inplace),
+        (layerwise._layerwise_process, "_copy_and_restore_kernel_tensors(layer, info)", layerwise),
+        (meta.materialize_layer, "materialize_meta_tensor(tensor)", meta),
+        (
+            getattr(linear.UnquantizedLinearMethod, process),
+            "dispatch_cpu_unquantized_gemm(layer, remove_weight=",
+            utils,
+        ),
+        (
+            getattr(vocab_parallel_embedding.UnquantizedEmbeddingMethod, process),
+            "dispatch_cpu_unquantized_gemm(layer, remove_weight=",
+            utils,
+        ),
+    ]
+    for caller, call, module in callers:
+        source, name = inspect.getsource(caller), call.partition("(")[0]
+        assert call in source, name
+        assert hasattr(module, name)
+        assert module is not utils or f"layers.utils import {name}" in source, f"{name} is imported too early"
+    fields = {"kernel_tensors", "kernel_non_persistent_buffers", "load_numel", "loaded_weights"}
+    assert fields <= types.LayerReloadingInfo.__dataclass_fields__.keys()
 
 
 def test_calls_take_the_arguments_we_give() -> None:
@@ -307,3 +335,24 @@ def test_tools_that_could_not_be_parsed_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"(?s){said}"):
         vllm_api.find_calls(tools_tokenizer, Toolbox(parser=parser, tools=tuple(tools)))
+
+
+def test_what_ends_the_engine_s_process_is_kept_for_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def fail() -> None:
+        raise RuntimeError("Unsupported CPU attention configuration\nand more")
+
+    for name in ("die_with_server", "allow_amx", "os.setpgid"):
+        monkeypatch.setattr(f"hocket.server.vllm_api.{name}", lambda *_: None)
+    monkeypatch.setattr(EngineCoreProc, "vllm_run_engine_core", fail, raising=False)
+    llm = SimpleNamespace(last_words=tmp_path / "words")
+    assert vllm_api.last_words(llm) == ""
+    with pytest.raises(SystemExit) as ended:
+        vllm_api.run_engine(llm.last_words)
+    assert ended.value.code == 1
+    assert vllm_api.last_words(llm) == f"Unsupported CPU attention configuration (its traceback is in {tmp_path}/words)"
+    assert "in fail\n" in llm.last_words.read_text()
+    assert capsys.readouterr().err == ""

@@ -90,7 +90,8 @@ class FakeServer:
         self.joins += 1
         self.fail("join")
         message, size = request.model_dump_json(), 1 + len(self.workers)
-        await asyncio.gather(*(asyncio.to_thread(value_of, w.hocket_join_group, message, size) for w in self.workers))
+        while False in [value_of(worker.hocket_join_group, message, size) for worker in self.workers]:
+            await asyncio.sleep(0.01)
         return GroupResponse(session=request.session, workers=len(self.workers))
 
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:

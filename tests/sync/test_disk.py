@@ -1,12 +1,14 @@
 """Whole versions, deltas and uploads on disk, against a fake server that reads the folders as a real one does."""
 
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import fakes
@@ -31,24 +33,27 @@ class FakeTrainer:
         generator = torch.Generator().manual_seed(0)
         self.weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
         self.exports = 0
-        self.fails = False
+        self.fails = 0  # times that the disk is full
 
     def step(self, *at: int) -> None:
         self.weights["a"].view(-1)[list(at)] += 1
+
+    def _fill_the_disk(self) -> None:
+        self.fails -= 1
+        if self.fails >= 0:
+            raise OSError(28, "No space left on device")
 
     def export(self, folder: Path) -> dict[str, TensorSpec]:
         self.exports += 1
         save_file(self.weights, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
-        if self.fails:
-            raise OSError(28, "No space left on device")
+        self._fill_the_disk()
         return manifest.specs(self.weights.items())
 
     def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
         for item in self.weights.items():
             sink([item])
-        if self.fails:
-            raise OSError(28, "No space left on device")
+        self._fill_the_disk()
 
 
 class FakeServer:
@@ -91,9 +96,9 @@ class Disk:
         self.versions = Versions(config.run_dir, self.trainer, config.sync)  # type: ignore[arg-type]
         self._transport = DiskTransport(self.versions, config.sync_root, config.sync, self.said.append)
 
-    async def deliver(self, version: int, *servers: FakeServer) -> tuple[list[Answer], Metrics]:
+    async def deliver(self, version: int, *servers: FakeServer, compare: bool = False) -> tuple[list[Answer], Metrics]:
         """Publishes to the servers; one that does not answer an error must hold the trainer's weights."""
-        delivery = await self._transport.deliver(version, servers)  # type: ignore[arg-type]
+        delivery = await self._transport.deliver(version, servers, compare=compare)  # type: ignore[arg-type]
         for server, (checksum, answer) in zip(servers, delivery.answers.values(), strict=True):
             if isinstance(answer, ReloadResponse):
                 assert (answer.version, answer.checksum) == (version, checksum)
@@ -112,6 +117,7 @@ class Disk:
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeServer]:
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
+    monkeypatch.setattr("hocket.sync.transports.REST_S", 0.0)
     numbers = itertools.count()
     return lambda root="runs", error=None: FakeServer(f"http://{next(numbers)}", tmp_path / root, error)
 
@@ -133,19 +139,28 @@ async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp
     assert (disk.trainer.exports, len(server.requests)) == (1, 2)
 
 
+async def test_a_version_that_the_disk_had_no_room_for_is_written_once_more(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    for version in (1, 2):
+        disk.trainer.fails = 1
+        disk.trainer.step(version)
+        await disk.deliver(version, server)
+        assert "No space left on device; free space there" in disk.said[-1]
+        assert disk.said[-1].endswith("It is tried once more in 0 s")
+    assert server.names == disk.names() == ["weights/v000001", "weights/v000002"]
+
+
 async def test_a_failed_write_leaves_nothing_behind_and_the_next_version_is_whole(tmp_path: Path, servers: Any) -> None:
     disk, server = Disk(tmp_path, "sync.delta=true"), servers()
-    disk.trainer.fails = True
+    disk.trainer.fails = 2
     with pytest.raises(SyncError, match=r"weights/v000001: .*No space left on device.*free space"):
         await disk.deliver(1, server)
     assert (disk.names(), server.names) == ([], [])
-    disk.trainer.fails = False
     await disk.deliver(1, server)  # once there is space the same version goes through
-    disk.trainer.fails = True
+    disk.trainer.fails = 2
     disk.trainer.step(2)
-    with pytest.raises(SyncError, match=r"deltas/v000002: .*No space left on device.*free space"):
+    with pytest.raises(SyncError, match=r"weights/v000002: .*No space left on device.*free space"):
         await disk.deliver(2, server)
-    disk.trainer.fails = False
     await disk.deliver(2, server)
     assert server.names == disk.names() == ["weights/v000001", "weights/v000002"]
 
@@ -219,13 +234,82 @@ async def test_a_server_that_lacks_the_base_is_sent_the_same_version_in_full(tmp
     assert (server.names[-1], late.names[-1], len(disk.said)) == ("deltas/v000003", "deltas/v000003", 1)
 
 
-async def test_a_version_that_has_changed_on_the_disk_stops_the_run(tmp_path: Path, servers: Any) -> None:
-    disk, server = Disk(tmp_path), servers(error=ServerError("loading failed", code="reload_failed", status=500))
-    assert (await disk.deliver(1, server))[0] == [server.error]  # the files are right: the server's own trouble
-    path = disk.run / "weights" / "v000001" / "model.safetensors"
+async def test_a_comparison_sends_the_same_files_again_and_its_finding_is_no_reason_to_send_more(
+    tmp_path: Path, servers: Any
+) -> None:
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
+    for version in (1, 2):
+        await disk.deliver(version, server)
+        await disk.deliver(version, server, compare=True)
+        disk.trainer.step(5)
+    assert server.names == ["weights/v000001"] * 2 + ["deltas/v000002"] * 2
+    assert [request.compare for request in server.requests] == [False, True] * 2
+    server.error = ServerError("the model differs in a", code="not_held", status=409)
+    assert (await disk.deliver(2, server, compare=True))[0] == [server.error]
+    assert (disk.trainer.exports, disk.said) == (1, [])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+class HurtingServer(FakeServer):
+    """Something harms the files of the first versions that it is to load."""
+
+    def harms(self, harm: Callable[[Path], None], times: int) -> None:
+        self.harm, self.left = harm, times
+
+    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
+        if self.left > 0:
+            self.left -= 1
+            self.harm(self.root / request.source.name)  # type: ignore[union-attr]
+        try:
+            return await super().reload_weights(request, timeout_s=timeout_s)
+        except (OSError, SafetensorError) as error:
+            raise ServerError(str(error), code="bad_version", status=409) from error
+
+
+@pytest.mark.parametrize("delta", ["false", "true"])
+@pytest.mark.parametrize("harm", [flip, cut, remove])
+async def test_a_version_whose_files_were_hurt_is_published_once_more_before_the_run_ends(
+    harm: Callable[[Path], None], delta: str, tmp_path: Path, servers: Any
+) -> None:
+    disk, well = Disk(tmp_path, f"sync.delta={delta}"), servers()
+    server = HurtingServer("http://hurt", tmp_path / "runs")
+    server.harms(harm, times=1)
+    await disk.deliver(1, server)  # which asserts that it holds the weights
+    assert disk.trainer.exports == 2
+    assert [*disk.names()] == ["weights/v000001"]
+    (line,) = disk.said
+    assert line.startswith("version 1 goes to http://hurt in full: ")
+    disk.trainer.step(2)
+    await disk.deliver(2, server, well)
+
+
+@pytest.mark.parametrize("harm", [flip, cut, remove])
+async def test_a_version_whose_files_are_hurt_again_ends_the_run(
+    harm: Callable[[Path], None], tmp_path: Path, servers: Any
+) -> None:
+    disk, server = Disk(tmp_path), HurtingServer("http://hurt", tmp_path / "runs")
+    server.harms(harm, times=2)
     with pytest.raises(SyncError, match="v000001 does not hold the weights that were written to it"):
         await disk.deliver(1, server)
+
+
+async def test_a_server_that_can_t_load_good_files_is_not_sent_them_again(tmp_path: Path, servers: Any) -> None:
+    disk, server = Disk(tmp_path), servers(error=ServerError("loading failed", code="reload_failed", status=500))
+    assert (await disk.deliver(1, server))[0] == [server.error]
+    assert (disk.trainer.exports, disk.said) == (1, [])
 
 
 async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path: Path, servers: Any) -> None:

@@ -283,7 +283,7 @@ def test_a_rank_that_is_started_again_tells_those_that_wait_for_the_one_before(m
     store.add("hocket/rank_1", 1)
     with pytest.raises(TrainerError, match="started again"):
         Ranks(timeout_s=60)
-    assert b"rank 1 failed: TrainerError: it was started again" in store.get(FAILURE)
+    assert b"rank 1 was started again" in store.get(FAILURE)
 
 
 def test_a_store_that_fails_is_not_waited_for(ranks: Ranks) -> None:

@@ -41,6 +41,9 @@ from hocket.types import InFlight
 T = TypeVar("T")
 
 ABORT_TIMEOUT_S = 2.0
+REACH_S = 5.0
+"""Seconds for a connection to the trainer's address, before the workers are told of it."""
+JOIN_POLL_S = 0.05
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
 PARTS: tuple[Memory, ...] = ("weights", "kv_cache")
 ASLEEP = ErrorBody(
@@ -84,6 +87,7 @@ class Engine:
         self._asleep: tuple[Memory, ...] = ()
         self._has_weights = True
         self._group: str | None = None
+        self._joining: str | None = None  # the group that the workers are joining
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
         self._holder = Holder()
@@ -126,6 +130,7 @@ class Engine:
             device=str(vllm.device_config.device_type),
             workers=self._workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks or 0) * int(vllm.cache_config.block_size),
+            joining=self._joining,
             error=None if reason is ASLEEP else reason,
         )
 
@@ -160,22 +165,36 @@ class Engine:
 
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
+        self._holder.hear(request.trainer)
+        self.require_ready(admits=CURABLE)
+        if self._joining is not None:
+            message = f"the workers are joining the weight group {self._joining}"
+            raise ApiError(503, "joining", message, "send it again when /health no longer says so")
+        if request.session != self._group:
+            request = request.model_copy(update={"timeout_s": min(request.timeout_s, self._timeout_s)})
+            self._joining = request.session
+            try:
+                await asyncio.wait_for(self._join(request), request.timeout_s)
+            except Exception as error:
+                message = f"the workers can't join the trainer at {request.host}:{request.port}: {cause_of(error)}"
+                hint = "can this machine reach that address? sync.backend=disk needs no such connection"
+                raise ApiError(503, "no_group", message, hint) from error
+            finally:
+                self._joining = None
+            self._group = request.session
+        return GroupResponse(session=request.session, workers=self._workers)
+
+    async def _join(self, request: GroupRequest) -> None:
+        async with asyncio.timeout(REACH_S):  # before the workers leave the group that they have
+            _, connection = await asyncio.open_connection(request.host, request.port)
+            connection.close()
+        message, size = request.model_dump_json(), self._workers + 1
         async with self._reload_lock:
-            self._holder.hear(request.trainer)
-            self.require_ready(admits=CURABLE)
-            if request.session != self._group:
-                self._group = None
-                # Nothing is sampled while the workers wait for each other: no longer than our own deadline.
-                request = request.model_copy(update={"timeout_s": min(request.timeout_s, self._timeout_s)})
-                try:
-                    joining = self._call("hocket_join_group", request.model_dump_json(), self._workers + 1)
-                    await asyncio.wait_for(joining, request.timeout_s)
-                except Exception as error:
-                    message = f"the workers can't join the trainer at {request.host}:{request.port}: {cause_of(error)}"
-                    hint = "can this machine reach that address? sync.backend=disk needs no such connection"
-                    raise ApiError(503, "no_group", message, hint) from error
-                self._group = request.session
-            return GroupResponse(session=request.session, workers=self._workers)
+            self._group = None
+            joined = await self._call("hocket_join_group", message, size)
+        while not all(joined):
+            await asyncio.sleep(JOIN_POLL_S)
+            joined = await self._call("hocket_join_group", message, size)
 
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
         """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.

@@ -17,15 +17,21 @@ import psutil
 
 from hocket.config import Config
 from hocket.doctor import holder
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, ServerError
 from hocket.server import vllm_api
+from hocket.server.errors import ApiError
 
 if TYPE_CHECKING:
     from hocket.server.engine import Engine
 
 GRACE_S = 3
 """Seconds for requests in flight, and then for the engine's processes, to end by themselves."""
+LOOK_S = 1.0  # between looks at the engine
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
+OTHER_SETTINGS = (
+    "another model.path; or, where memory is short, a lower model.max_length or server.max_concurrent, and for the KV "
+    "cache another server.kv_cache_mib or server.gpu_memory_utilization"
+)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -50,9 +56,7 @@ def serve(config: Config) -> None:
                 llm = vllm_api.start_engine(args)
             except (ValueError, RuntimeError, OSError) as error:
                 raise ConfigError(
-                    f"vLLM can't run this model with these settings: {error}\nWhat the engine itself printed above "
-                    f"names the cause. If memory is short: lower model.max_length or server.max_concurrent; for the "
-                    f"KV cache set server.kv_cache_mib or server.gpu_memory_utilization"
+                    f"vLLM can't run this model: {error}; start the server with {OTHER_SETTINGS}"
                 ) from error
             try:
                 from hocket.server.engine import Engine
@@ -136,7 +140,7 @@ def _bind(host: str, port: int) -> socket.socket:
         except OSError as error:
             sock.close()
             if reuse:
-                used = f"port {port} is in use by {holder(port) or 'another process'}; set server.port="
+                used = f"port {port} is in use by {holder(port) or 'another process'}; set another server.port"
                 other = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
                 raise ConfigError(used if error.errno == errno.EADDRINUSE else other) from error
     return sock
@@ -145,14 +149,17 @@ def _bind(host: str, port: int) -> socket.socket:
 async def _serve(
     engine: "Engine", args: Namespace, sock: socket.socket, token: str | None, url: str, start: float
 ) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal comes. Raises ServerError where the engine is lost: this process is to be started again."""
     import uvicorn
 
     from hocket.server.app import assemble
 
     app = await vllm_api.openai_app(engine.llm, args)
     served = assemble(app, engine, host=args.host, token=token)
-    await engine.start()
+    try:
+        await engine.start()
+    except ApiError as error:
+        raise await _lost(engine) if engine.llm.errored else error from error
     config = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
     config.timeout_keep_alive = KEEP_ALIVE_S
     server = uvicorn.Server(config)
@@ -165,15 +172,37 @@ async def _serve(
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     serving.add_done_callback(lambda _: stopping.set())
+    lost = asyncio.create_task(_lost(engine))
+    lost.add_done_callback(lambda _: stopping.set())
     while not (server.started or stopping.is_set()):
         await asyncio.sleep(0.01)
     if server.started:
         print(f"hocket: ready on {url} in {time.perf_counter() - start:.1f} s", flush=True)
     await stopping.wait()
     print("hocket: stopping", flush=True)
+    loss = lost.result() if lost.done() else None
+    lost.cancel()
     await engine.stop()
     server.should_exit = True
     await serving
+    if loss is not None:
+        raise loss
+
+
+async def _lost(engine: "Engine") -> ServerError:
+    """Return the error of a lost engine, when /health and the requests in flight have had the time to tell it."""
+    from hocket.server.engine import CURABLE
+
+    while True:
+        try:
+            engine.require_ready(admits=CURABLE)
+            await asyncio.sleep(LOOK_S)
+        except ApiError as error:
+            await asyncio.sleep(GRACE_S)
+            why = vllm_api.last_words(engine.llm) or "it was killed, perhaps for memory (dmesg)"
+            return ServerError(
+                f"{error}: {why}; start the server again, or with {OTHER_SETTINGS}", code=error.body.code
+            )
 
 
 @contextlib.contextmanager

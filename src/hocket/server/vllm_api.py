@@ -10,17 +10,23 @@ import logging
 import math
 import multiprocessing
 import os
+import secrets
 import select
 import signal
+import sys
+import tempfile
 import threading
+import traceback
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
+from hocket.errors import TRACEBACK
 from hocket.protocol import SamplingParams, Toolbox, ToolCall
-from hocket.server.errors import ApiError
+from hocket.server.errors import ApiError, cause_of
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall
 from hocket.server.vllm_weights import adapter_request
 from hocket.types import InFlight, VersionSpan
@@ -50,6 +56,9 @@ def is_cpu_build() -> bool:
 
 # Without this, Python searches all of vLLM and torch for garbage once more at its end, for seconds.
 atexit.register(gc.freeze)
+if TRACEBACK not in os.environ:  # what ends an engine is in `last_words`
+    for _name in ("core", "async_llm"):
+        logging.getLogger(f"vllm.v1.engine.{_name}").addFilter(lambda record: record.exc_info is None)
 
 
 def die_with_server() -> None:
@@ -148,6 +157,7 @@ def start_engine(args: Namespace) -> Any:
 
     class AdaptedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
         require_ready: Callable[[], None] = staticmethod(lambda: None)
+        last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
         in_flight = 0
 
         def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
@@ -187,9 +197,11 @@ def start_engine(args: Namespace) -> Any:
         vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     original = EngineCoreProc.run_engine_core
     EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
-    EngineCoreProc.run_engine_core = run_engine
+    EngineCoreProc.run_engine_core = functools.partial(run_engine, AdaptedLLM.last_words)
     try:
         return AdaptedLLM.from_vllm_config(vllm_config)
+    except RuntimeError as error:
+        raise RuntimeError(last_words(AdaptedLLM) or str(error)) from error
     finally:
         EngineCoreProc.run_engine_core = original
 
@@ -206,14 +218,24 @@ def _failure(error: Exception) -> ApiError:
     return ApiError(500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more")
 
 
-def run_engine(*args: Any, **kwargs: Any) -> None:
-    """Run vLLM's own function in the engine's process, tied to the server."""
+def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
+    """Run vLLM's own function in the engine's process, tied to the server; what ends it goes to a file."""
     from vllm.v1.engine.core import EngineCoreProc
 
     die_with_server()
     allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests
-    getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
+    try:
+        getattr(EngineCoreProc, "vllm_run_engine_core", EngineCoreProc.run_engine_core)(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - the server says it
+        last_words.write_text(f"{cause_of(error)}\n\n{traceback.format_exc()}", encoding="utf-8")
+        sys.exit(1)
+
+
+def last_words(llm: Any) -> str:
+    """Return what ended the engine's process, and where its traceback is; nothing if it runs, or was killed."""
+    path: Path = llm.last_words
+    return f"{path.read_text('utf-8').splitlines()[0]} (its traceback is in {path})" if path.exists() else ""
 
 
 async def openai_app(llm: Any, args: Namespace) -> Any:

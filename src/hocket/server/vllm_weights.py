@@ -7,19 +7,33 @@ computes with what a load of the source gives; that such a load is right, and th
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hocket import manifest
 from hocket.protocol import AdapterConfig
 from hocket.server import versions
 
+Weights = Iterator[tuple[str, Any]]
 ROWS = 256  # of an identity matrix that a packed matrix is multiplied by at once
 
 
-def load_adapter(worker: Any, weights: Iterator[tuple[str, Any]], adapter: AdapterConfig) -> None:
-    """Replace a worker's adapter, by private and temporary files: vLLM takes adapters from files only."""
+def load_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> None:
+    """Replace a worker's adapter."""
+    _add_adapter(worker, weights, adapter)
+
+
+def compare_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> list[str]:
+    """Return the names of a worker's adapter tensors that differ from what a load of these gives; it stays as it is."""
+    with _unwritten(_adapter_slots(worker)) as different:
+        _add_adapter(worker, weights, adapter)
+    return different
+
+
+def _add_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> None:
+    """Give vLLM an adapter by private and temporary files: it takes them from files only."""
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory(prefix=versions.temporary_prefix()) as folder:
@@ -28,30 +42,15 @@ def load_adapter(worker: Any, weights: Iterator[tuple[str, Any]], adapter: Adapt
         worker.add_lora(adapter_request(folder, load_inplace=True))
 
 
-def compare_adapter(worker: Any, weights: Iterator[tuple[str, Any]], adapter: AdapterConfig) -> list[str]:
-    """Return the names of a worker's adapter tensors that differ from what a load of these gives; it stays as it is."""
-    import torch
-
-    held = [(name, slot, slot.clone()) for name, slot in _adapter_slots(worker)]
-    try:
-        for _, slot, _ in held:
-            slot.fill_(torch.nan)  # what the load does not write differs
-        load_adapter(worker, weights, adapter)
-        return [name for name, slot, before in held if not torch.equal(slot, before)]
-    finally:
-        for _, slot, before in held:
-            slot.copy_(before)
-
-
-def _adapter_slots(worker: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors that a worker computes its adapter with, by layer."""
-    for name, module in worker.model_runner.get_model().named_modules():
-        for attribute, slots in vars(module).items():
-            if attribute in ("lora_a_stacked", "lora_b_stacked") or attribute.endswith(
-                ("_lora_a_stacked", "_lora_b_stacked")
-            ):
-                slots = slots if isinstance(slots, tuple | list) else (slots,)
-                yield from ((f"{name}.{attribute}.{number}", slot) for number, slot in enumerate(slots))
+def _adapter_slots(worker: Any) -> dict[str, Any]:
+    """Return the tensors that a worker computes its adapter with, by name."""
+    return {
+        f"{name}.{attribute}.{number}": slot
+        for name, layer in _layers(worker)
+        for attribute, slots in vars(layer).items()
+        if attribute.endswith(("lora_a_stacked", "lora_b_stacked"))
+        for number, slot in enumerate(slots)
+    }
 
 
 def drop_adapter(worker: Any) -> None:
@@ -71,41 +70,30 @@ def adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
     return LoRARequest("hocket", 1, folder, load_inplace=load_inplace)
 
 
-def reload_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
+def reload_worker(worker: Any, weights: Weights) -> None:
     """Load weights in checkpoint format into a worker's model, in place; after an error a complete load mends it."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.platforms import current_platform
-
-    def refuse(left: list[str]) -> None:
-        if left:
-            raise RuntimeError(f"vLLM's loader left out weights of {', '.join(left[:3])} ({len(left)} layers in all)")
-
     for method in _expert_methods(worker):
         method.moe_kernel = None
-    _reload(worker, weights, refuse)
-    # On a CPU a tied head keeps a packed copy of the old embedding, which vLLM's own reload does not renew.
-    for module in worker.model_runner.get_model().modules() if current_platform.is_cpu() else ():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+    if left := _reload(worker, weights):
+        raise RuntimeError(f"vLLM's loader left out weights of {', '.join(left[:3])} ({len(left)} layers in all)")
+    for _, head in _packed_heads(worker):
+        head.quant_method.process_weights_after_loading(head)
     drop_adapter(worker)
 
 
-def compare_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> list[str]:
+def compare_worker(worker: Any, weights: Weights) -> list[str]:
     """Return the names of parameters that differ from what a load of these weights gives; the model stays as it is."""
     import torch
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import layerwise, meta
     from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-    names = {layer: _plain(name) for name, layer in worker.model_runner.get_model().named_modules()}
-    # An adapter of earlier weights must be gone.
-    different = [name for name, slot in _adapter_slots(worker) if slot.any()]
+    names = {layer: name for name, layer in _layers(worker)}
     make, pack = meta.materialize_meta_tensor, utils.dispatch_cpu_unquantized_gemm
 
     def make_unwritten(like: Any) -> Any:
-        # What the load does not write is found: NaN equals nothing.
         tensor = make(like)
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
@@ -119,48 +107,57 @@ def compare_worker(worker: Any, weights: Iterator[tuple[str, Any]]) -> list[str]
         parameters, buffers = info.kernel_tensors
         computed = info.kernel_non_persistent_buffers - {name for name, _ in info.loaded_weights}
         for name, held in (parameters | buffers).items():
-            # A matrix that was packed on a CPU has no elements left.
+            # Of a matrix that `compare_packed` has seen nothing is left here.
             if name not in computed and held.numel() and not torch.equal(held, getattr(layer, name)):
                 different.append(f"{names[layer]}.{name}")
         _place_kernel_tensors(layer, info)
 
-    # Tensors of these names are loaded in place.
-    live = [(layer, name) for layer in names for name in get_layer_tensors(layer) if name in meta.SKIP_TENSORS]
-    before = [getattr(layer, name).clone() for layer, name in live]
-    kernels = [(method, method.moe_kernel, method.moe_quant_config) for method in _expert_methods(worker)]
+    loaded_in_place = {
+        f"{name}.{key}": tensor
+        for layer, name in names.items()
+        for key, tensor in get_layer_tensors(layer).items()
+        if key in meta.SKIP_TENSORS and tensor.is_floating_point()
+    }
+    kernels = {method: (method.moe_kernel, method.moe_quant_config) for method in _expert_methods(worker)}
     try:
-        for layer, name in live:
-            if name == "bias":
-                getattr(layer, name).data.fill_(torch.nan)
-        for method, _, _ in kernels:
+        for method in kernels:
             method.moe_kernel = None
         with (
-            _replaced(layerwise, "_copy_and_restore_kernel_tensors", compare),
-            _replaced(meta, "materialize_meta_tensor", make_unwritten),
-            _replaced(utils, "dispatch_cpu_unquantized_gemm", compare_packed),
+            _unwritten(loaded_in_place) as different,
+            patch.object(layerwise, "_copy_and_restore_kernel_tensors", compare),
+            patch.object(meta, "materialize_meta_tensor", make_unwritten),
+            patch.object(utils, "dispatch_cpu_unquantized_gemm", compare_packed),
         ):
-            _reload(worker, weights, different.extend)
-        for (layer, name), held in zip(live, before, strict=True):
-            if not torch.equal(getattr(layer, name), held):
-                different.append(f"{names[layer]}.{name}")
-        for layer in names:
-            packed = isinstance(layer, ParallelLMHead) and getattr(layer, "cpu_linear", None)
-            if packed and not _computes_with(packed, layer.weight):
-                different.append(f"{names[layer]}.weight")
+            different += _reload(worker, weights)
     finally:
-        for (layer, name), held in zip(live, before, strict=True):
-            getattr(layer, name).data.copy_(held)
-        for method, kernel, config in kernels:
-            method.moe_kernel, method.moe_quant_config = kernel, config
+        for method, kept in kernels.items():
+            method.moe_kernel, method.moe_quant_config = kept
         drop_adapter(worker)
-    return different
+    heads = _packed_heads(worker)
+    return different + [name for name, head in heads if not _computes_with(head.cpu_linear, head.weight)]
+
+
+@contextlib.contextmanager
+def _unwritten(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Blank tensors for a load into them; then add the names of those that differ, and put back what they held."""
+    import torch
+
+    held, different = {name: tensor.clone() for name, tensor in tensors.items()}, list[str]()
+    try:
+        for tensor in tensors.values():
+            tensor.data.fill_(torch.nan)  # which equals nothing
+        yield different
+        different += [name for name, tensor in tensors.items() if not torch.equal(tensor, held[name])]
+    finally:
+        for name, tensor in tensors.items():
+            tensor.data.copy_(held[name])
 
 
 def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
     """Return whether a packed matrix is this one: a product with 1 is exact, but for numbers too small to be normal."""
     import torch
 
-    num_columns, tiny = weight.shape[1], torch.finfo(weight.dtype).tiny
+    num_columns, tiny = weight.shape[1], torch.finfo(torch.float32).tiny
     for start in range(0, num_columns, ROWS):
         part = weight[:, start : start + ROWS].t()
         rows = weight.new_zeros(len(part), num_columns)
@@ -170,39 +167,48 @@ def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
     return True
 
 
-def _expert_methods(worker: Any) -> "list[Any]":
-    """Return what, on a CPU, packs experts for its kernel only as it builds that: it has to build it again."""
+def _layers(worker: Any) -> list[tuple[str, Any]]:
+    """Return the layers of a worker's model, under the names that they have without an adapter around them."""
+    layers = worker.model_runner.get_model().named_modules()
+    return [(name.replace(".base_layer", ""), layer) for name, layer in layers]
+
+
+def _expert_methods(worker: Any) -> list[Any]:
+    """Return what, on a CPU, packs experts only as it builds its kernel, which it must do again with new ones."""
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.platforms import current_platform
 
-    modules = worker.model_runner.get_model().modules() if current_platform.is_cpu() else ()
-    methods = {
-        id(method): method
-        for module in modules
-        if isinstance(method := getattr(module, "quant_method", None), FusedMoEMethodBase)
-    }
-    return list(methods.values())
+    methods = {getattr(layer, "quant_method", None) for _, layer in _layers(worker)}
+    return [method for method in methods if isinstance(method, FusedMoEMethodBase) and current_platform.is_cpu()]
 
 
-def _reload(worker: Any, weights: Iterator[tuple[str, Any]], judge: Callable[[list[str]], None]) -> None:
-    """Run vLLM's reload; `judge` is given the layers with weights left out, about which vLLM only writes to its log."""
+def _packed_heads(worker: Any) -> list[tuple[str, Any]]:
+    """Return output heads that, on a CPU, keep a packed copy: vLLM's own reload doesn't renew that of a tied one."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return [item for item in _layers(worker) if isinstance(item[1], ParallelLMHead) and hasattr(item[1], "cpu_linear")]
+
+
+def _reload(worker: Any, weights: Weights) -> list[str]:
+    """Run vLLM's reload; return the layers with weights left out, of which vLLM only writes to its log."""
     from vllm.model_executor.model_loader.reload import inplace
 
-    finalize = inplace.finalize_layerwise_reload
+    finalize, left = inplace.finalize_layerwise_reload, list[str]()
 
-    def judged(model: Any, *rest: Any) -> None:
-        judge(_left_out(model))
-        finalize(model, *rest)
+    def look_and_finalize(*arguments: Any) -> None:
+        left.extend(_left_out(worker))
+        finalize(*arguments)
 
     try:
-        with _replaced(inplace, "finalize_layerwise_reload", judged):
+        with patch.object(inplace, "finalize_layerwise_reload", look_and_finalize):
             worker.reload_weights(weights_iterator=weights)
     except BaseException:
         _end_reload(worker)
         raise
+    return left
 
 
-def _left_out(model: Any) -> list[str]:
+def _left_out(worker: Any) -> list[str]:
     """Return the layers of a half reloaded model whose weights have not all come, but for those tied to others."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -211,7 +217,7 @@ def _left_out(model: Any) -> list[str]:
     from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
 
     complete, left = set[int](), dict[str, set[int]]()
-    for name, layer in model.named_modules():
+    for name, layer in _layers(worker):
         info, (own, _) = get_layerwise_info(layer), get_layer_params_buffers(layer)
         held = set(map(id, (info.kernel_tensors or (own,))[0].values()))
         wanted = sum(get_tensor_load_numel(own[name]) for name in own.keys() - SKIP_LOAD_TENSORS)
@@ -220,24 +226,8 @@ def _left_out(model: Any) -> list[str]:
         if not info.can_load() or is_deferred_attention_layer(layer) or info.load_numel >= wanted:
             complete |= held
         else:
-            left[_plain(name)] = held
+            left[name] = held
     return [name for name, held in left.items() if not held <= complete]
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, function: Any) -> Iterator[None]:
-    """Put another function in the place of one of vLLM's."""
-    original = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
-def _plain(name: str) -> str:
-    """Return the name of a layer as it is without an adapter around it."""
-    return name.replace(".base_layer", "")
 
 
 def _end_reload(worker: Any) -> None:

@@ -5,8 +5,9 @@ module in a process that the server has started ties it to the server.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class WorkerExtension:
     rank: int
     device: torch.device | None
     hocket_group: tuple[str, WeightGroup] | None = None
+    hocket_joining: "tuple[str, Future[WeightGroup]] | None" = None
 
     @_answer
     def hocket_load_disk(self, folder: str, adapter: str, compare: bool = False) -> dict[str, Any]:
@@ -56,28 +58,30 @@ class WorkerExtension:
             return self._hocket_load(parts, AdapterConfig.model_validate_json(adapter) if adapter else None, compare)
 
     @_answer
-    def hocket_join_group(self, message: str, size: int) -> None:
-        """Join the trainer's weight group and leave the previous one."""
-        if self.hocket_group is not None:
-            self.hocket_group[1].close()
-            self.hocket_group = None
+    def hocket_join_group(self, message: str, size: int) -> bool:
+        """Begin to join the trainer's weight group and leave any other, or go on; return whether it has joined.
+
+        A thread joins, so that the engine goes on: whatever listens there may never answer.
+        """
         request = GroupRequest.model_validate_json(message)
+        session, joining = self.hocket_joining or ("", None)
+        if joining is not None and session == request.session:
+            if joining.done():
+                self.hocket_group = (session, joining.result())
+            return joining.done()
+        if joining is not None:
+            joining.add_done_callback(_leave)
+        self.hocket_group = None
         device = self.device if self.device is not None and request.backend == "nccl" else torch.device("cpu")
         if request.device is not None and weight_group.gpu_id(device) == request.device:
             raise RuntimeError(
                 "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
                 "(launch.server_gpus, launch.trainer_gpus), or set sync.backend=disk"
             )
-        group = weight_group.WeightGroup(
-            store=weight_group.find_store(request.host, request.port, request.timeout_s),
-            name=request.session,
-            rank=1 + self.rank,
-            size=size,
-            device=device,
-            address=weight_group.address_towards(request.host, request.port),
-            timeout_s=request.timeout_s,
-        )
-        self.hocket_group = (request.session, group)
+        self.hocket_joining = (request.session, Future())
+        arguments = (self.hocket_joining[1], request, 1 + self.rank, size, device)
+        threading.Thread(target=_join, args=arguments, name="join", daemon=True).start()
+        return False
 
     @_answer
     def hocket_load_group(self, message: str, compare: bool = False) -> dict[str, Any]:
@@ -91,7 +95,7 @@ class WorkerExtension:
             with _ahead(_receive(group, source), give_up=group.close) as parts:
                 return self._hocket_load(parts, source.adapter, compare)
         except BaseException:
-            self.hocket_group = None
+            self.hocket_group = self.hocket_joining = None
             raise
 
     @_answer
@@ -112,6 +116,29 @@ class WorkerExtension:
             vllm_weights.load_adapter(self, weights, adapter)
         loaded = {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
         return loaded | ({"different": different} if compare else {})
+
+
+def _join(joined: "Future[WeightGroup]", request: GroupRequest, rank: int, size: int, device: torch.device) -> None:
+    """Join a weight group; `joined` gets it, or the error."""
+    try:
+        group = weight_group.WeightGroup(
+            store=weight_group.find_store(request.host, request.port, request.timeout_s),
+            name=request.session,
+            rank=rank,
+            size=size,
+            device=device,
+            address=weight_group.address_towards(request.host, request.port),
+            timeout_s=request.timeout_s,
+        )
+    except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+        joined.set_exception(error)
+    else:
+        joined.set_result(group)
+
+
+def _leave(joined: "Future[WeightGroup]") -> None:
+    if joined.exception() is None:
+        joined.result().close()
 
 
 @contextmanager

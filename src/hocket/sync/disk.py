@@ -134,6 +134,16 @@ class Versions:
             raise SyncError(f"can't write weight version {version} to {folder}: {error}; {advice}") from error
         return WrittenVersion(version, folder, checksum, num_bytes)
 
+    def mended(self, written: WrittenVersion) -> WrittenVersion | None:
+        """Return a full version in place of a delta, or of files that were hurt; None if nothing is wrong with it."""
+        if written.changed is None:
+            with contextlib.suppress(SyncError):
+                self.check(written)
+                return None
+            shutil.rmtree(written.folder, ignore_errors=True)
+            self._full = None
+        return self.full(written.version)
+
     def check(self, written: WrittenVersion) -> None:
         """Raise SyncError unless the files of a full version hold the weights that were written to them."""
         try:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from hocket.client import ServerClient
 from hocket.config import SyncConfig
-from hocket.errors import HocketError
+from hocket.errors import HocketError, SyncError
 from hocket.protocol import DiskSource, ReloadRequest
 from hocket.sync.disk import Versions, WrittenVersion
 from hocket.sync.publish import Answer, Answers, Delivery, Transport
 from hocket.system import run_in_thread
 
+REST_S = 5.0  # before a version that could not be written is written again: someone may have freed space
 FINAL = ("unreachable", "timeout", "not_held")  # errors that no other way helps against
 
 
@@ -31,19 +32,24 @@ class DiskTransport:
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`."""
         start = time.perf_counter()
-        versions, delta = self.versions, self.sync.delta
-        first = await run_in_thread(lambda: (delta and versions.delta(version)) or versions.full(version))
+        versions = self.versions
+        try:
+            first = await run_in_thread(self._write, version)
+        except SyncError as error:
+            self.say(f"{error}. It is tried once more in {REST_S:g} s")
+            await asyncio.sleep(REST_S)
+            first = await run_in_thread(self._write, version)
         prepared = time.perf_counter()
-        answers, _ = await asyncio.gather(self._load(first, servers, compare), run_in_thread(self.versions.prune))
+        answers, _ = await asyncio.gather(self._load(first, servers, compare), run_in_thread(versions.prune))
         num_bytes = float(first.num_bytes)  # per server
         failed = _failed(answers)
-        if failed and first.changed is None:
-            await run_in_thread(self.versions.check, first)
-        elif failed:
+        full = await run_in_thread(versions.mended, first) if failed else None
+        if full is not None:  # it was a delta, or its files were hurt
             for server in failed:
                 self.say(f"version {version} goes to {server.url} in full: {answers[server][1]}")
-            full = await run_in_thread(self.versions.full, version)
             answers |= await self._load(full, failed, compare)
+            if _failed(answers):
+                await run_in_thread(versions.check, full)
             num_bytes += full.num_bytes * len(failed) / len(servers)
         metrics = {
             "sync/mebibytes": num_bytes / 2**20,
@@ -51,6 +57,9 @@ class DiskTransport:
             "sync/transfer_s": time.perf_counter() - prepared,
         }
         return Delivery(answers, metrics | ({} if first.changed is None else {"sync/changed": first.changed}))
+
+    def _write(self, version: int) -> WrittenVersion:
+        return (self.versions.delta(version) if self.sync.delta else None) or self.versions.full(version)
 
     async def _load(self, written: WrittenVersion, servers: Sequence[ServerClient], compare: bool) -> Answers:
         async def load(server: ServerClient) -> Answer:

@@ -55,7 +55,7 @@ class Ranks:
             if self.size > 1:  # one alone needs no port
                 self._store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
                 if self._store.add(f"hocket/rank_{self.rank}", 1) > 1:  # as Kubernetes does with a lost pod
-                    raise TrainerError("it was started again, while the others still wait for the one before")
+                    raise TrainerError(f"rank {self.rank} was started again, and the others wait for the first one")
             dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout)
             self._reports = dist.new_group(backend="gloo", timeout=timeout)
             # Rank 0 does not send to a lost rank for ever; the others are idle until it sends.

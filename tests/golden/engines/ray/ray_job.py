@@ -23,9 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 ROOT = "/shared/hocket"
 PYTHON = "/shared/hocket/.venv/bin/python"  # has hocket's packages
-CONFIG = "/shared/hocket/runs/math7b-ray/launch/ray/config.yaml"
-LOGS = Path("/shared/hocket/runs/math7b-ray/logs")
-URLS = Path("/shared/hocket/runs/math7b-ray/launch/ray/servers.txt")  # server.discover: the trainer reads it
+CONFIG = "/shared/hocket/runs/math7b/launch/ray/config.yaml"
+LOGS = Path("/shared/hocket/runs/math7b/logs")
+URLS = Path("/shared/hocket/runs/math7b/launch/ray/servers.txt")  # server.discover: the trainer reads it
 
 GPUS = True
 NUM_SERVERS, GPUS_PER_SERVER, FIRST_PORT = 4, 2, 8000
@@ -113,17 +113,19 @@ def main() -> int:
         where = ray.get(rendezvous.options(**place(NUM_SERVERS)).remote(), timeout=ROOM_TIMEOUT_S)
         running = [train.options(**place(NUM_SERVERS + n)).remote(n, *where, token) for n in range(NUM_NODES)]
         status, lost = 0, False
-        while running and not lost:
+        while running and not (status or lost):
             (ended,), running = ray.wait(running)
             try:
-                status = status or ray.get(ended)
+                status = ray.get(ended)
             except ray.exceptions.RayError as error:
                 lost = True
                 print(f"ray_job.py: a node of the trainer is lost: {error}", file=sys.stderr, flush=True)
-        if not lost:
-            return status
+        if running and not lost:  # most end by themselves and say why
+            _, running = ray.wait(running, num_returns=len(running), timeout=60)
         for node in running:  # or they would wait for the lost one until trainer.collective_timeout_s
             ray.cancel(node, force=True)
+        if not lost:
+            return status
     return 1
 
 
