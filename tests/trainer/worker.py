@@ -70,7 +70,7 @@ def make_samples(step: int) -> list[TrainSample]:
 
 def make_config(model: str, *settings: str) -> config_module.Config:
     # No server is asked here; the ranks' own deadline must be the longest.
-    waits = ["server.start_timeout_s=5", "rollout.timeout_s=5", "sync.timeout_s=5"]
+    waits = ["server.start_timeout_s=5", "rollout.timeout_s=5", "sync.timeout_s=4"]
     return config_module.load(None, [*SETTINGS, *waits, f"model.path={model}", *settings])
 
 
