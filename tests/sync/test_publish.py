@@ -369,9 +369,7 @@ async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_
     assert world.sync.versions.current == 7
 
 
-async def test_a_discovered_server_in_whose_place_is_one_with_another_token_is_lost_and_a_listed_one_stops_the_run() -> (
-    None
-):
+async def test_a_discovered_server_that_another_runs_has_replaced_is_lost_and_a_listed_one_stops_the_run() -> None:
     world = await make_up()
     world.disk.answers[A] = ServerError("http://a answered 401: it wants a token", code="unauthorized", status=401)
 
