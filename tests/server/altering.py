@@ -1,7 +1,7 @@
 """Hocket's own server with a loader that alters a tensor on its way in: `ALTER=FILE python altering.py serve ...`.
 
-FILE holds the tensor's name and what becomes of it: "missing", "stale" (a tied head keeps its packed copy), or "changed"
-by the smallest step in one element. The checksums are of what came. Works where the engine is a fork of the server.
+FILE holds the tensor's name and what becomes of it: "missing", "stale" (a tied head keeps its packed copy) or "changed"
+by the smallest step in one element. The checksums are of what came. It needs an engine that is a fork of the server.
 """
 
 import contextlib
