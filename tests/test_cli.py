@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from safetensors import SafetensorError
 
 import hocket
 from hocket.cli import main
@@ -65,6 +66,8 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
     [
         (["config", "nowhere.yaml"], "can't read the config nowhere.yaml"),
         (["config", "a.yaml", "b.yaml"], "one config file at most"),
+        (["config", f"{ROOT}/checkpoints/tiny-sort/model.safetensors"], "can't read the config"),
+        (["rollout", "model.path=/no/model"], "there is no such folder here, so it was taken for a name on the hub"),
         (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a"),
         (["rollout", "run.dir=HERE"], "holds a run already; choose another run.dir"),
         (["generate", "-p", "a", "-n", "0"], "can't be asked for: Input should be greater than or equal to 1"),
@@ -95,6 +98,10 @@ def test_a_mistake_is_one_line_and_status_1(
         (
             OSError(errno.EROFS, "Read-only file system", "a"),
             "a: Read-only file system; mount it writable",
+        ),
+        (
+            SafetensorError("I/O error: No space left on device (os error 28)"),
+            "error: I/O error: No space left on device (os error 28); free space there",
         ),
         (KeyError("x"), r"KeyError: 'x'. This was not foreseen; to report it, the traceback is in "),
         (OSError(errno.ENOTCONN, "no"), r"[Errno 107] no. This was not foreseen; to report it, the traceback is in "),

@@ -136,7 +136,7 @@ def test_the_batch_script_gives_every_server_gpus_and_a_url_and_ends_as_the_trai
     assert (tmp_path / "servers.txt").read_text().split() == ["http://n1:8000", "http://n1:8001", "http://n2:8000"]
     wait_for(lambda: len(calls.read_text().splitlines()) == 4, "all steps have been started")
     steps = sorted(calls.read_text().splitlines(), key=lambda step: ("train" in step, step.partition("server_")[2]))
-    assert all(step.startswith("32 ") for step in steps)  # each has the token
+    assert all(step.startswith("32 --export=ALL ") for step in steps)  # each has the token, whatever sbatch exports
     nodes_and_gpus = [re.search(r"--nodelist=(\S+) .*CUDA_VISIBLE_DEVICES=(\S+)", step) for step in steps[:3]]
     assert [found and found.groups() for found in nodes_and_gpus] == [("n1", "0,1"), ("n1", "2,3"), ("n2", "0,1")]
     assert "--nodes=2 --ntasks=2 --nodelist=n3,n4" in steps[3]

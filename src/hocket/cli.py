@@ -52,8 +52,11 @@ def _sentence(error: Exception) -> str:
     """Say what went wrong; the traceback of what hocket did not foresee is kept in a file."""
     if isinstance(error, HocketError):
         return str(error)
-    if isinstance(error, OSError) and (fix := remedy(error)):
+    fix = remedy(error)
+    if fix and isinstance(error, OSError):
         return f"{error.filename or 'a write failed'}: {error.strerror}; {fix}"
+    if fix and "os error" in str(error):  # of safetensors
+        return f"{error}; {fix}"
     with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False) as file:
         traceback.print_exc(file=file)
     return f"{type(error).__name__}: {error}. This was not foreseen; to report it, the traceback is in {file.name}"

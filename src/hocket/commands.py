@@ -22,7 +22,7 @@ from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, SyncError
-from hocket.launch import Child, free_port, running, variables
+from hocket.launch import Child, free_port, stop, variables
 from hocket.observe.console import Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import RunFolder, lines_of
@@ -331,8 +331,8 @@ class Parts:
                 if not named and not await servers.members[0].server.answers():
                     log = self.config.run_dir / "logs" / "server.log"
                     env = variables(self.config.launch.server_gpus or "")
-                    serve = running(["-m", "hocket", "serve", *arguments], env=env, log=log)
-                    own.append(stack.enter_context(serve))
+                    stack.callback(stop, own)
+                    own.append(Child(["-m", "hocket", "serve", *arguments], env=env, log=log))
                 await servers.wait_up()
                 yield servers
 

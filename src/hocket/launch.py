@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -209,16 +208,6 @@ def run_ranks(
     finally:
         stop(ranks[:1], signal.SIGINT)  # it closes the run, and releases the others, which have nothing to close
         stop(ranks[1:])
-
-
-@contextmanager
-def running(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> Iterator[Child]:
-    """Run a process during the body."""
-    child = Child(command, env=env, log=log)
-    try:
-        yield child
-    finally:
-        stop([child])
 
 
 def refuse_all_dead(servers: list[Child]) -> None:

@@ -57,12 +57,8 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
 
 def without_secrets() -> dict[str, str]:
     """Return this process's environment for code of others: without the variables that look like a secret."""
-    passed = os.environ.get(PASS_VARIABLE, "").split(",")
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in passed or not (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
-    }
+    passed, variables = os.environ.get(PASS_VARIABLE, "").split(","), os.environ.items()
+    return {k: v for k, v in variables if k in passed or not (_SECRET_NAME.search(k) or _SECRET_VALUE.search(v))}
 
 
 def kill_with_parent(command: Sequence[str], max_processes: int = 0, max_mib: int = 0) -> list[str]:

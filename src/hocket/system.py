@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 _THREADS = ThreadPoolExecutor(32, "hocket")
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -33,12 +34,28 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
         raise
 
 
-async def as_completed(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
-    """Run coroutines at once and yield each result when it is there; leaving early cancels the others."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+async def as_completed(
+    function: Callable[[S], Coroutine[Any, Any, T]], items: Sequence[S], *, at_once: int
+) -> AsyncGenerator[T, None]:
+    """Yield the results of a function of each item, in the order in which they come; leaving early cancels those begun.
+
+    At most `at_once` run at the same time. Raises what one of them raises.
+    """
+    todo, results = iter(items), asyncio.Queue[T | Exception]()
+
+    async def work() -> None:
+        try:
+            for item in todo:
+                results.put_nowait(await function(item))
+        except Exception as error:  # noqa: BLE001 - raised below
+            results.put_nowait(error)
+
+    tasks = [asyncio.create_task(work()) for _ in range(min(at_once, len(items)))]
     try:
-        for ended in asyncio.as_completed(tasks):
-            yield await ended
+        for _ in items:
+            if isinstance(result := await results.get(), Exception):
+                raise result
+            yield result
     finally:
         await cancel(tasks)
 

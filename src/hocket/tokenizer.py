@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from hocket.config import ModelConfig, TrainerConfig
@@ -15,7 +16,8 @@ def load(path: str, setting: str = "model.path") -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # code of its own is never run
     except (OSError, ValueError) as error:
-        raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}") from error
+        taken = "" if Path(path).exists() else "; there is no such folder here, so it was taken for a name on the hub"
+        raise ConfigError(f"can't load a tokenizer from {setting}={path}: {error}{taken}") from error
 
 
 def check_same_ids(path: str, setting: str, model: ModelConfig) -> None:

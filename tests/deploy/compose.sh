@@ -2,7 +2,7 @@
 # Prove docker/ on a machine with a Docker engine: real images, training, failures. Exits non-zero where a check fails.
 #   tests/deploy/compose.sh [PHASE...]      all of them by default; about 10 minutes on 2 cores, and the build
 #     build    both images from a copy of this tree, and their sizes
-#     one      one server: accuracy rises, curl answers, the server is killed, comes back, crashes, comes back
+#     one      one server: accuracy rises, curl answers, the server is killed, comes back, its engine crashes, it comes back
 #     two      `up --scale server=2`: both play; one is killed and comes back
 #     nccl     weights over the network: no version goes by disk
 #     ranks    two trainer processes
@@ -26,9 +26,19 @@ owner=$(id -u):$(id -g)
 if [ "$owner" = 0:0 ]; then owner=1000:1000; chown -R $owner "$work/hocket"; fi  # a user is not root
 export HOCKET_USER=$owner
 build() {  # the part of an override that says how SERVICE is built
-    echo "  $1: {build: {network: ${BUILD_NETWORK:-default}, args: {TORCH_INDEX: '${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}'${BASE:+, BASE: '$BASE'}}${WHEELS:+, additional_contexts: {wheels: '$WHEELS'\}}}}"
+    echo "  $1:
+    build:
+      network: ${BUILD_NETWORK:-default}
+      args: {TORCH_INDEX: '${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}'${BASE:+, BASE: '$BASE'}}${WHEELS:+
+      additional_contexts: {wheels: '$WHEELS'\}}"
 }
-printf 'services:\n%s\n%s\n' "$(build server)" "$(build trainer)" > "$work/override.yaml"
+cat > "$work/override.yaml" << YAML
+services:
+$(build server)
+    environment: {VLLM_ENABLE_V1_MULTIPROCESSING: 1}  # a process for the engine, as on GPUs; it wants more than 64 MB
+    shm_size: 1gb
+$(build trainer)
+YAML
 files=(-f "$work/hocket/docker/compose.yaml" ${GPU:+-f "$work/hocket/docker/compose.gpu.yaml"} -f "$work/override.yaml")
 compose() { timeout 600 docker compose --ansi never "${files[@]}" "$@"; }  # bounded, whatever hangs
 
@@ -117,9 +127,9 @@ phase_one() {
     wait_for 120 "docker start: the server is back, with the current weights" said 2 'holds version'
 
     wait_for 200 "40 steps are trained" steps 40
-    kill -KILL "$(docker top "$(container server-1)" -eo pid,args | awk '/bin\/hocket serve/ {print $1; exit}')"
-    wait_for 60 "crash of the server: the trainer waits for it" said 2 'lost server'
-    wait_for 120 "the engine has restarted the server; it has the current weights" said 3 'holds version'
+    kill -KILL "$(docker top "$(container server-1)" -eo pid,args | awk '/VLLM::EngineCore/ {print $1; exit}')"
+    wait_for 60 "crash of vLLM's engine: the trainer waits for the server" said 2 'lost server'
+    wait_for 120 "the server has ended, Docker has started it again; it has the current weights" said 3 'holds version'
     trained
     lines | grep 'holds version' | while read -r line; do say "  $line"; done
 

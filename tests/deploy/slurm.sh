@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the quickstart as a SLURM job on a cluster of two nodes: kill a server in mid-run and see it used again, then have the
-# job requeued and see it go on from its checkpoint.
+# Run the quickstart as a SLURM job on a cluster of two nodes: kill a server's engine in mid-run and see it used again, then
+# have the job requeued and see it go on from its checkpoint.
 #   sudo tests/deploy/slurm.sh [STEPS]    about 3 minutes on 2 cores; needs Debian's apt-get, iproute2, overlayfs
 # The nodes are network namespaces with a switch of their own; their GPUs are only SLURM's count of them. SLURM comes from
 # Debian's packages, unpacked into a folder and seen by this script's processes alone: nothing is installed.
@@ -68,8 +68,11 @@ for _ in $(seq 60); do [ "$(on 1 sinfo -h -o %t 2> /dev/null)" = idle ] && break
 on 1 sinfo
 
 settings=(config/quickstart.yaml "run.dir=$WORK/run" "trainer.steps=$steps" checkpoint.every_steps=20)
-on 1 "$python" run.py launch "${settings[@]}" launch.servers=2 launch.trainers=2 launch.gpus_per_node=2 --engine slurm --submit |
-    tee "$WORK/submit.log"
+launch=("$python" run.py launch "${settings[@]}" launch.servers=2 launch.trainers=2 launch.gpus_per_node=2 --engine slurm)
+on 1 "${launch[@]}"
+# an edit, which is to be submitted: engines in processes of their own, as on GPUs
+sed -i 's/^set -euo pipefail$/&\nexport VLLM_ENABLE_V1_MULTIPROCESSING=1/' "$WORK/run/launch/slurm/job.sh"
+on 1 "${launch[@]}" --submit | tee "$WORK/submit.log"
 job=$(grep -o 'batch job [0-9]*' "$WORK/submit.log" | grep -o '[0-9]*$')
 log=$WORK/run/launch/slurm/slurm-$job.log
 
@@ -77,8 +80,8 @@ lines() { cat "$WORK/run/metrics.jsonl" 2> /dev/null | wc -l; }
 state() { on 1 scontrol -o show job "$job" | grep -o 'JobState=[A-Z]*'; }
 reach() { for _ in $(seq 240); do [ "$(lines)" -ge "$1" ] || [[ $(state) == *=@(COMPLETED|FAILED) ]] && break; sleep 1; done; }
 reach 20
-server=$(find_process "python run.py serve")
-kill -KILL "$server" && echo "killed server $server after step $(lines)"
+engine=$(find_process VLLM::EngineCore)
+kill -KILL "$engine" && echo "killed a server's engine, $engine, after step $(lines)"
 back() { awk '/lost server/ { lost = 1 } lost && /is there/ { back = 1 } END { exit !back }' "$log"; }
 for _ in $(seq 120); do back && break; sleep 1; done
 reach $(($(lines) + 10))

@@ -216,7 +216,8 @@ async def test_a_session_is_opened_read_and_closed(http: httpx.AsyncClient, engi
     for method in ("GET", "DELETE"):
         gone = await http.request(method, f"/sessions/{session_id}")
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "no_session")
-    for wrong in ({**SESSION, "max_calls": 0}, {**SESSION, "sampling": {"temperature": 0.001}}, {**SESSION, "n": 2}):
+    bad: list[dict[str, Any]] = [{"max_calls": 0}, {"sampling": {"temperature": 0.001}}, {"n": 2}]
+    for wrong in ({**SESSION, **one} for one in [*bad, {"idle_timeout_s": 1e300}]):
         assert (await http.post("/sessions", json=wrong)).status_code == 422, wrong
     asleep, failed = [(await http.post("/sessions", json=SESSION)).json()["id"] for _ in range(2)]
     engine.reason = ErrorBody(code="asleep", message="asleep", hint="wait")

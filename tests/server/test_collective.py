@@ -166,9 +166,9 @@ def test_the_engine_goes_on_while_its_workers_wait_for_a_trainer_that_never_come
         server.wait_for(lambda health: health["joining"] == "never")
         assert len(server.generate(prompts=[[5]], n=8, sampling={"max_tokens": 20})["completions"][0]) == 8
         second = join(port, "second", 5.0)
-        assert (second.status_code, second.json()["error"]["code"]) == (503, "joining")
+        assert (second.status_code, second.json()["error"]["code"]) == (409, "joining")
         assert not joining.done()
-        assert (joining.result().status_code, joining.result().json()["error"]["code"]) == (503, "no_group")
+        assert (joining.result().status_code, joining.result().json()["error"]["code"]) == (409, "no_group")
     refused = join(port, "nobody listens there now", 60.0)  # is found out at once, and the workers are not even told
     assert refused.json()["error"]["code"] == "no_group"
     assert (server.health()["joining"], server.health()["status"]) == (None, "ready")

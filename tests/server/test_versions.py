@@ -205,6 +205,14 @@ BAD = {
     "wrong shape": (changed(lambda t: t.update({NAME: torch.zeros(3, 3)})), r"has shape \[3, 3\], .* is \[64, 128\]"),
     "integers": (changed(lambda t: t.update({NAME: t[NAME].int()})), "is int32; weights are float32"),
     "no manifest": (lambda f: (f / manifest.MANIFEST_FILE).unlink(), "can't read manifest.json"),
+    "deep manifest": (
+        lambda f: (f / manifest.MANIFEST_FILE).write_bytes(b"[" * 1_000_000),
+        "can't read manifest.json: .*recursion limit",
+    ),
+    "manifest of wrong tensors": (
+        lambda f: edit_manifest(f, tensors={f"x{number}": number for number in range(20_000)}),
+        "can't read manifest.json: body: 20000 fields are wrong",
+    ),
     "manifest of another version": (lambda f: edit_manifest(f, version=2), "is of version 2, not 1"),
     "manifest with a wrong sum": (lambda f: edit_manifest(f, checksum="0" * 32), "is not the one of its tensors"),
     "manifest with a wrong tensor sum": (claim_another_tensor, "is not the one of its tensors"),

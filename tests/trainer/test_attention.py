@@ -6,7 +6,15 @@ import pytest
 import torch
 from tests.trainer.conftest import SIZES
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from hocket.config import ModelConfig
 from hocket.errors import TrainerError
@@ -95,6 +103,27 @@ def test_a_model_with_a_sliding_window_is_trained_with_it(tmp_path: Path) -> Non
             expected = own.base_model(ids[:, part]).last_hidden_state
             torch.testing.assert_close(packed[:, part], expected, atol=1e-4, rtol=1e-4)
             assert not torch.allclose(wide.base_model(ids[:, part]).last_hidden_state, expected, atol=0.1)
+
+
+def test_attention_sinks_take_their_part_with_a_window_and_without(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    many = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "sliding_window": 5}
+    model = GptOssForCausalLM(GptOssConfig(**SIZES | {"initializer_range": 0.3}, **many))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.tensor([-3.0, 0.0, 1.0, 2.0]))
+    policy = save(model, tmp_path)
+    policy.check_architecture(CPU)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    ids = torch.randint(64, (1, 50))
+    packed = policy._hidden(ids, torch.cat([torch.arange(38), torch.arange(12)])[None], [38, 12])
+    expected = torch.cat([own.base_model(ids[:, part]).last_hidden_state for part in (slice(0, 38), slice(38, 50))], 1)
+    torch.testing.assert_close(packed, expected, atol=1e-4, rtol=1e-4)
+    packed.square().sum().backward()
+    expected.square().sum().backward()
+    for layer, theirs in zip(policy.model.model.layers, own.model.layers, strict=True):
+        assert theirs.self_attn.sinks.grad.abs().min() > 0
+        torch.testing.assert_close(layer.self_attn.sinks.grad, theirs.self_attn.sinks.grad, atol=1e-3, rtol=1e-3)
 
 
 def test_an_architecture_that_caps_its_attention_is_refused(tmp_path: Path) -> None:

@@ -75,9 +75,10 @@ def test_the_estimate_of_a_mixture_counts_the_experts_that_a_token_takes(family:
     assert found.weights == 4 * sum(p.numel() for p in model.parameters())
 
 
-def test_a_mixtral_is_trained(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixtures_are_trained(family: str, ranks: Ranks, tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
-    make_experts("Mixtral").save_pretrained(tmp_path)
+    make_experts(family).save_pretrained(tmp_path)
     with make_trainer(ranks, str(tmp_path), "trainer.learning_rate=1e-2") as trainer:
         first, second = (trainer.step(samples(256, 62)) for _ in range(2))
     assert first["train/grad_norm"] > 0

@@ -26,7 +26,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     if path is not None:
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"can't read the config {path}: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")

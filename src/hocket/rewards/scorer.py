@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import random
 import select
 import signal
 import socket
@@ -147,6 +148,7 @@ class Worker:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for the process that owns this one
             )
+        self._numbers = random.Random(os.urandom(16))  # the run's own are left as they are
         self._unasked = select.poll()
         self._unasked.register(self._socket, select.POLLIN)
         threading.Thread(target=_show, args=(self._process.stdout, printed), daemon=True).start()
@@ -160,12 +162,14 @@ class Worker:
     def ask(self, request: bytes, timeout_s: float) -> Score:
         """Send a pickled (reward name, arguments), b"" to load; return the answer. A worker without one is killed."""
         deadline, answer = time.monotonic() + timeout_s, bytearray()
-        number = os.urandom(8).hex() if request else ""
+        number = f"{self._numbers.getrandbits(64):016x}" if request else ""
         try:
-            self._socket.settimeout(timeout_s)
+            if self._socket.gettimeout() != timeout_s:  # a system call lets other threads go first
+                self._socket.settimeout(timeout_s)
             self._socket.sendall(number.encode() + request)
             while b"\n" not in answer:
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+                if answer:
+                    self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
                 if not (received := self._socket.recv(MAX_ANSWER)):
                     raise EOFError
                 answer += received
@@ -182,11 +186,8 @@ class Worker:
             problem = "its worker process ended"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(1)
-                problem += (
-                    f": it took more than {MAX_MIB} MiB or {MAX_PROCESSES} processes"
-                    if code == OVER_LIMIT
-                    else f" with exit code {code}"
-                )
+                over = f": it took more than {MAX_MIB} MiB or {MAX_PROCESSES} processes"
+                problem += over if code == OVER_LIMIT else f" with exit code {code}"
         except Exception:  # noqa: BLE001 - no answer may end the run
             problem = "its worker process answered with something else than a result"
         self.kill()

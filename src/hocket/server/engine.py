@@ -159,7 +159,7 @@ class Engine:
         self.require_ready(admits=CURABLE)
         if self._joining is not None:
             message = f"the workers are joining the weight group {self._joining}"
-            raise ApiError(503, "joining", message, "send it again when /health no longer says so")
+            raise ApiError(409, "joining", message, "send it again when /health no longer says so")
         if request.session != self._group:
             request = request.model_copy(update={"timeout_s": min(request.timeout_s, self._timeout_s)})
             self._joining = request.session
@@ -168,7 +168,7 @@ class Engine:
             except Exception as error:
                 message = f"the workers can't join the trainer at {request.host}:{request.port}: {cause_of(error)}"
                 hint = "can this machine reach that address? sync.backend=disk needs no such connection"
-                raise ApiError(503, "no_group", message, hint) from error
+                raise ApiError(409, "no_group", message, hint) from error
             finally:
                 self._joining = None
             self._group = request.session

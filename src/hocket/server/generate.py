@@ -84,13 +84,7 @@ class Sampler:
 
         The engine gets a part of them at a time: what it has queued, it is slow to forget, and others wait behind it.
         """
-        window = asyncio.Semaphore(self._window)
-
-        async def complete(job: Job) -> tuple[Job, Completion]:
-            async with window:
-                return await self.complete(job)
-
-        async with contextlib.aclosing(as_completed([complete(job) for job in jobs])) as finished:
+        async with contextlib.aclosing(as_completed(self.complete, jobs, at_once=self._window)) as finished:
             try:
                 async for done in finished:
                     yield done

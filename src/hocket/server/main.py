@@ -139,7 +139,7 @@ def _bind(host: str, port: int) -> socket.socket:
         except OSError as error:
             sock.close()
             if reuse:
-                used = f"port {port} is in use by {holder(port) or 'another process'}; set server.port="
+                used = f"port {port} is in use by {holder(port) or 'another process'}; set another server.port"
                 other = f"can't listen on server.host={host} server.port={port}: {error.strerror}"
                 raise ConfigError(used if error.errno == errno.EADDRINUSE else other) from error
     return sock

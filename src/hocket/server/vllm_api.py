@@ -5,7 +5,9 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import logging
 import math
 import multiprocessing
@@ -190,6 +192,11 @@ def start_engine(args: Namespace) -> Any:
                 finally:
                     self.in_flight -= 1
 
+    if importlib.util.find_spec("lmformatenforcer") is None:
+        # vLLM names this package to check any structured output, though it samples with xgrammar or llguidance.
+        stub = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("lmformatenforcer", None))
+        vars(stub)["TokenEnforcer"] = object
+        sys.modules["lmformatenforcer"] = stub
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     slots = asyncio.Semaphore(SLOTS * args.max_num_seqs)
     if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
@@ -210,9 +217,7 @@ def _failure(error: Exception) -> ApiError:
     cause = error.__cause__ or error
     logger.error("vLLM could not begin a request", exc_info=cause)
     if isinstance(cause, ImportError):
-        hint = (
-            "leave structured outputs out, or install lm-format-enforcer and outlines-core in the server's environment"
-        )
+        hint = "leave out what asks for it, structured outputs for one, or install it in the server's environment"
         return ApiError(422, "not_installed", f"this server lacks a package for this request: {cause}", hint)
     return ApiError(500, "generation_failed", f"{type(cause).__name__}: {cause}", "the server's log says more")
 

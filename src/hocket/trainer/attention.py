@@ -7,6 +7,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from hocket.errors import TrainerError
@@ -57,6 +58,7 @@ def attend(
     scaling: float,
     segments: Segments | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return softmax(scaling · q kᵀ) v as [1, row, heads, d]; each position sees its segment up to itself.
@@ -65,8 +67,9 @@ def attend(
         query: [1, heads, row, d]; keys and values may have fewer heads (grouped-query attention).
         segments: default: the row is one segment.
         sliding_window: number of positions that one sees, itself included.
+        s_aux: [heads], logits that take their part of each softmax and give nothing (gpt-oss's attention sinks).
     """
-    asked = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    asked = [name for name in ("softcap", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or asked:
         what, name = " and ".join(asked) or "a mask of its own", type(module).__name__
         raise TrainerError(f"{name} uses {what} in its attention; its architecture can't be trained here")
@@ -75,12 +78,12 @@ def attend(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query_rhd, key_rhd, value_rhd = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     window = segments.longest if sliding_window is None else min(sliding_window, segments.longest)
-    if has_kernel(query.device, dtype):
+    if s_aux is None and has_kernel(query.device, dtype):
         bounds = (segments.offsets, segments.offsets, segments.longest, segments.longest)
         left = -1 if window == segments.longest else window - 1
         options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0), "enable_gqa": True}
         return cast(Tensor, varlen_attn(query_rhd, key_rhd, value_rhd, *bounds, **options))[None], None
-    return _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window)[None], None
+    return _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window, s_aux)[None], None
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -93,7 +96,13 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _by_groups(
-    query_rhd: Tensor, key_rhd: Tensor, value_rhd: Tensor, segments: Segments, scaling: float, window: int
+    query_rhd: Tensor,
+    key_rhd: Tensor,
+    value_rhd: Tensor,
+    segments: Segments,
+    scaling: float,
+    window: int,
+    sinks_h: Tensor | None,
 ) -> Tensor:
     """Compute segments of about the same length together, padded at the end, which causal attention can't see."""
     results = []
@@ -104,8 +113,12 @@ def _by_groups(
             for tensor in (query_rhd, key_rhd, value_rhd)
         )
         band = None
-        if length > window:
+        if length > window or sinks_h is not None:
             band = torch.ones(length, length, dtype=torch.bool, device=group.device).tril().triu(1 - window)
+        if sinks_h is not None:  # one more key, of value 0, that each position sees; kernels want sizes of 8
+            query_shld, key_shld = pad(query_shld, (0, 8)), pad(key_shld, (0, 8, 1, 0))
+            query_shld[..., -1], key_shld[..., 0, -1] = sinks_h[:, None] / scaling, 1.0
+            value_shld, band = pad(value_shld, (0, 0, 1, 0)), pad(cast(Tensor, band), (1, 0), value=True)
         options: dict[str, Any] = {"attn_mask": band, "is_causal": band is None, "scale": scaling, "enable_gqa": True}
         result_shld = nn.functional.scaled_dot_product_attention(query_shld, key_shld, value_shld, **options)
         results.append(result_shld.transpose(1, 2).flatten(0, 1))
