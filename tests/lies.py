@@ -1,17 +1,20 @@
 """Hocket's own generation server, made to lie: what the proof of weight updates must find out.
 
-    HOCKET_LIE=FILE python tests/lies.py section.key=value ...
+    HOCKET_LIE=FILE python tests/lies.py serve section.key=value ...
 
-FILE has the name of a lie and the number of the load from which on it is told ("frozen_norm 3"), or nothing. It is read
-at every call, so that one server tells all lies, one after the other; a new line in it begins the count of loads again.
+FILE has the name of a lie, the number of the load that begins it, and anything else: "frozen_norm 3 x", or nothing.
+It is read at every call, so that one server tells all lies, one after the other; another line begins the count anew.
 Works where the engine is a fork of the server, on a CPU. The server's code has no switch for this.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -110,8 +113,8 @@ class Told:
         line = Path(os.environ[FILE]).read_text(encoding="utf-8").strip()
         if line != self.line:
             self.line, self.loads, self.first, self.last = line, 0, {}, {}
-        name, _, begins = line.partition(" ")
-        return name if self.loads >= int(begins or "1") else ""
+        name, begins, *_ = line.split() or ("", "1")
+        return name if self.loads >= int(begins) else ""
 
     def load(self, parts: Iterator[Any]) -> Iterator[Any]:
         """What is loaded in place of these parts, with specs that are right for what came."""
@@ -146,9 +149,9 @@ def lie() -> None:
 
     @functools.wraps(reload)  # FastAPI reads its signature
     async def counted(engine: Any, request: Any) -> Any:
-        answer = await reload(engine, request)
+        held, answer = engine.version, await reload(engine, request)
         told.now()
-        told.loads += not request.compare
+        told.loads += engine.version != held
         return answer
 
     async def told_logprobs(*args: Any) -> Any:
@@ -181,12 +184,23 @@ def stale_exports(trainer: Any) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Caught:
+class Outcome:
     """What became of a run on a lying server."""
 
-    version: int  # of the run: 1 is the first it published; 0: not caught
-    by: str  # the error that stopped it, or the alarms of its steps
-    metrics: list[dict[str, Any]]
+    version: int  # of the run, 1 is its first, at which it was stopped; 0: it was not
+    said: str  # the error that stopped it
+    metrics: list[dict[str, Any]]  # of its steps
+
+    @property
+    def by(self) -> str:
+        """The part of the proof that stopped it; "" if none did."""
+        parts = {
+            "left out weights": "load",
+            "does not hold": "parameters",
+            "disagree on": "log-probs",
+            "did not arrive": "arrival",
+        }
+        return next((part for said, part in parts.items() if said in self.said), self.said)
 
 
 @dataclasses.dataclass
@@ -198,34 +212,43 @@ class LyingServer:
     process: subprocess.Popen[bytes]
     runs: int = 0
 
-    def train(self, lie: str, *settings: str) -> Caught:
-        """Trains in this process on the server that tells `lie`, until the run ends or is stopped."""
-        import asyncio
+    def train(self, lie: str, *settings: str, exact: bool = True) -> Outcome:
+        """Trains in this process on the server that tells `lie`, until the run ends or is stopped.
 
+        Without `exact`, comparisons of parameters find nothing, as if they lied, too.
+        """
         from hocket import commands
         from hocket import config as configs
         from hocket.errors import HocketError
         from hocket.observe.console import Console
 
         self.runs += 1
-        name = lie.split(" ")[0]
-        line = "" if name == STALE_EXPORT else lie
-        (self.folder / "lie").write_text(f"{line}\n", encoding="utf-8")
-        run_dir = self.folder / "runs" / f"{self.runs:03d}"
+        name, _, begins = lie.partition(" ")
+        line = f"{'truth' if name == STALE_EXPORT else name} {begins or 1} {self.runs}"
+        (self.folder / "lie").write_text(line, encoding="utf-8")
+        run_dir, said = self.folder / "runs" / f"{self.runs:03d}", ""
         config = configs.load(None, [*settings, f"run.dir={run_dir}", f"server.urls={self.url}"])
-        by, run = "", None
         with contextlib.ExitStack() as stack:
             console = stack.enter_context(Console("plain", config.trainer.steps))
             run = commands._run(config, None, console, stack)
             if name == STALE_EXPORT:
                 stack.enter_context(stale_exports(run.trainer))
+            if not exact:
+                deliver = run.publisher.transport.deliver
+
+                async def agree(version: int, servers: Sequence[Any], *, compare: bool = False) -> Any:
+                    return await deliver(version, servers)  # a version that is held is answered at once
+
+                run.publisher.transport.deliver = agree  # type: ignore[method-assign]
             held = asyncio.run(_version(self.url))
             try:
                 asyncio.run(commands._train(run))
             except HocketError as error:
-                by = str(error)
+                said = str(error)
             version = run.publisher.versions.current - held
-            return Caught(version if by else 0, by, run.folder.history)
+            outcome = Outcome(version if said else 0, said, run.folder.history)
+        shutil.rmtree(run_dir)
+        return outcome
 
     def stop(self) -> None:
         """Ends the server."""
@@ -251,9 +274,16 @@ def start(folder: Path, *settings: str) -> LyingServer:
     (folder / "runs").mkdir(parents=True)
     (folder / "lie").write_text("")
     port = free_port()
-    command = [sys.executable, __file__, *settings, f"run.dir={folder / 'runs' / 'server'}", f"server.port={port}"]
+    command = [
+        sys.executable,
+        __file__,
+        "serve",
+        *settings,
+        f"run.dir={folder / 'runs' / 'server'}",
+        f"server.port={port}",
+    ]
     with (folder / "log").open("wb") as log:
-        env = os.environ | {FILE: str(folder / "lie")}
+        env = os.environ | {FILE: str(folder / "lie"), "HOCKET_SERVER_PID": str(os.getpid())}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
     server = LyingServer(folder, f"http://127.0.0.1:{port}", process)
 
@@ -269,14 +299,38 @@ def start(folder: Path, *settings: str) -> LyingServer:
     return server
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Serves."""
+def serve(arguments: Sequence[str]) -> None:
+    """Serves, and lies."""
     from hocket import config as configs
+    from hocket.server import vllm_api
     from hocket.server.main import serve
 
+    vllm_api.die_with_server()  # with the process that started this one
     lie()
     serve(configs.load(None, list(arguments)))
 
 
+def play(folder: Path, settings: Sequence[str], runs: Sequence[Sequence[str]]) -> Iterator[Outcome]:
+    """Starts a lying server, and yields the outcome of each run: a lie, and further settings."""
+    server = start(folder, *settings)
+    try:
+        for told, *further in runs:
+            yield server.train(told, *settings, *further)
+    finally:
+        server.stop()
+
+
+def main(command: str, *arguments: str) -> None:
+    """Serves, or plays runs given as JSON: [folder, settings, runs]; prints one JSON object per outcome."""
+    if command == "serve":
+        return serve(arguments)
+    from hocket import environment
+
+    environment.prepare()
+    folder, settings, runs = json.loads(arguments[0])
+    for outcome in play(Path(folder), settings, runs):
+        print("OUTCOME", json.dumps([outcome.version, outcome.said]), flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

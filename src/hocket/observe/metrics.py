@@ -106,7 +106,7 @@ METRICS = (
     Metric("sync/logprob_gap", "mean |trainer − engine log-prob| of a few completions; the largest of all servers"),
     Metric("sync/max_gap", "the most of it that rounding explains; above it the run stops (sync.on_mismatch)"),
     Metric("sync/missing_share", "share of the last update that the server's log-probs lack; 1: it is one behind"),
-    Metric("sync/mismatches", "sync.on_mismatch=warn: failed comparisons of parameters or log-probs",
+    Metric("sync/mismatches", "comparisons of parameters or log-probs that broke off or, with on_mismatch=warn, failed",
            high=0, advice="the console names server and cause; the samples are not the policy's"),
     Metric("sync/missing_error", "standard error of that share; it is not told above 0.25: rounding hides the update"),
     Metric("sync/proof_s", "seconds to compare parameters and log-probs, in versions that are checked"),

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 16
 SEED = 20
-LIMITS = {"float32": (1e-5, 1e-3), "float16": (2.5e-3, 0.02), "bfloat16": (0.02, 0.1)}
+LIMITS = {"float32": (3e-5, 1e-3), "float16": (2.5e-3, 0.02), "bfloat16": (0.02, 0.1)}
 """By the engine's precision: a mean |Δ log-prob| that rounding may always cause, and one that it never does."""
-NOISE = 4.0  # a gap that the exact comparison left no other cause than rounding may grow by this factor
+NOISE = 4.0  # by this factor a gap may exceed that of a server's first version, which parameters left to rounding
 MIN_CHANGE = 2.0  # mean change of the trainer's log-probs over the mean |Δ log-prob|, from which on it can be followed
 MIN_TOKENS = 10  # that the change is spread over (Σ|Δ|)² / Σ Δ²
 MAX_ERROR = 0.2  # of the missing share; above it the share says nothing
@@ -53,9 +53,9 @@ class Proof:
     trainer_turn: TrainerTurn
     say: Callable[[str], None]
     alarmed: Callable[[], bool]  # whether the last step's metrics say that weights may be wrong
+    mismatches: float = 0.0  # warnings so far
     _due: int = 0  # versions to come that are checked
-    _mismatches: float = 0.0
-    _noise: float = 0.0  # largest mean |Δ log-prob| of a check that passed
+    _noise: float = 0.0  # largest mean |Δ log-prob| of a server's first version
     _before: dict[str, tuple[int, Answer]] = dataclasses.field(default_factory=dict)  # by session: the last check
 
     def is_due(self, version: int) -> bool:
@@ -71,8 +71,6 @@ class Proof:
         assert member.session is not None
         answer = await self._ask(member)
         last, before = self._before.get(member.session, (-1, []))
-        if last < 0:
-            self._due = max(self._due, 1)  # only at its second version can it be seen to be behind
         self._before[member.session] = version, answer
         gap, bound = mean_gap(answer), self.bound(member.dtype)
         metrics = {"sync/logprob_gap": gap, "sync/max_gap": bound}
@@ -83,8 +81,12 @@ class Proof:
                 f"other weights, temperature or log-probs than the trainer's, or another precision, quantization, "
                 f"attention or rotary setting in the engine. Compare model.dtype on both sides, and restart the server"
             )
-        else:
-            self._noise = max(self._noise, gap)
+        elif last < 0:
+            self._noise = max(
+                self._noise, gap
+            )  # not of later ones: weights that are ever further behind would raise it
+        if last < 0:
+            self._due = max(self._due, 1)  # only at its second version can a server be seen to be behind
         if last == version - 1:
             missing, error = missing_share(before, answer, self._noise)
             metrics["sync/missing_error"] = error
@@ -109,13 +111,12 @@ class Proof:
         """Stop the run by a SyncError, or say it with sync.on_mismatch=warn."""
         if self.sync.on_mismatch == "stop":
             raise SyncError(message)
-        self.say(f"WARNING: {message}")
-        self._mismatches += 1
+        self.warn(message)
 
-    def take_mismatches(self) -> float:
-        """Return how often a check failed since the last call."""
-        count, self._mismatches = self._mismatches, 0.0
-        return count
+    def warn(self, message: str) -> None:
+        """Say what is not as it should be, and count it."""
+        self.say(f"WARNING: {message}")
+        self.mismatches += 1
 
     async def _ask(self, member: Member) -> Answer:
         """Have the server complete the prompts, with the same seeds at every check, and the trainer score them."""

@@ -85,10 +85,12 @@ class Publisher:
         delivery = await self.transport.deliver(version, [member.server for member in members], compare=compare)
         for member in members:
             checksum, answer = delivery.answers[member.server]
-            if isinstance(answer, ServerError) and answer.refused:
+            if isinstance(answer, ServerError) and answer.refused and not (answer.foreign and self.pool.find):
                 does = "does not hold" if compare else "refused"
                 raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
-            if isinstance(answer, HocketError):
+            if compare and isinstance(answer, ServerError) and answer.code == "compare_failed":
+                self.proof.warn(f"{member.url} can't say whether it holds version {version}: {answer}")
+            elif isinstance(answer, HocketError):
                 self.pool.mark_lost(member, str(answer))
             elif (answer.version, answer.checksum) != (version, checksum):
                 raise SyncError(
@@ -104,6 +106,7 @@ class Publisher:
     async def check(self, members: Sequence[Member]) -> Metrics:
         """Check that these servers hold the current version, and compute with it as the trainer does."""
         metrics: Metrics = {}
+        failed = self.proof.mismatches
         with timed(metrics, "sync/proof_s"):
             try:
                 await self.deliver(members, compare=True)
@@ -117,4 +120,4 @@ class Publisher:
                         metrics |= {name: max(value, metrics.get(name, value)) for name, value in found.items()}
                 except ServerError as error:
                     self.pool.mark_lost(member, str(error))
-        return metrics | {"sync/mismatches": self.proof.take_mismatches()}
+        return metrics | {"sync/mismatches": self.proof.mismatches - failed}

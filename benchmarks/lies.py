@@ -1,0 +1,147 @@
+"""Which lies of a generation server are found, after how many versions, and by what.
+
+    python benchmarks/lies.py lies [float32|bfloat16] [full|lora] [2e-4|1e-6]    default: all of them
+    python benchmarks/lies.py clean [float32|bfloat16]    200 steps of training without a lie, all versions checked
+    python benchmarks/lies.py cost                        seconds of a check at 0.3 M and 100 M parameters
+
+Starts the lying server of tests/lies.py with the quickstart's model, and trains on it in this process, run after run. A
+row per lie; "1 parameters" means that the comparison of parameters stopped the run at the first version that was a lie.
+The second entry is of runs in which that comparison lied, too. `sync.check_every` is 5 in place of 20, to save time.
+"""
+
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # which finds src
+
+import lies
+from hocket import environment
+from hocket.observe.metrics import SUSPICIOUS, alarms
+from lies import Outcome
+
+DTYPES, KINDS, RATES = ("float32", "bfloat16"), ("full", "lora"), ("2e-4", "1e-6")
+SETTINGS = (
+    "data.source=task:sort",
+    "server.kv_cache_mib=64",
+    "server.start_timeout_s=1",
+    "rollout.max_tokens=16",
+    "eval.num_prompts=0",
+    "checkpoint.every_steps=0",
+    "observe.console=plain",
+)
+SMALL = ("model.path=checkpoints/tiny-sort", "rollout.prompts_per_step=8", "rollout.temperature=0.9")
+LIES = {  # the first version of a run that is a lie
+    "one_behind": 2,
+    "never_loads": 2,
+    "missing_matrix": 1,
+    "frozen_matrix": 2,
+    "frozen_matrix 4": 4,
+    "frozen_norm 4": 4,
+    "swapped_norms": 1,
+    "swapped_layers": 1,
+    "permuted_rows": 1,
+    "stale_export": 2,
+    "wrong_logprobs": 1,
+    "shifted_logprobs": 1,
+    "shifted_logprobs 4": 4,
+    "no_temperature": 1,
+    "no_temperature 4": 4,
+}
+
+
+def cell(outcome: Outcome, begins: int) -> str:
+    return f"{outcome.version - begins + 1} {outcome.by}" if outcome.said else "-"
+
+
+def play_lies(chosen: Sequence[str]) -> None:
+    """Prints the table of lies."""
+    dtypes, kinds, rates = ([x for x in xs if x in chosen] or xs for xs in (DTYPES, KINDS, RATES))
+    for dtype, kind in itertools.product(dtypes, kinds):
+        model = (f"model.dtype={dtype}", *(["model.lora.rank=4"] if kind == "lora" else []))
+        with tempfile.TemporaryDirectory() as folder:
+            server = lies.start(Path(folder) / "server", *SMALL, *SETTINGS, *model)
+            try:
+                for rate, (lie, begins) in itertools.product(rates, LIES.items()):
+                    name = lie.split(" ")[0]
+                    if kind == "lora" and name in lies.WHOLE_MODEL:
+                        continue
+                    settings = (*SMALL, *SETTINGS, *model, f"trainer.learning_rate={rate}")
+                    settings += ("trainer.steps=9", "sync.check_every=5")
+                    found = [server.train(lie, *settings)]
+                    if name in lies.OF_WEIGHTS and name != "missing_matrix":
+                        found.append(server.train(lie, *settings, exact=False))
+                    cells = " / ".join(cell(one, begins) for one in found)
+                    gaps = [step.get("train/logprob_gap") or 0.0 for step in found[-1].metrics]
+                    print(f"| {lie} | {dtype} {kind} {rate} | {cells} | {max(gaps, default=0.0):.1e} |", flush=True)
+            finally:
+                server.stop()
+
+
+def play_clean(dtypes: Sequence[str]) -> None:
+    """Prints what 200 steps of an honest server raise."""
+    for dtype in dtypes or DTYPES:
+        settings = (*SMALL, *SETTINGS, f"model.dtype={dtype}", "rollout.temperature=1.0", "trainer.learning_rate=5e-5")
+        settings += ("trainer.steps=200", "sync.check_every=1", "rollout.prompts_per_step=4", "rollout.group_size=4")
+        with tempfile.TemporaryDirectory() as folder:
+            server = lies.start(Path(folder) / "server", *settings)
+            try:
+                outcome = server.train("truth", *settings)
+            finally:
+                server.stop()
+        steps = [step for step in outcome.metrics if "train/loss" in step]
+        rang = [name for step in outcome.metrics for name in alarms(_without_null(step)).keys() & SUSPICIOUS]
+        print(f"{dtype}: {len(steps)} trained steps, stopped by {outcome.said or 'nothing'}, alarms {sorted(rang)}")
+        names = ("train/entropy", "reward/mean", "sync/logprob_gap", "train/logprob_gap", "sync/max_gap")
+        for name in (*names, "sync/missing_share", "sync/missing_error"):
+            values = [step[name] for step in steps if step.get(name) is not None]
+            if values:
+                spread = f"{values[0]:.2g} at first, {values[-1]:.2g} at last, {min(values):.2g} to {max(values):.2g}"
+                print(f"  {name}: {spread} ({len(values)} steps)", flush=True)
+
+
+def _without_null(step: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in step.items() if value is not None}
+
+
+def play_cost() -> None:
+    """Prints the seconds of a check, and its share of a step with the default schedule, 2 checks in 20 versions."""
+    from sync import make_model  # benchmarks/sync.py
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder) / "100M")
+        for path, dtype in (("checkpoints/tiny-sort", "float32"), (f"{folder}/100M", "bfloat16")):
+            settings = (*SETTINGS, f"model.path={path}", f"model.dtype={dtype}", "rewards.functions={distinct: 1}")
+            settings += (f"plugins={folder}/distinct.py", "trainer.steps=4", "sync.check_every=1")
+            reward = "from hocket.rewards import reward\n\n\n@reward('distinct')\ndef distinct(completion):\n"
+            Path(folder, "distinct.py").write_text(f"{reward}    return len(set(completion)) / 100\n")
+            name = Path(path).name
+            server = lies.start(Path(folder) / f"server-{name}", *settings)
+            try:
+                steps = server.train("truth", *settings).metrics[1:]
+            finally:
+                server.stop()
+            proof, whole = (statistics.median(s[key] for s in steps) for key in ("sync/proof_s", "time/step"))
+            print(
+                f"{name} {dtype}: check {proof:.2f} s, step without it {whole - proof:.2f} s; with 2 checks in 20 steps"
+            )
+            print(f"  {0.1 * proof / (whole - 0.9 * proof):.1%} of the time", flush=True)
+
+
+if __name__ == "__main__":
+    environment.prepare()
+    begin = time.monotonic()
+    command, *chosen = sys.argv[1:] or ["lies"]
+    if command == "lies":
+        play_lies(chosen)
+    elif command == "clean":
+        play_clean(chosen)
+    elif command == "cost":
+        play_cost()
+    else:
+        sys.exit(__doc__)
+    print(f"{time.monotonic() - begin:.0f} s")

@@ -1,0 +1,71 @@
+"""A server that lies about weights or log-probs stops the run: a real engine, and real runs of the quickstart's model.
+
+benchmarks/lies.py plays more of them, in other precisions, with other learning rates.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = (
+    "model.path=checkpoints/tiny-sort",
+    "model.dtype=float32",
+    "server.kv_cache_mib=64",
+    "server.start_timeout_s=1",
+    "rollout.max_tokens=16",
+    "rollout.prompts_per_step=8",
+    "rollout.temperature=0.9",
+    "trainer.steps=8",
+    "sync.check_every=5",
+    "eval.num_prompts=0",
+    "checkpoint.every_steps=0",
+    "observe.console=plain",
+)
+TINY = "trainer.learning_rate=1e-6"
+LIES = {  # (lie and the load it begins with, a setting): the last version that it may reach, and what is said then
+    ("truth", "trainer.learning_rate=2e-4"): (0, ""),
+    ("one_behind", TINY): (2, "step 1: http://127.0.0.1:PORT does not hold weight version"),
+    ("never_loads", TINY): (2, "step 1: http://127.0.0.1:PORT does not hold weight version"),
+    ("missing_matrix", TINY): (1, "vLLM's loader left out weights of model.layers.1.mlp.down_proj"),
+    ("frozen_matrix 3", TINY): (7, "does not hold weight version"),
+    ("frozen_norm 3", TINY): (7, "the model differs in model.layers.1.input_layernorm.weight (1 in all)"),
+    ("swapped_norms", TINY): (1, "the model differs in model.layers.0.input_layernorm.weight"),
+    ("swapped_layers", TINY): (1, "does not hold weight version"),
+    ("permuted_rows", TINY): (1, "does not hold weight version"),
+    ("wrong_logprobs", TINY): (1, "step 0: http://127.0.0.1:PORT and the trainer disagree on version"),
+    ("shifted_logprobs", TINY): (1, "and the trainer disagree on version"),
+    ("shifted_logprobs 3", TINY): (5, "and the trainer disagree on version"),
+    ("no_temperature", TINY): (1, "and the trainer disagree on version"),
+    ("no_temperature 3", TINY): (5, "and the trainer disagree on version"),
+    ("stale_export", TINY): (2, "and the trainer disagree on version"),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, str]]:
+    """The version and the error that ended each run, all on one server: a process of its own has the trainer."""
+    task = json.dumps([str(tmp_path_factory.mktemp("lies") / "server"), SETTINGS, list(LIES)])
+    command = [sys.executable, "tests/lies.py", "play", task]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    lines = [line.removeprefix("OUTCOME ") for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
+    assert len(lines) == len(LIES), done.stdout[-3000:] + done.stderr[-3000:]
+    return {lie: tuple(json.loads(line)) for lie, line in zip(LIES, lines, strict=True)}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie[0].replace(" ", "-"))
+def test_a_server_that_lies_stops_the_run(
+    outcomes: dict[tuple[str, str], tuple[int, str]], lie: tuple[str, str]
+) -> None:
+    found, said = outcomes[lie]
+    latest, part = LIES[lie]
+    begins = int(lie[0].partition(" ")[2] or latest)
+    assert begins <= found <= latest, said
+    for piece in part.split("PORT"):
+        assert piece in said
