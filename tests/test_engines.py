@@ -263,20 +263,10 @@ class FakeRay(types.ModuleType):
         self.cancelled.append(node)
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "status", "cancelled"),
-    [
-        ([[(1, 0), (0, 0)]], 0, []),
-        ([[(1, 3)]], 3, [0]),
-        ([[(1, FakeRay.RayError("node died"))], [(0, 0), (1, 0)]], 0, [0]),  # all once more
-    ],
-)
-def test_the_ray_job_starts_all_ranks_again_as_soon_as_one_node_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: Any, status: int, cancelled: list[int]
-) -> None:
-    settings = [*CASES["ray"][1], f"run.dir={tmp_path}/run"]
-    _, files = engines.render("ray", settings, output=tmp_path, root=tmp_path, python="python3")
-    ray = FakeRay(outcomes)
+def job_of(ray: FakeRay, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the names of a Ray job that runs in this checkout, and writes into a folder."""
+    settings = [*CASES["ray"][1], f"run.dir={folder}/run"]
+    _, files = engines.render("ray", settings, output=folder, root=ROOT, python=sys.executable)
     group = types.SimpleNamespace(wait=lambda seconds: True)
     placing = types.SimpleNamespace(placement_group=lambda bundles, strategy: group)
     scheduling = types.SimpleNamespace(
@@ -290,9 +280,33 @@ def test_the_ray_job_starts_all_ranks_again_as_soon_as_one_node_is_lost(
         monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "ray.util", types.ModuleType("ray.util"))
     job: dict[str, Any] = {"__name__": "job"}
-    exec(compile(files[tmp_path / "ray_job.py"], "ray_job.py", "exec"), job)
-    assert job["main"]() == status
+    exec(compile(files[folder / "ray_job.py"], "ray_job.py", "exec"), job)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "cancelled"),
+    [
+        ([[(1, 0), (0, 0)]], 0, []),
+        ([[(1, 3)]], 3, [0]),
+        ([[(1, FakeRay.RayError("node died"))], [(0, 0), (1, 0)]], 0, [0]),  # all once more
+    ],
+)
+def test_the_ray_job_starts_all_ranks_again_as_soon_as_one_node_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: Any, status: int, cancelled: list[int]
+) -> None:
+    ray = FakeRay(outcomes)
+    assert job_of(ray, tmp_path, monkeypatch)["main"]() == status
     assert ray.cancelled == cancelled
+
+
+def test_the_ray_job_keeps_and_shows_whatever_a_program_prints_and_returns_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import os, sys; os.write(1, os.environb[b'HOCKET_TOKEN'] + b' \\xff\\n'); sys.exit(3)"
+    run = job_of(FakeRay([]), tmp_path, monkeypatch)["run"]
+    assert run(["-c", code], "t0ken", tmp_path / "log", show=True) == 3
+    assert (tmp_path / "log").read_text(encoding="utf-8") == capsys.readouterr().out == "t0ken \ufffd\n"
 
 
 def test_launch_writes_files_keeps_what_was_edited_and_makes_one_token(

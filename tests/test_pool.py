@@ -675,16 +675,13 @@ async def test_a_server_with_all_its_requests_leaves_the_others_theirs(
 
 
 @pytest.mark.parametrize("other", [error("other_model"), error("unauthorized", 401)])
-@pytest.mark.parametrize("refuses_weights", [False, True])
 async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_listed_one_ends_the_run(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch, other: ServerError, refuses_weights: bool
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch, other: ServerError
 ) -> None:
     listing, said, looks = Listing(servers, monkeypatch), list[str](), list[str]()
 
     async def bring_up(member: Member, health: Health) -> None:
         looks.append(member.url)
-        if member.url == servers[1].url and refuses_weights:
-            raise SyncError(f"weight version 3 was refused: {other}") from other
         if member.url == servers[1].url:
             raise other
         member.mark_ready(health.session)
@@ -702,11 +699,10 @@ async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_l
     assert sum("is left out" in line for line in said) == 1
     assert f"server {servers[1].url} is left out: " in said[0]
     assert str(other) in said[0]
-    if not refuses_weights:
-        async with make_pool(servers) as pool:
-            pool.bring_up = bring_up
-            with pytest.raises(ServerError, match=str(other)):
-                await pool.wait_up()
+    async with make_pool(servers) as pool:
+        pool.bring_up = bring_up
+        with pytest.raises(ServerError, match=str(other)):
+            await pool.wait_up()
 
 
 async def test_whatever_goes_wrong_with_a_list_is_said_and_the_list_is_followed_on(

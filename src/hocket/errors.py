@@ -51,6 +51,11 @@ class ServerError(HocketError):
         """Whether the server is well, and answered that the request is wrong (4xx)."""
         return self.status is not None and self.status < 500
 
+    @property
+    def foreign(self) -> bool:
+        """Whether the server is another run's: it has another model, or wants another token."""
+        return self.code == "other_model" or self.status in (401, 403)
+
 
 class SyncError(HocketError):
     """A published weight version did not reach a server, or the proof that it did is missing."""

@@ -255,7 +255,7 @@ class ServerPool:
         except (ServerError, SyncError) as error:
             silent = isinstance(error, ServerError) and error.code == "unreachable"
             member.mark_out("nothing answers there yet" if silent else str(error))
-            refused, foreign = isinstance(error, SyncError), _is_foreign(error)
+            refused, foreign = isinstance(error, SyncError), isinstance(error, ServerError) and error.foreign
             if refused or foreign:
                 if not (refused and self.up) and not (foreign and self.find):
                     raise
@@ -350,9 +350,3 @@ class RecordedSession:
             if error.code in GONE:
                 self._pool.mark_lost(self._member, str(error))
             raise
-
-
-def _is_foreign(error: HocketError) -> bool:
-    """Return whether it is the error of a server that others use: with another model, or another token."""
-    answer = error.__cause__ if isinstance(error, SyncError) else error  # to a version that it has refused
-    return isinstance(answer, ServerError) and (answer.code == "other_model" or answer.status in (401, 403))

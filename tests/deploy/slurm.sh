@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . tests/deploy/nodes.sh
-steps=${1:-240} python=$PWD/.venv/bin/python
+steps=${1:-400} python=$PWD/.venv/bin/python
 if [ -z "${WORK:-}" ]; then
     WORK=$(mktemp -d /tmp/hslurm.XXXX)
     export WORK
@@ -83,7 +83,7 @@ reach 20
 engine=$(find_process VLLM::EngineCore)
 kill -KILL "$engine" && echo "killed a server's engine, $engine, after step $(lines)"
 back() { awk '/lost server/ { lost = 1 } lost && /is there/ { back = 1 } END { exit !back }' "$log"; }
-for _ in $(seq 120); do back && break; sleep 1; done
+for _ in $(seq 240); do back && break; sleep 1; done
 reach $(($(lines) + 10))
 echo "requeued after step $(lines)" && on 1 scontrol requeue "$job"
 for _ in $(seq 60); do # a requeued job waits for two minutes, unless told not to

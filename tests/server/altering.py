@@ -1,13 +1,15 @@
 """Hocket's own server with a loader that alters a tensor on its way in: `ALTER=FILE python altering.py serve ...`.
 
-FILE holds the tensor's name and what happens to it: "missing", or anything else for the smallest change of one element.
-The checksums are of what came. Works where the engine is a fork of the server, on a CPU.
+FILE holds the tensor's name and what becomes of it: "missing", "stale" (a tied head keeps its packed copy) or "changed"
+by the smallest step in one element. The checksums are of what came. It needs an engine that is a fork of the server.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hocket.__main__ import run
 from hocket.server import vllm_weights
@@ -28,7 +30,13 @@ def altered(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def altering(load: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda worker, weights, *rest: load(worker, altered(weights), *rest)
+    def altered_load(worker: Any, weights: Iterator[tuple[str, Any]], *rest: Any) -> None:
+        stale = Path(os.environ["ALTER"]).read_text(encoding="utf-8").endswith(" stale")
+        heads = patch.object(vllm_weights, "_packed_heads", lambda worker: [])
+        with heads if stale else contextlib.nullcontext():
+            load(worker, altered(weights), *rest)
+
+    return altered_load
 
 
 if __name__ == "__main__":

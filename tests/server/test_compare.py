@@ -91,8 +91,10 @@ def test_a_bit_that_differs_or_a_part_that_is_missing_is_found_in_every_tensor_a
         lab.find(2, name, "changed", found_by="comparison")
         lab.find(2, name, "missing", found_by="load")
     lab.assert_holds(2)
+    kit.publish(kit.make_model(tied=True, seed=3), root / "v3", 3, drop=["lm_head.weight"])
+    lab.find(3, "lm_head.weight", "stale", found_by="comparison")
+    lab.assert_holds(2)
     # What is not held is not compared, and nothing happens.
-    kit.publish(model, root / "v3", 3, drop=["lm_head.weight"])
     refused = lab.server.reload(3, "v3", compare=True)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "other_version")
     assert lab.server.health()["status"] == "ready"

@@ -1,6 +1,7 @@
 """A real server: what it samples, what it refuses, what it survives."""
 
 import json
+import re
 import socket
 from typing import Any
 
@@ -155,3 +156,40 @@ def test_a_server_works_for_one_trainer_and_for_those_who_are_none(server: Any) 
     finally:
         assert ask("/heartbeat", "second", leaving=True) == (200, "")
     assert ask("/generate", "first") == ask("/heartbeat", "first", leaving=True) == (200, "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "matches"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" | "yy"'}}, "x|yy"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 5}}}}, "5"),
+    ],
+)
+def test_structured_outputs_work_with_the_packages_that_are_installed(
+    server: Any, wanted: dict[str, Any], matches: str
+) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 40, **wanted}
+    for _ in range(3):
+        answer = server.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert re.fullmatch(matches, answer.json()["choices"][0]["text"].strip())
+    assert server.client.post("/v1/completions", json={**body, "structured_outputs": {"regex": "["}}).status_code == 400
+
+
+def test_what_vllm_can_not_begin_is_refused_with_the_cause(server: Any) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "stop": "\ud800"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": {"a": []}}]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": []}]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [[]]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": [], "content": {}}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}),
+        ("/v1/completions", {"prompt": "a", "n": 10_000}),
+        ("/v1/completions", {"prompt": [[5]] * 1000, "n": 20}),
+    ):
+        answer = server.client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert 400 <= answer.status_code < 500, (body, answer.text)
+        assert answer.json()["error"]["message"], body
+    assert server.health()["status"] == "ready"

@@ -48,7 +48,9 @@ def test_random_weights_are_refused() -> None:
 def test_a_taken_port_is_named_with_its_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} is in use by process {os.getpid()} .*set server\.port="):
+        with pytest.raises(
+            ConfigError, match=rf"port {port} is in use by process {os.getpid()} .*set another server\.port"
+        ):
             main._bind("127.0.0.1", port)
 
 

@@ -15,6 +15,7 @@ from hocket.protocol import AgentRecord, SamplingParams, SessionRequest
 from hocket.server import sessions as module
 from hocket.server.errors import ApiError
 from hocket.server.middleware import AnswerErrors
+from hocket.server.openai import ReadBodies
 from hocket.server.sessions import CURRENT, OpenSessions, RouteSessions
 
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
@@ -116,7 +117,7 @@ async def door() -> Any:
             return JSONResponse({"error": {"message": "as vLLM says it", "param": param}}, status_code=400)
         return {"route": route, "body": body, "session": None if session is None else session.id}
 
-    transport = httpx.ASGITransport(AnswerErrors(RouteSessions(app, store, "the model")))
+    transport = httpx.ASGITransport(AnswerErrors(ReadBodies(RouteSessions(app, store, "the model"))))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client, store
 

@@ -369,6 +369,21 @@ async def test_a_lost_server_is_taken_out_and_later_brought_up_with_the_version_
     assert world.sync.versions.current == 7
 
 
+async def test_a_discovered_server_that_another_runs_has_replaced_is_lost_and_a_listed_one_stops_the_run() -> None:
+    world = await make_up()
+    world.disk.answers[A] = ServerError("http://a answered 401: it wants a token", code="unauthorized", status=401)
+
+    async def find() -> list[str]:
+        return [A, B]
+
+    world.pool.find = find
+    await world.sync.publish()
+    assert world.up == [B]
+    world.pool.find, world.disk.answers = None, {B: world.disk.answers[A]}
+    with pytest.raises(SyncError, match="401"):
+        await world.sync.publish()
+
+
 async def test_a_server_that_the_first_version_does_not_reach_is_waited_for_and_one_with_another_model_refused() -> (
     None
 ):

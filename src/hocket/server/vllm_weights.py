@@ -75,7 +75,8 @@ def reload_worker(worker: Any, weights: Weights) -> None:
     for method in _expert_methods(worker):
         method.moe_kernel = None
     if left := _reload(worker, weights):
-        raise RuntimeError(f"vLLM's loader left out weights of {', '.join(left[:3])} ({len(left)} layers in all)")
+        layers = f"{', '.join(left[:3])} ({len(left)} in all)"
+        raise RuntimeError(f"vLLM's loader left out weights of {layers}; can this release reload this architecture?")
     for _, head in _packed_heads(worker):
         head.quant_method.process_weights_after_loading(head)
     drop_adapter(worker)
@@ -104,11 +105,11 @@ def compare_worker(worker: Any, weights: Weights) -> list[str]:
             different.append(f"{names[layer]}.weight")
 
     def compare(layer: Any, info: Any) -> None:
-        parameters, buffers = info.kernel_tensors
+        (parameters, buffers), fresh = info.kernel_tensors, get_layer_tensors(layer)
         computed = info.kernel_non_persistent_buffers - {name for name, _ in info.loaded_weights}
         for name, held in (parameters | buffers).items():
             # Of a matrix that `compare_packed` has seen nothing is left here.
-            if name not in computed and held.numel() and not torch.equal(held, getattr(layer, name)):
+            if held.numel() and name in fresh.keys() - computed and not torch.equal(held, fresh[name]):
                 different.append(f"{names[layer]}.{name}")
         _place_kernel_tensors(layer, info)
 
@@ -162,7 +163,8 @@ def _computes_with(packed: Callable[..., Any], weight: Any) -> bool:
         part = weight[:, start : start + ROWS].t()
         rows = weight.new_zeros(len(part), num_columns)
         rows[:, start:].fill_diagonal_(1)
-        if not ((packed(rows, weight, None) - part).abs() <= tiny).all():
+        found = packed(rows, weight, None)
+        if not torch.equal(found, part) and not ((found - part).abs() <= tiny).all():
             return False
     return True
 

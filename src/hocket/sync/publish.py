@@ -85,7 +85,7 @@ class Publisher:
         delivery = await self.transport.deliver(version, [member.server for member in members], compare=compare)
         for member in members:
             checksum, answer = delivery.answers[member.server]
-            if isinstance(answer, ServerError) and answer.refused:
+            if isinstance(answer, ServerError) and answer.refused and not (answer.foreign and self.pool.find):
                 does = "does not hold" if compare else "refused"
                 raise SyncError(f"{member.url} {does} weight version {version}: {answer}") from answer
             if compare and isinstance(answer, ServerError) and answer.code == "compare_failed":

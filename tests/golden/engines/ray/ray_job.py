@@ -38,10 +38,11 @@ def run(command: list[str], token: str, log: Path, *, show: bool = False) -> int
     """Run a program of hocket's, with all that it starts no longer than this process; return its exit status."""
     env = {**os.environ, "HOCKET_TOKEN": token, "PYTHONUNBUFFERED": "1"}
     env.pop("OMP_NUM_THREADS", None)  # Ray sets it to num_cpus
-    contained = [sys.executable, "-I", f"{ROOT}/src/hocket/processes.py", str(os.getpid()), PYTHON, *command]
+    contain = [sys.executable, "-I", f"{ROOT}/src/hocket/processes.py", str(os.getpid()), "0", "0"]  # no limits
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     text = {"encoding": "utf-8", "errors": "replace"}  # a library may print anything
-    with log.open("a", **text) as file, subprocess.Popen(contained, cwd=ROOT, env=env, **text, **pipes) as child:
+    options = {"cwd": ROOT, "env": env, **text, **pipes}
+    with log.open("a", **text) as file, subprocess.Popen([*contain, PYTHON, *command], **options) as child:
         for line in child.stdout:
             file.write(line)
             file.flush()
