@@ -76,7 +76,7 @@ class World:
         self.diary.append(("measure", len(sequences)))
         return [Measured(ref_logprobs=(0.0, *self.reference)) for _ in sequences]
 
-    def step(self, samples: Sequence[TrainSample], *, keep: Path) -> dict[str, float]:
+    def step(self, samples: Sequence[TrainSample], *, number: int, keep: Path) -> dict[str, float]:
         self.keep.append(keep)
         self.diary.append(("train", len(samples), sorted({sample.sequence.version_min for sample in samples})))
         metrics = {"loss": 0.5, "grad_norm": 1.0, "logprob_gap": 0.0, "tokens": 2.0 * len(samples), "mfu": 0.5}

@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--output", type=Path, metavar="FOLDER", help="folder of these files; default RUN/launch/ENGINE")
     start.add_argument("--submit", action="store_true", help="submit them, too")
     add("serve", _serve)
-    add("train", _train)
+    train = add("train", _train)
+    train.add_argument("--dry-run", action="store_true", help="check data, rewards, memory and server; take no step")
     add("rollout", _rollout)
     add("sft", _sft)
     generate = add("generate", _generate)
@@ -124,9 +125,9 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from hocket.commands import train
+    from hocket.commands import check, train
 
-    train(args.config)
+    (check if args.dry_run else train)(args.config)
 
 
 def _rollout(args: argparse.Namespace) -> None:

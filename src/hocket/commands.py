@@ -42,13 +42,14 @@ from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.system import write_atomically
-from hocket.types import Prompt
+from hocket.types import Prompt, Rollout, TokenSequence
 
 if TYPE_CHECKING:
     from hocket.loop import Run
     from hocket.trainer.trainer import Trainer
 
 PROOF_PROMPTS = 16
+NUM_SHOWN = 2  # prompts, at the start
 
 
 def train(config: Config) -> None:
@@ -69,6 +70,52 @@ def train(config: Config) -> None:
             from hocket.trainer.trainer import Trainer
 
             Trainer(config).close()
+
+
+def check(config: Config) -> None:
+    """Check what `train` would use, without a step: data, rewards, template, model, memory, and a server if one is up.
+
+    Raises HocketError for the first fault.
+    """
+    load_plugins(config.plugins)
+    with Console(config.observe.console, 0) as console, ExitStack() as stack:
+        scorer = stack.enter_context(RewardScorer(config.rewards))
+        parts = Parts(config, console)
+        prompts = parts.prompts("train", config.data)
+        console.say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
+        first = prompts[0]
+        answer = TokenSequence(
+            token_ids=first.token_ids,
+            mask=(False,) * len(first.token_ids),
+            logprobs=(0.0,) * len(first.token_ids),
+            text=first.answer or "",
+        )
+        score = asyncio.run(scorer.score(Rollout(id="check", prompt=first, sequences=(answer,), reward=0.0)))
+        console.say(f"rewards of {_shown(answer.text)} for {first.id}: {score.error or dict(score.parts)}")
+
+        from hocket.trainer.trainer import Trainer
+
+        trainer = stack.enter_context(Trainer(config))
+        console.say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
+
+        async def look() -> None:
+            async with _pool(config, on_wait=console.doing, say=console.say) as servers:
+                for member in servers.members:
+                    if not await member.server.answers():
+                        console.say(
+                            f"no server answers at {member.url} yet; start one with: python3 run.py serve CONFIG"
+                        )
+                        continue
+                    trainer.check_same_model(await member.server.health())
+                    console.say(f"server {member.url} has the same model and tokenizer")
+
+        asyncio.run(look())
+        console.say("nothing stands in the way of a run")
+
+
+def _shown(text: str) -> str:
+    """Return a text as a line; of a long one, its beginning and end."""
+    return repr(text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}")
 
 
 async def _train(run: "Run") -> None:
@@ -211,14 +258,18 @@ class Parts:
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.longest = tokenizers.longest_sequence(config.model, config.trainer)
 
-    def prompts(self, what: str, data: DataConfig) -> tuple[Prompt, ...]:
+    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> tuple[Prompt, ...]:
         """Return the prompts of a source that are short enough, and say how many were not."""
-        longest, toolbox = self.longest - self.config.rollout.max_tokens, self.environment().toolbox
+        longest, toolbox = self.longest - (max_tokens or self.config.rollout.max_tokens), self.environment().toolbox
         tools = toolbox.tools if toolbox else ()
         prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
         if num_dropped:
             limit = min(longest, data.max_prompt_tokens or longest)
             self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
+        for prompt in prompts[:NUM_SHOWN] if what == "train" else ():
+            self.console.say(
+                f"prompt {prompt.id}, as the model sees it: {_shown(self.tokenizer.decode(prompt.token_ids))}"
+            )
         if not prompts:
             advice = "lower rollout.max_tokens, or raise model.max_length and trainer.micro_batch_tokens"
             raise ConfigError(f"{what}: no prompt of {data.source} is short enough; {advice}")
@@ -226,8 +277,11 @@ class Parts:
 
     def held_out(self) -> tuple[Prompt, ...]:
         """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
-        number = self.config.eval.num_prompts
-        return self.prompts("eval", self.config.eval.data)[:number] if number else ()
+        settings, template = self.config.eval, self.config.data.chat_template_kwargs
+        data = settings.data.model_copy(
+            update={} if settings.data.chat_template_kwargs else {"chat_template_kwargs": template}
+        )
+        return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts] if settings.num_prompts else ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
         """Return the stream that draws the prompts of the batches."""
@@ -239,7 +293,8 @@ class Parts:
         """Return how episodes are played on these servers: single turns, turns with an environment, or agents."""
         made, env = self.environment(), self.config.env
         ask = Batcher(servers, tools=made.toolbox).ask
-        if type(made) is environments.SingleTurn:  # prompts leave room for a turn, and the engine queues turns itself
+        # Prompts leave room for a turn, and the engine queues turns itself.
+        if type(made) is environments.SingleTurn and not made.thinking_tokens:
             return partial(single_turn, ask=ask)
         limits = Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s)
         budget = TokenBudget(lambda: sum(member.kv_tokens for member in servers.members))
@@ -265,7 +320,9 @@ class Parts:
             score=scorer.score,
             reward=next(iter(eval_rewards(config.rewards, settings.reward).functions)),
             samples=settings.samples,
-            sampling=sampling_params(config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature),
+            sampling=sampling_params(
+                config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature, max_tokens=settings.max_tokens
+            ),
             timeout_s=config.rollout.timeout_s * (1 + config.pipeline.max_staleness),
             max_error_rate=config.rewards.max_error_rate,
         )

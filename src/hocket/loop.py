@@ -86,13 +86,13 @@ class Run:
         metrics: Metrics = {}
         self.console.progress(step, "training")
         sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
-        with timed(metrics, "time/measure"):  # log-probs of the reference, values of the critic
+        with timed(metrics, "time/measure"):  # log-probs of the reference and before the step, values of the critic
             measured = await run_in_thread(self.trainer.measure, sequences)
         # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)
         self.kl.update(shaping.get("rollout/kl"), len(samples))
-        # 5 loss, 6 update; if either is not finite, the batch is kept in a file  algorithm/losses.py, trainer/step.py
-        trained = await run_in_thread(self.trainer.step, samples, keep=self.folder.skipped(step))
+        # 5 loss, 6 update: algorithm.epochs x algorithm.minibatches times  algorithm/losses.py, trainer/step.py
+        trained = await run_in_thread(self.trainer.step, samples, number=step, keep=self.folder.skipped(step))
         return metrics | shaping | trained
 
     async def train_and_publish(self, step: int, shaped: Sequence[Shaped], *, last: bool) -> Metrics:
@@ -124,7 +124,7 @@ class Run:
 
     def record(self, step: int, shaped: Sequence[Shaped], metrics: Metrics) -> None:
         """Settle the prompts; write metrics, ledger and checkpoint of the step."""
-        skipped = metrics.get("train/skipped", 0.0) > 0
+        skipped = metrics.get("train/skipped", 0.0) == 1
         for one in shaped:
             if one.group.draw is not None:  # a replay draws nothing
                 self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, skipped=skipped))

@@ -21,6 +21,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # the rendered prompt, ready for the engine; never empty
     messages: tuple[Message, ...] | None = None  # the chat it was rendered from; None for plain text
     text: str = ""  # for rewards and people: the last user message, or the plain text
+    opening: str = ""  # the thought at its end that the chat template opens, maybe closes: "<think>\n"
     answer: str | None = None  # the reference that rewards compare with
     difficulty: float | None = None  # of data.difficulty_column; the higher, the harder
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
@@ -97,19 +98,25 @@ class Group:
         check_lengths(rollouts=self.rollouts, scores=self.scores)
 
 
+COLUMNS = ("old_logprobs", "ref_logprobs", "values", "returns")
+"""Fields of a TrainSample that an algorithm may leave empty."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
     """One sequence with what it is trained on. Every tuple: [t], 0.0 where the mask is False, () if unused."""
 
     sequence: TokenSequence
     advantages: tuple[float, ...]
+    old_logprobs: tuple[float, ...] = ()  # the policy's before the step
     ref_logprobs: tuple[float, ...] = ()  # the reference policy's
     values: tuple[float, ...] = ()  # the critic's estimate before the step
     returns: tuple[float, ...] = ()  # the critic's target
     id: str = ""  # of the sequence, for reports
+    group: int = 0  # number in the batch of its prompt's group, which no mini-batch divides
 
     def __post_init__(self) -> None:
-        given = {name: column for name in ("ref_logprobs", "values", "returns") if (column := getattr(self, name))}
+        given = {name: column for name in COLUMNS if (column := getattr(self, name))}
         check_lengths(token_ids=self.sequence.token_ids, advantages=self.advantages, **given)
         if len(self.sequence.token_ids) < 2:
             raise ValueError("a sample needs at least two tokens: the first one predicts the second")

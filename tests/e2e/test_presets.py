@@ -154,6 +154,8 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 async def test_the_reward_rises(preset: PresetName, ranks: Ranks, tmp_path: Path) -> None:
+    knobs = PRESETS[preset].knobs
+    updates = knobs.get("epochs", 1) * knobs.get("minibatches", 1)  # the more, the smaller
     config = config_module.load(
         ROOT / "config" / "quickstart.yaml",
         [
@@ -161,7 +163,7 @@ async def test_the_reward_rises(preset: PresetName, ranks: Ranks, tmp_path: Path
             f"model.path={ROOT / 'checkpoints' / 'tiny-sort'}",
             f"run.dir={tmp_path}/runs/a",
             f"trainer.steps={STEPS}",
-            "trainer.learning_rate=1e-3",
+            f"trainer.learning_rate={1e-3 / updates}",
             "critic.learning_rate=1e-3",
             "eval.num_prompts=128",
             "eval.every_steps=0",

@@ -55,6 +55,7 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
         "report.html",
         "rollouts",
         "summary.json",
+        "trainer_id",
         "weights",
     ]
     versions = sorted(path.name for path in (run_dir / "weights").iterdir())

@@ -198,7 +198,9 @@ def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_
     server = Server(tmp_path, free_port(), "server.max_concurrent=1")
     processes.append(server)
     server.wait_ready()
-    settings = ("trainer.steps=6", "rollout.prompts_per_step=4", "rollout.group_size=4", "checkpoint.every_steps=3")
+    updates = ("algorithm.epochs=2", "algorithm.minibatches=2")
+    batches = ("trainer.steps=6", "rollout.prompts_per_step=4", "rollout.group_size=4", "checkpoint.every_steps=3")
+    settings = (*updates, *batches)
     held_out = ("eval.num_prompts=4", "eval.every_steps=3")
 
     straight = Run(tmp_path, "straight", [server], *settings, *held_out)
@@ -214,6 +216,10 @@ def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_
     server.wait_until(lambda health: health["status"] == "updating", "an update after it")
     run.kill()
     run.assert_gone()
+    between = Run(tmp_path, "resumed", [server], *resumable, "plugins=[tests/faults/die_between_updates.py]")
+    processes.append(between)
+    assert between.wait_end() == -signal.SIGKILL
+    assert between.steps()[-1]["step"] == 4
     again = Run(tmp_path, "resumed", [server], *resumable)
     processes.append(again)
     assert again.wait_end() == 0, again.output()

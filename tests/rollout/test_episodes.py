@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import fakes
-from batches import gathered, own_reward
+from batches import SAMPLING, gathered, own_reward
 from hocket.batcher import Turn
 from hocket.config import DataConfig
 from hocket.data.prompts import Renderer
@@ -21,11 +21,12 @@ from hocket.envs import Action, Environment, Observation, Step, tool
 from hocket.envs.base import SingleTurn
 from hocket.envs.tools import Tools
 from hocket.errors import ServerError
+from hocket.pool import Deadline
 from hocket.protocol import Completion, ToolCall
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.system import seed_of
-from hocket.types import Group, Message, Prompt, Rollout
+from hocket.types import FinishReason, Group, Message, Prompt, Rollout
 
 END, ASSISTANT = 1, 4
 """Of checkpoints/tiny-tools: the token that ends a turn, and the one that begins the model's."""
@@ -456,3 +457,46 @@ async def test_a_budget_is_first_come_first_served_and_forgets_who_has_given_up_
     budget.change(-8)
     await asyncio.gather(second, third)
     assert budget.held == 10
+
+
+@pytest.mark.parametrize(
+    ("opening", "said", "inserted"),
+    [
+        ("", [("<think>abc", "length"), ("42", "stop")], "\n</think>\n\n"),
+        ("<think>\n", [("abc", "length"), ("42", "length")], "\n</think>\n\n"),
+        ("", [("<think>ab</think>4", "length"), ("2", "stop")], ""),  # the thought fits, the answer goes on
+        ("", [("<think>a</think>4", "stop")], None),
+        ("<think>\n\n</think>\n\n", [("a long ", "length"), ("answer", "stop")], ""),
+    ],
+)
+async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_trained(
+    renderer: Renderer, opening: str, said: list[tuple[str, FinishReason]], inserted: str | None
+) -> None:
+    turns, left = list[Turn](), list(said)
+
+    async def ask(turn: Turn) -> Completion:
+        turns.append(turn)
+        text, finish = left.pop(0)
+        (ids,) = renderer.encode([text])
+        token_ids = (*ids, END) if finish == "stop" else tuple(ids)
+        versions = ((1, 0, len(token_ids)),)
+        logprobs = (-0.5,) * len(token_ids)
+        return Completion(token_ids=token_ids, logprobs=logprobs, text=text, finish_reason=finish, versions=versions)
+
+    prompt = Prompt(id="p", token_ids=(7, 8), opening=opening)
+    seat = Seat(id="s/0/0", group="s/0", number=0, sampling=SAMPLING, deadline=Deadline(5))
+    limits = Limits(max_turns=16, max_length=256, timeout_s=5.0)
+    episode = Episode(prompt, seat, lambda: SingleTurn(thinking_tokens=3), ask, renderer, limits, TokenBudget())
+    rollout = await episode.play()
+    assert rollout.error is None
+    assert rollout.text == (inserted or "").join(text for text, _ in said)
+    assert rollout.finish_reason == said[-1][1]
+    (sequence,) = rollout.sequences
+    added = len(renderer.encode([inserted])[0]) if inserted else 0
+    first = len(renderer.encode([said[0][0]])[0]) + (said[0][1] == "stop")
+    mask = [False] * 2 + [True] * first + [False] * added
+    assert list(sequence.mask) == mask + [True] * (len(sequence.mask) - len(mask))
+    assert all((logprob == -0.5) == trained for logprob, trained in zip(sequence.logprobs, sequence.mask, strict=True))
+    assert [turn.sampling.max_tokens for turn in turns] == [3, SAMPLING.max_tokens][: len(said)]
+    assert turns[-1].token_ids == sequence.token_ids[: len(turns[-1].token_ids)]
+    assert len({turn.seed for turn in turns}) == len(said)

@@ -1,5 +1,6 @@
 """What the tests of the trainer build and read in common."""
 
+import dataclasses
 import gc
 import itertools
 import json
@@ -73,6 +74,24 @@ def logprobs_of(folder: str | Path, rollouts: Sequence[TokenSequence], temperatu
         of_tokens = full.gather(-1, torch.tensor(rollout.token_ids[1:])[:, None])[:, 0].tolist()
         found.append([0.0, *(value if m else 0.0 for value, m in zip(of_tokens, rollout.mask[1:], strict=True))])
     return found
+
+
+def make_groups(model: str) -> list[TrainSample]:
+    """Returns four groups of three samples, as an engine with slightly other log-probs would have sampled them."""
+    rng, rollouts = random.Random(7), make_rollouts(12, longest=20, seed=7)
+    samples = []
+    for place, (rollout, logprobs) in enumerate(zip(rollouts, logprobs_of(model, rollouts), strict=True)):
+        engines = tuple(value + rng.gauss(0, 0.3) * m for value, m in zip(logprobs, rollout.mask, strict=True))
+        sampled = dataclasses.replace(rollout, logprobs=engines)
+        samples.append(sample_of(sampled, rng.gauss(0, 1), group=place // 3))
+    return samples
+
+
+def measured(trainer: Trainer, samples: list[TrainSample]) -> list[TrainSample]:
+    """Returns the samples with what the trainer measures before the step, and returns of 1 for a critic."""
+    found = trainer.measure([sample.sequence for sample in samples])
+    numbers = [dataclasses.asdict(one) for one in found] or [{} for _ in samples]
+    return [dataclasses.replace(sample, **more) for sample, more in zip(samples, numbers, strict=True)]
 
 
 def save(trainer: Trainer, folder: Path) -> None:

@@ -23,7 +23,12 @@ ROLLOUTS = builders.make_rollouts(12, longest=14, seed=3)
 
 
 def make_trainer(ranks: Ranks, model: str, *settings: str) -> Trainer:
-    defaults = ("algorithm.preset=ppo", "critic.learning_rate=3e-3", "trainer.micro_batch_tokens=1000")
+    defaults = (
+        "algorithm.preset=ppo",
+        "algorithm.epochs=1",
+        "critic.learning_rate=3e-3",
+        "trainer.micro_batch_tokens=1000",
+    )
     return builders.make_trainer(ranks, model, *defaults, *settings)
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.trainer import worker
-from tests.trainer.builders import logprobs_of, read_batch, untimed
+from tests.trainer.builders import logprobs_of, make_groups, read_batch, untimed
+from tests.trainer.test_updates import assert_about_equal, by_hand
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.ranks
@@ -70,7 +71,7 @@ def runs(
     """
     root = tmp_path_factory.mktemp("ranks")
     folders = {size: root / str(size) for size in (1, 2)}
-    both = [(scenario, tied_model) for scenario in ("stages", "matrix", "adapter")]
+    both = [(scenario, tied_model) for scenario in ("stages", "matrix", "adapter", "updates")]
     streams = [("streams", model) for model in (tied_model, untied_model, experts_model)]
     run_together(1, folders[1], both)
     run_together(2, folders[2], [*both, *streams, ("beside", tied_model), ("resumes", tied_model)])
@@ -91,6 +92,23 @@ def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, tor
     assert actual.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_updates_are_those_of_a_plain_loop_at_every_zero_stage(
+    runs: dict[int, Path], tied_model: str, size: int
+) -> None:
+    expected = by_hand(tied_model, make_groups(tied_model), worker.CORRECTED)
+    for stage in range(4):
+        folder = runs[size] / "updates-tied" / str(stage)
+        weights = load_file(folder / "model.safetensors")
+        assert weights.keys() == expected.keys()
+        assert_about_equal(weights, expected)
+        metrics, first = (
+            json.loads((of / "metrics.json").read_text()) for of in (folder, runs[1] / "updates-tied" / "0")
+        )
+        assert metrics["train/updates"] == 6
+        assert untimed(metrics) == pytest.approx(untimed(first), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.trainer.builders import gap_of, load, make_rollouts, sample_of, save, weights_of
+from tests.trainer.builders import gap_of, load, make_groups, make_rollouts, measured, sample_of, save, weights_of
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
@@ -57,6 +57,9 @@ MATRIX = {
 }
 
 
+CORRECTED = {"correction": "truncate", "clip_low": 0.2, "clip_high": 0.28}
+
+
 STAGES = {stage: (f"trainer.zero_stage={stage}",) for stage in range(4)}
 
 
@@ -67,7 +70,7 @@ def make_samples(step: int) -> list[TrainSample]:
 
 def make_config(model: str, *settings: str) -> config_module.Config:
     # No server is asked here; the ranks' own deadline must be the longest.
-    waits = ["server.start_timeout_s=5", "rollout.timeout_s=5", "sync.timeout_s=5"]
+    waits = ["server.start_timeout_s=5", "rollout.timeout_s=5", "sync.timeout_s=4"]
     return config_module.load(None, [*SETTINGS, *waits, f"model.path={model}", *settings])
 
 
@@ -165,7 +168,7 @@ def adapter(model: str, output: Path, ranks: Ranks) -> None:
 def beside(model: str, output: Path, ranks: Ranks) -> None:
     """Two steps with a reference and a critic; what is measured around them."""
     kl = ("algorithm.kl=k1", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1")
-    ppo = ("algorithm.preset=ppo", *kl, "critic.learning_rate=1e-2")
+    ppo = ("algorithm.preset=ppo", "algorithm.epochs=1", *kl, "critic.learning_rate=1e-2")
     for stage, trainer in led(model, ranks, {n: (*ppo, *one) for n, one in STAGES.items()}):
         sequences = [sample.sequence for sample in make_samples(0)]
         seen = [[dataclasses.asdict(measured) for measured in trainer.measure(sequences)]]
@@ -185,6 +188,17 @@ def beside(model: str, output: Path, ranks: Ranks) -> None:
         folder = output / str(stage)
         trainer.export(folder / "policy")
         (folder / "seen.json").write_text(json.dumps({"measured": seen, "stats": stats}))
+
+
+def updates(model: str, output: Path, ranks: Ranks) -> None:
+    """Three epochs of two mini-batches each."""
+    knobs = [f"algorithm.{name}={value}" for name, value in ({"epochs": 3, "minibatches": 2} | CORRECTED).items()]
+    plain = ("weight_decay=0", "warmup_steps=0", "max_grad_norm=1", "schedule=constant")
+    settings = (*knobs, *(f"trainer.{one}" for one in plain))
+    for stage, trainer in led(model, ranks, {n: (*settings, *one) for n, one in STAGES.items()}):
+        metrics = trainer.step(measured(trainer, make_groups(model)), number=3)
+        trainer.export(output / str(stage))
+        (output / str(stage) / "metrics.json").write_text(json.dumps(metrics))
 
 
 def complain() -> None:
@@ -250,7 +264,7 @@ def fail(scenario: str, model: str) -> None:
                 happen()
 
 
-COMMON = {scenario.__name__: scenario for scenario in (stages, matrix, streams, adapter, beside, resumes)}
+COMMON = {scenario.__name__: scenario for scenario in (stages, matrix, streams, adapter, beside, resumes, updates)}
 
 
 def main(arguments: Sequence[str]) -> None:

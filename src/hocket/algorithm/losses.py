@@ -1,8 +1,8 @@
 """Compute the policy loss: ratio, clip, aggregate. Suffixes: b rows, t next-token positions, one fewer than tokens.
 
 Unlike in the papers (docs/algorithms.md), denominators cover the whole optimiser step: all micro-batches and ranks.
-`correction` multiplies the objective by an importance weight between engine and trainer (ratios.py); with it and one
-update per batch, every ratio is 1 and the clip has no effect.
+`correction` multiplies the objective by an importance weight between engine and trainer (ratios.py). In the first
+update of a step every ratio is then 1; the clip limits the later ones (algorithm.epochs, algorithm.minibatches).
 To add a loss: add a value to `clip` in config/algorithm.py, and a branch to `_objective`.
 """
 
@@ -47,7 +47,7 @@ def policy_loss(
         sample_bt = torch.arange(len(mask_bt), device=mask_bt.device)[:, None].expand_as(mask_bt)
     trainer_bt = (logprobs_bt if old_logprobs_bt is None else old_logprobs_bt).detach()
     old_bt = rollout_logprobs_bt if old_logprobs_bt is None and config.correction == "none" else trainer_bt
-    log_ratio_bt = masked_log_ratio(logprobs_bt, old_bt, mask_bt)
+    log_ratio_bt = log_policy_bt = masked_log_ratio(logprobs_bt, old_bt, mask_bt)
     if config.ratio == "sequence":  # with a token's own gradient, so that advantages may differ within a sequence
         own_bt = masked_log_ratio(logprobs_bt, logprobs_bt.detach(), mask_bt)
         log_ratio_bt = own_bt + sequence_means(log_ratio_bt.detach(), mask_bt, sample_bt)
@@ -67,7 +67,15 @@ def policy_loss(
         terms_bt = terms_bt - config.entropy_coef * entropy_bt
     shares_bt = _shares(mask_bt.to(ratio_bt.dtype), sample_bt, config, max(num_tokens, 1), max(num_sequences, 1))
     metrics = policy_metrics(
-        ratio_bt, log_importance_bt, weight_bt, advantages_bt, log_reference_bt, mask_bt, config, num_tokens
+        ratio_bt,
+        log_policy_bt,
+        log_importance_bt,
+        weight_bt,
+        advantages_bt,
+        log_reference_bt,
+        mask_bt,
+        config,
+        num_tokens,
     )
     return LossOutput(loss=(terms_bt.where(mask_bt, 0.0) * shares_bt).sum(), metrics=metrics)
 

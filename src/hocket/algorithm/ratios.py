@@ -49,6 +49,7 @@ def sequence_sums(values_bt: Tensor, sample_bt: Tensor) -> Tensor:
 @torch.no_grad()
 def policy_metrics(
     ratio_bt: Tensor,  # policy over old policy; 1 where the mask is False
+    log_policy_bt: Tensor,  # per token, whatever `ratio` is; 0 where the mask is False
     log_importance_bt: Tensor,  # trainer over engine; 0 where the mask is False
     weight_bt: Tensor,  # importance weight after the correction
     advantages_bt: Tensor,
@@ -68,6 +69,7 @@ def policy_metrics(
         "clip_low": below_bt,
         "clip_high": above_bt,
         "ratio_mean": ratio_bt,
+        "policy_kl": kl_penalty(-log_policy_bt, "k3"),
         "logprob_gap": log_importance_bt.abs(),
         "mismatch_kl": kl_penalty(-log_importance_bt, "k3"),
         "importance_mean": importance_bt,

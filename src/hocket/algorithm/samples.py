@@ -28,6 +28,7 @@ MIN_VARIANCE = 1e-8
 class Measured:
     """The other models' numbers of one sequence: each () or one per token, 0.0 where not sampled."""
 
+    old_logprobs: tuple[float, ...] = ()
     ref_logprobs: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
 
@@ -128,6 +129,7 @@ def train_samples(
     item per sequence of the groups' rollouts, in order; it is empty if the algorithm needs none.
     """
     rewards = [reward for group in groups for reward in group.rewards]
+    group_ids = [index for index, group in enumerate(groups) for _ in group.rewards]
     penalised, trained = list(rewards), []
     of_sequence = iter(measured) if measured else itertools.repeat(Measured())
     for owner, rollout in enumerate(itertools.chain.from_iterable(group.rollouts for group in groups)):
@@ -139,8 +141,7 @@ def train_samples(
                 trained.append(_Trained(owner, name, sequence, known, kl_n))
     returns: list[Tensor] = []
     if algorithm.baseline in ("mean", "leave_one_out"):
-        ids = [index for index, group in enumerate(groups) for _ in group.rewards]
-        of_rollout = group_advantages(penalised, ids, baseline=algorithm.baseline, scale=algorithm.scale).tolist()
+        of_rollout = group_advantages(penalised, group_ids, baseline=algorithm.baseline, scale=algorithm.scale).tolist()
         advantages = [torch.full_like(row.kl_n, of_rollout[row.owner]) for row in trained]
     else:
         advantages, returns = _by_token(trained, rewards, algorithm, kl_coef)
@@ -150,10 +151,12 @@ def train_samples(
         TrainSample(
             sequence=row.sequence,
             advantages=_whole(advantages[index], row.sequence),
+            old_logprobs=row.measured.old_logprobs,
             ref_logprobs=row.measured.ref_logprobs,
             values=row.measured.values,
             returns=_whole(returns[index], row.sequence) if returns else (),
             id=row.id,
+            group=group_ids[row.owner],
         )
         for index, row in enumerate(trained)
     ]

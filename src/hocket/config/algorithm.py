@@ -47,18 +47,31 @@ def _row(source: str, remark: str = "", **changes: Any) -> Preset:
 
 PRESETS: Mapping[PresetName, Preset] = {
     "grpo": _row("2402.03300", "without the paper's KL term: add kl=k2 kl_coef=0.04", aggregate="seq_mean_token_mean"),
-    "dapo": _row("2503.14476", "overlong_share, oversampling", clip_high=0.28, overlong_share=0.2, oversampling=2.0),
+    "dapo": _row(
+        "2503.14476",
+        "overlong_share, oversampling",
+        clip_high=0.28,
+        overlong_share=0.2,
+        oversampling=2.0,
+        minibatches=16,
+    ),
     "dr_grpo": _row("2503.20783", scale="none", aggregate="constant"),
     "bnpo": _row("TRL", "with a global token count"),
-    "gspo": _row("2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean"),
-    "cispo": _row("2506.13585", "ratio capped at 5", clip="cispo", clip_low=1.0, clip_high=4.0),
+    "gspo": _row(
+        "2507.18071", ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregate="seq_mean_token_mean", minibatches=4
+    ),
+    "cispo": _row("2506.13585", "ratio capped at 5", clip="cispo", clip_low=1.0, clip_high=4.0, minibatches=16),
     "rloo": _row(
         "2402.14740", "the paper has clip=none aggregate=seq_mean_token_sum", baseline="leave_one_out", scale="none"
     ),
     "reinforce_pp": _row("2501.03262", baseline="none", scale="tokens", kl="k1", kl_in="reward", kl_coef=0.01),
     "reinforce_pp_baseline": _row("2501.03262", "without the paper's KL term: add kl=k2 and a kl_coef", scale="tokens"),
     "ppo": _row(
-        "1707.06347", "with a critic and generalised advantages, 1506.02438", baseline="critic", scale="tokens"
+        "1707.06347",
+        "with a critic and generalised advantages, 1506.02438; epochs of 1909.08593",
+        baseline="critic",
+        scale="tokens",
+        epochs=4,
     ),
 }
 
@@ -79,6 +92,9 @@ class AdvantageConfig(Section):
     )
     overlong_share: float = Field(0.0, ge=0, le=1, description="Last share of max_tokens with a penalty of 0 to -1.")
     oversampling: float = Field(1.0, ge=1, description="Dynamic sampling: draws up to this x prompts_per_step. 1: off.")
+    epochs: int = Field(1, ge=1, description="Passes of the optimiser over the samples of a step.")
+    minibatches: int = Field(1, ge=1, description="Updates per epoch, on mini-batches of whole groups; their maximum.")
+    stop_kl: float | None = Field(None, gt=0, description="KL(policy before the step ‖ policy) that ends its updates.")
     mask_truncated: bool = Field(False, description="Exclude truncated rollouts from the loss, not from the baseline.")
     kl_target: float | None = Field(None, gt=0, description="Target KL per token; kl_coef adapts. Needs kl_in=reward.")
     reference: UserPath | None = Field(None, description="Reference of the KL. Default: the first model, no adapter.")
@@ -89,7 +105,7 @@ class LossKnobs(Section):
 
     ratio: Ratio = Field("token", description="Probability ratio per `token`, or its geometric mean per `sequence`.")
     clip: Clip = Field("ppo", description="`ppo`: min(clipped, unclipped); `cispo`: clipped as fixed weight; `none`.")
-    clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low. No effect with a correction.")
+    clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low, from the second update on.")
     clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
     dual_clip: float | None = Field(None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo.")
     aggregate: Aggregate = Field(
@@ -143,21 +159,28 @@ class LossConfig(LossKnobs):
 class AlgorithmConfig(LossKnobs, AdvantageConfig):
     """Section `algorithm`: the knobs of advantages and loss, without contradictions."""
 
+    @property
+    def updates(self) -> int:
+        """Most optimiser steps on the samples of one step of the run."""
+        return self.epochs * self.minibatches
+
     def loss(self, max_tokens: int) -> LossConfig:
         """Return the knobs of the policy loss for completions of at most `max_tokens` tokens."""
         return LossConfig(**self.model_dump(include=set(LossKnobs.model_fields)), constant_length=max_tokens)
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        by_token, corrected = self.baseline in ("none", "critic"), self.correction != "none"
+        by_token, one_ratio = self.baseline in ("none", "critic"), self.correction != "none" and self.updates == 1
         in_reward, off = self.kl_in == "reward", self.kl == "off"
         for_kl = in_reward or self.kl_coef > 0 or self.kl_target is not None or self.reference is not None
         message = f"baseline={self.baseline} compares no rollouts: set scale to tokens or none"
         yield by_token and self.scale in ("group", "batch"), message
         yield self.discount != 1 and not by_token, "discount is for baseline none or critic; leave it at 1"
         yield self.gae_lambda != 1 and self.baseline != "critic", "gae_lambda is for baseline critic; leave it at 1"
-        yield self.ratio == "sequence" and corrected, "with a correction every ratio is 1: set correction=none"
-        message = "dual_clip has no effect: set clip=ppo and correction=none, or leave it out"
-        yield self.dual_clip is not None and (self.clip != "ppo" or corrected), message
+        several = "set correction=none, or several updates (epochs, minibatches)"
+        yield self.ratio == "sequence" and one_ratio, f"with a correction and one update every ratio is 1: {several}"
+        message = "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out"
+        yield self.dual_clip is not None and (self.clip != "ppo" or one_ratio), message
+        yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
         yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
         yield off and for_kl, "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out"
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"
@@ -174,12 +197,13 @@ class CriticConfig(Section):
 
 def preset_table() -> str:
     """Return the presets as a Markdown table."""
-    columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl")
+    columns = ("baseline", "scale", "ratio", "clip", "range", "aggregate", "correction", "kl", "updates")
     defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
     rows = [f"| preset | {' | '.join(columns)} | besides | source |", "|---" * (len(columns) + 3) + "|"]
-    unnamed = Preset("", "with one optimiser step per batch the ratio is 1 and its clip has no effect", {})
+    unnamed = Preset("", "with a correction and one update every ratio is 1 and its clip has no effect", {})
     for name, preset in {"(none)": unnamed, **{f"`{name}`": row for name, row in PRESETS.items()}}.items():
         knobs = {**defaults, **preset.knobs}
+        knobs["updates"] = f"{knobs['epochs']} x {knobs['minibatches']}"
         knobs["range"] = f"-{knobs['clip_low']:g} / +{knobs['clip_high']:g}"
         if knobs["kl"] != "off":
             knobs["kl"] = f"{knobs['kl']} in {knobs['kl_in']}, {knobs['kl_coef']:g}"

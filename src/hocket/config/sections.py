@@ -86,11 +86,17 @@ class DataConfig(Section):
     response_column: str = Field("response", description="Column of the demonstration, for sft.")
     system_prompt: str | None = Field(None, description="System message before every text prompt.")
     chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Options of the chat template, on trainer and server: {enable_thinking: false}."
+    )
     max_prompt_tokens: int | None = Field(None, ge=1, description="Longer prompts are dropped. Default: what fits.")
     limit: int | None = Field(None, ge=1, description="Number of rows used, from the first. Default: all.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.system_prompt is not None and not self.chat_template, "system_prompt needs chat_template: true"
+        own = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
+        taken = sorted(own & self.chat_template_kwargs.keys())
+        yield bool(taken), f"chat_template_kwargs: {', '.join(taken)} can't be set, hocket does"
         yield self.answer_pattern is not None and self.answer_column is None, "answer_pattern needs answer_column"
         groups = 1 if self.answer_pattern is None else self.answer_pattern.groups
         yield groups < 1, "answer_pattern needs a group (...) around the answer"
@@ -139,7 +145,7 @@ class RewardsConfig(Section):
 
 
 class TrainerConfig(Section):
-    steps: int = Field(100, ge=1, description="Optimiser steps.")
+    steps: int = Field(100, ge=1, description="Steps of the run: one batch of rollouts, and one weight version, each.")
     seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear learning-rate warm-up.")
@@ -228,6 +234,7 @@ class EvalConfig(Section):
     num_prompts: int = Field(256, ge=0, description="Prompts per evaluation. 0 disables evaluation.")
     samples: int = Field(1, ge=1, description="Rollouts per prompt; pass@k is measured for k = 1, 2, 4, ... up to it.")
     every_steps: int = Field(0, ge=0, description="Steps between evaluations, besides start and end. 0 disables them.")
+    max_tokens: int | None = Field(None, ge=1, description="Maximum length of a turn. Default: rollout.max_tokens.")
     temperature: float | None = Field(
         None, ge=0, le=2, description="Temperature, 0 is greedy. Default: rollout.temperature."
     )

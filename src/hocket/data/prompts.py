@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hocket.types import Message, Prompt
 PROBE = "hocket-0123456789"  # the text of a made-up model turn, to find the template's text around it
 TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 NUM_SHOWN = 5  # rows that an error names
+OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +108,7 @@ class Renderer:
         return text, {
             "messages": messages,
             "text": value if messages is None else (asked or [messages[-1]["content"]])[-1],
+            "opening": found[0] if (found := OPENING.search(text)) else "",
             "answer": None if with_response else self._answer(columns),
             "difficulty": None if with_response else self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
@@ -133,7 +136,11 @@ class Renderer:
             raise ValueError("messages need data.chat_template: true; without one there is plain text alone")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=self._tools, add_generation_prompt=True, tokenize=False
+                list(messages),
+                tools=self._tools,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._data.chat_template_kwargs,
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
@@ -162,7 +169,8 @@ class Renderer:
         """Return the token with which the model ends its answer: the chat template's own, else the tokenizer's EOS."""
         eos: int | None = self._tokenizer.eos_token_id
         if self._data.chat_template:
-            text = self._tokenizer.apply_chat_template(list(TURN), tokenize=False)
+            options = self._data.chat_template_kwargs
+            text = self._tokenizer.apply_chat_template(list(TURN), tokenize=False, **options)
             after = self.encode([text.rpartition(PROBE)[2]])[0][:1]
             if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
                 return after[0]

@@ -42,6 +42,7 @@ class Observation:
     text: str = ""  # instead of messages: follows as it stands
     max_tokens: int | None = None  # longest next turn; None: rollout.max_tokens
     stop: tuple[str, ...] | None = None  # strings that end the next turn; None: rollout.stop
+    goes_on: bool = False  # the model's turn is not over: the text is put in its mouth, and it goes on behind it
 
     def __post_init__(self) -> None:
         if self.messages and self.text:
@@ -105,14 +106,34 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry("environment")
 environment = ENVIRONMENTS.register  # decorator: @environment("name") on a class
 
 
+CLOSING = "\n</think>\n\n"
+
+
 @environment("single_turn")
 class SingleTurn(Environment):
-    """The default: the episode is over with the model's first turn; rewards are those of rewards.functions."""
+    """The default: the episode is over with the model's first turn; rewards are those of rewards.functions.
+
+    `thinking_tokens`: a longer thought is closed, by tokens that are not trained; rollout.max_tokens then limits the
+    answer alone. 0: none is.
+    """
 
     gives_reward = False
 
+    def __init__(self, thinking_tokens: int = 0) -> None:
+        if thinking_tokens < 0:
+            raise ValueError(f"thinking_tokens must be at least 0, got {thinking_tokens}")
+        self.thinking_tokens, self._thought = thinking_tokens, None if thinking_tokens else ""
+
+    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
+        self._opening = prompt.opening
+        return Observation(max_tokens=self.thinking_tokens) if self.thinking_tokens else None
+
     async def step(self, action: Action) -> Step:
-        return Step(done=True)
+        if self._thought is not None or action.finish_reason != "length":
+            return Step(done=True)
+        self._thought = self._opening + action.text
+        is_open = "<think>" in self._thought.rpartition("</think>")[2]
+        return Step(text=CLOSING if is_open else "", goes_on=True)
 
 
 @environment("guess")

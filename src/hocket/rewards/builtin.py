@@ -32,12 +32,18 @@ def length(
 
 
 @reward("think_format", inline=True)
-def think_format(completion: str) -> float:
-    """Return 1 for `<think>a thought</think> an answer`: one pair of tags at the start, no part empty; else 0."""
-    match = _THINK.fullmatch(completion)
-    if match is None or completion.count("<think>") != 1 or completion.count("</think>") != 1:
+def think_format(completion: str, opening: str = "") -> float:
+    """Return 1 for `<think>a thought</think> an answer`: one pair of tags at the start, no part empty; else 0.
+
+    Where the template opens the thought in the prompt, the completion closes it; where the template closes it, too, the
+    completion is the answer alone.
+    """
+    text = opening + completion
+    match = _THINK.fullmatch(text)
+    if match is None or text.count("<think>") != 1 or text.count("</think>") != 1:
         return 0.0
-    return float(bool(match["thought"].strip() and match["answer"].strip()))
+    thought = match["thought"].strip() or "</think>" in opening
+    return float(bool(thought and match["answer"].strip()))
 
 
 @reward("env", inline=True)
@@ -55,11 +61,11 @@ def random(rollout: Rollout, seed: int = 0) -> float:
 
 
 @reward("math", imports=("math_verify",))
-def math(completion: str, answer: str | None) -> float:
+def math(completion: str, answer: str | None, opening: str = "") -> float:
     """Return 1 if the last expression after </think> equals the answer mathematically (math-verify); else 0.
 
-    The answer is a number, a plain expression or LaTeX, with or without dollar signs or \\boxed. A completion that
-    opens a <think> and never closes it has given no answer.
+    The answer is a number, a plain expression or LaTeX, with or without dollar signs or \\boxed. A thought that is not
+    closed, wherever it was opened, is no answer.
     """
     from math_verify import parse, verify
 
@@ -71,10 +77,10 @@ def math(completion: str, answer: str | None) -> float:
     gold: list[Any] = parse(reference if delimited else rf"\boxed{{{reference}}}", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify can't read the reference answer {reference!r}")
-    _, opened, thought = completion.partition("<think>")
-    if opened and "</think>" not in thought:
+    said = (opening + completion).rpartition("</think>")[2]
+    if "<think>" in said:
         return 0.0
-    given: list[Any] = parse(completion.rpartition("</think>")[2], parsing_timeout=None)
+    given: list[Any] = parse(said, parsing_timeout=None)
     return float(verify(gold, given, timeout_seconds=None))
 
 

@@ -106,7 +106,10 @@ class Transcript:
         self.token_ids += token_ids
         self.mask += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
-        if observation is not None:
+        self._goes_on = observation is not None and observation.goes_on
+        if observation is not None and observation.goes_on:
+            self.text += observation.text
+        elif observation is not None:
             self.dialogue += observation.messages
             self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
 
@@ -116,9 +119,12 @@ class Transcript:
         self.mask += [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs
         self.versions |= {version for version, _, _ in completion.versions}
-        self.dialogue.append({"role": "assistant", "content": completion.text})
         self.turns += 1
-        self.text, self.finish_reason = completion.text, completion.finish_reason
+        self.finish_reason = completion.finish_reason
+        self.text = self.text + completion.text if self._goes_on else completion.text
+        if self._goes_on:
+            self.dialogue.pop()
+        self.dialogue.append({"role": "assistant", "content": self.text})
 
     def sequence(self) -> TokenSequence:
         """Return what there is, frozen."""

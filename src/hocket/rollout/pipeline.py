@@ -25,11 +25,13 @@ NewBatch = Callable[[Plan], Awaitable[Batch]]
 PROGRESS_S = 0.2
 
 
-def sampling_params(config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None) -> SamplingParams:
+def sampling_params(
+    config: RolloutConfig, *, seed: int, step: int, temperature: float | None = None, max_tokens: int | None = None
+) -> SamplingParams:
     """Return the sampling parameters of one step; (seed, step) alone decide the engine's random numbers."""
     return SamplingParams(
         temperature=config.temperature if temperature is None else temperature,
-        max_tokens=config.max_tokens,
+        max_tokens=max_tokens or config.max_tokens,
         stop=config.stop,
         stop_token_ids=config.stop_token_ids,
         seed=seed_of(seed, step),

@@ -5,8 +5,9 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hocket import tokenizer as tokenizers
@@ -57,14 +58,23 @@ CURABLE = frozenset({"asleep", "reload_failed", "not_resumed"})
 class Engine:
     """Give a running AsyncLLM numbered weights from `root`; each step of a reload has the deadline `timeout_s`."""
 
-    def __init__(self, llm: Any, *, model: str, root: Path, timeout_s: float, share_gpu: bool = False) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        model: str,
+        root: Path,
+        timeout_s: float,
+        share_gpu: bool = False,
+        template: Mapping[str, Any] = MappingProxyType({}),  # options of the chat template
+    ) -> None:
         admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before the engine fell
         tokenizer = tokenizers.load(model)
         self.llm = llm
         llm.require_ready = admitted
         self.model = model
         self.version = 0  # the weight version that new tokens are sampled with
-        self.sampler = Sampler(llm, tokenizer, admitted)
+        self.sampler = Sampler(llm, tokenizer, admitted, template)
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._root = root.resolve()
         self._timeout_s = timeout_s

@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -41,10 +42,17 @@ class Job:
 class Sampler:
     """Sample the completions of requests, unless `require_ready` raises the reason why the engine can't."""
 
-    def __init__(self, llm: Any, tokenizer: Any, require_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        tokenizer: Any,
+        require_ready: Callable[[], None],
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._llm = llm
         self._tokenizer = tokenizer
         self._require_ready = require_ready
+        self._template = template  # options of the chat template
         self._vocab_size = int(llm.model_config.get_vocab_size())
         self._window = 2 * int(llm.vllm_config.scheduler_config.max_num_seqs)  # of one request in the engine
         self._max_length = int(llm.model_config.max_model_len)
@@ -174,7 +182,8 @@ class Sampler:
             message = f"{where}: this model has no chat template"
             raise invalid(message, "send text or token ids", code="no_chat_template")
         try:
-            return list(self._reader.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+            options = {"add_generation_prompt": True, "return_dict": False, **self._template}
+            return list(self._reader.apply_chat_template(messages, **options))
         # A template is a small program: besides its own refusals it fails in these ways on messages it did not expect.
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             message = f"{where}: the chat template refused these messages: {error}"

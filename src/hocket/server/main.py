@@ -67,6 +67,7 @@ def serve(config: Config) -> None:
                     root=config.sync_root,
                     timeout_s=config.sync.timeout_s,
                     share_gpu=config.launch.share_gpu,
+                    template=config.data.chat_template_kwargs,
                 )
                 uvloop.run(_serve(engine, args, sock, config.token, config.own_url, start))
             finally:

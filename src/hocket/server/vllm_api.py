@@ -114,6 +114,7 @@ def engine_arguments(config: Config) -> Namespace:
         "enable_sleep_mode": config.launch.share_gpu and not cpu,  # whose worker has nothing to take off a GPU
         "worker_extension_cls": "hocket.server.worker.WorkerExtension",
         "use_tqdm_on_load": False,
+        "default_chat_template_kwargs": config.data.chat_template_kwargs or None,  # for an agent's calls
         "host": server.host,
         "port": server.port,
     }

@@ -6,6 +6,7 @@ segments of a micro-batch share one row without padding. Which samples share a m
 
 import dataclasses
 import heapq
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.errors import TrainerError
-from hocket.types import TrainSample
+from hocket.types import COLUMNS, TrainSample
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class TrainBatch:
     num_tokens_global: int  # trained tokens of the whole optimiser step, all micro-batches of all ranks
     num_sequences_global: int  # sequences with a trained token, counted likewise
     max_tokens: int  # most trained tokens of a micro-batch that runs on another rank at the same time, or of this one
+    old_logprobs_bt: Tensor | None = None  # the policy's before the step
     ref_logprobs_bt: Tensor | None = None  # the reference policy's
     values_bt: Tensor | None = None  # the critic's estimate before the step
     returns_bt: Tensor | None = None  # the critic's target
@@ -62,6 +64,20 @@ def check_fits(samples: Sequence[TrainSample], micro_batch_tokens: int) -> None:
         )
 
 
+def minibatches(groups: Sequence[int], *, epochs: int, count: int, seed: int) -> list[list[int]]:
+    """Return the places of the samples of each update, in order; groups[i] is the group of sample i.
+
+    Every epoch deals the groups, shuffled by `seed`, into `count` mini-batches, or fewer if there are fewer groups.
+    """
+    distinct, shuffles, parts = sorted(set(groups)), random.Random(seed), []
+    count = min(count, len(distinct))
+    for _ in range(epochs):
+        dealt = shuffles.sample(distinct, len(distinct))
+        mini_batches = [set(dealt[first::count]) for first in range(count)]
+        parts += [[place for place, group in enumerate(groups) if group in chosen] for chosen in mini_batches]
+    return parts
+
+
 def pack(
     samples: Sequence[TrainSample], *, micro_batch_tokens: int, num_ranks: int, cost: Callable[[int], float] = float
 ) -> list[list[TrainBatch]]:
@@ -78,7 +94,7 @@ def pack(
     ]
     trained = [sum(sample.sequence.mask[1:]) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": sum(count > 0 for count in trained)}
-    optional = [name for name in ("ref_logprobs", "values", "returns") if getattr(samples[0], name)]
+    optional = [name for name in COLUMNS if getattr(samples[0], name)]
     result: list[list[TrainBatch]] = [[] for _ in range(num_ranks)]
     for index in range(max(len(plan) for plan in plans)):
         members = [plan[index] if index < len(plan) else [] for plan in plans]

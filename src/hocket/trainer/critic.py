@@ -1,7 +1,7 @@
 """The critic: a second model that estimates the return of a sequence at every sampled token.
 
-It starts from a language model's layers under a new head of zeros, has its own optimizer, and trains in the same step
-and on the same micro-batches as the policy.
+It starts from a language model's layers under a new head of zeros, has its own optimizer, and trains in the same
+updates and on the same micro-batches as the policy.
 """
 
 import math
@@ -19,7 +19,7 @@ from hocket.trainer.policy import Policy, compute_in_float32
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Update
 
-VALUE_CLIP = 0.5  # without effect as long as a batch gives one update
+VALUE_CLIP = 0.5
 
 
 class ValueModel(Policy):

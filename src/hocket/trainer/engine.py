@@ -112,9 +112,8 @@ class DeepSpeedEngine:
             fused=True,
         )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._adamw, learning_rate_factor(config))
-        options: dict[str, Any] = {"optimizer": self._adamw, "lr_scheduler": self._scheduler}
         settings = deepspeed_config(config, stage=self.stage, dtype=dtype)
-        self._engine = initialize(ranks, model=module, config=settings, **options)
+        self._engine = initialize(ranks, model=module, config=settings, optimizer=self._adamw)
         if self.stage == 0 and ranks.size == 1:  # else all gradients are copied to be summed over one rank
             self._engine.enable_backward_allreduce = False
         if dtype == torch.float16:  # at the lowest scale a step is skipped like any other
@@ -123,13 +122,17 @@ class DeepSpeedEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
+        """Learning rate of the next step of the run, in all of its updates."""
         return float(self._scheduler.get_last_lr()[0])
 
     @property
     def num_steps(self) -> int:
-        """Number of steps taken in the whole run, skipped ones not counted."""
+        """Number of steps taken in the whole run, those without an update not counted."""
         return int(self._scheduler.last_epoch)
+
+    def end_step(self) -> None:
+        """Go to the learning rate of the run's next step."""
+        self._scheduler.step()
 
     @property
     def loss_scale(self) -> float | None:

@@ -13,11 +13,11 @@ from hocket.config import TrainerConfig
 from hocket.errors import TrainerError
 from hocket.system import write_atomically
 from hocket.trainer.step import Update
-from hocket.types import TrainSample
+from hocket.types import COLUMNS, TrainSample
 
-MAX_SKIPPED_STEPS = 5  # in a row, then the run stops
+MAX_SKIPPED_STEPS = 5  # optimiser steps in a row, then the run stops
 MAX_KEPT = 8  # batches of skipped steps that stay in a folder: the newest
-NUMBERS = ("advantages", "ref_logprobs", "values", "returns")  # of a sample, one per token
+NUMBERS = ("advantages", *COLUMNS)  # of a sample, one per token
 _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"
 
 

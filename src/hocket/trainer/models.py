@@ -12,7 +12,7 @@ from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
 from hocket.config import Config, TrainerConfig
 from hocket.system import seed_of
 from hocket.trainer import engine, flops, lora, memory, offload
-from hocket.trainer.batching import TrainBatch, unpack
+from hocket.trainer.batching import TrainBatch, minibatches, unpack
 from hocket.trainer.critic import Critic, ValueModel
 from hocket.trainer.engine import DeepSpeedEngine, parameter_dtype
 from hocket.trainer.policy import Policy, compute_dtype
@@ -61,6 +61,9 @@ class Models:
         self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights over the ranks
         self._loss = loss or configured_loss(algorithm.loss(config.rollout.max_tokens))
         self.columns: dict[str, Callable[[TrainBatch], Tensor]] = {}  # field of Measured → its numbers for a batch
+        parts = (algorithm.epochs, algorithm.minibatches) if own_loss else (1, 1)
+        self._minibatches = functools.partial(minibatches, epochs=parts[0], count=parts[1])
+        self._seed = settings.seed
         options: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks}
         with ranks.deadline("starting DeepSpeed"):
             (self.peak_flops,) = ranks.sum([flops.peak_flops(ranks.device, self.dtype)])
@@ -69,6 +72,8 @@ class Models:
             self.policy.check_architecture(ranks.device)
             self.engines: dict[str, DeepSpeedEngine | FrozenModel] = {POLICY: self.engine}
             self.learners = [Learner(name=POLICY, engine=self.engine, loss=self._policy_loss)]  # what a step trains
+            if own_loss and algorithm.updates > 1 and algorithm.correction != "none":  # without: the engine's own
+                self.columns["old_logprobs"] = lambda batch: self.engine.forward(batch)[0]
             if "reference" in models:
                 frozen = FrozenModel(load("reference"), settings, **options)
                 self.engines["reference"] = frozen
@@ -91,6 +96,10 @@ class Models:
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens
         self.saved = {name: engine for name, engine in self.engines.items() if isinstance(engine, DeepSpeedEngine)}
+
+    def minibatches(self, groups: Sequence[int], step: int) -> list[list[int]]:
+        """Return the places of the samples of each update of a step; groups[i] is the group of sample i."""
+        return self._minibatches(groups, seed=seed_of(self._seed, "minibatches", step))
 
     @torch.no_grad()
     def numbers(
@@ -156,6 +165,7 @@ def configured_loss(settings: LossConfig) -> BatchLoss:
             config=settings,
             num_tokens=batch.num_tokens_global,
             num_sequences=batch.num_sequences_global,
+            old_logprobs_bt=batch.old_logprobs_bt,
             ref_logprobs_bt=batch.ref_logprobs_bt,
             entropy_bt=entropy_bt,
             sample_bt=batch.sample_bt,

@@ -1,4 +1,4 @@
-"""Take one optimiser step: forward and backward over the micro-batches, then one update of the weights."""
+"""Take one optimiser step, an update: forward and backward over the micro-batches, then the weights change."""
 
 import dataclasses
 import math

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +25,19 @@ from hocket.trainer.critic import critic_metrics
 from hocket.trainer.models import BatchLoss, Models
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
-from hocket.trainer.step import update
+from hocket.trainer.step import Update, update
 from hocket.types import TokenSequence, TrainSample
 
 F = TypeVar("F", bound=Callable[..., Any])
 _METHODS: dict[str, Callable[..., Any]] = {}  # those that run on every rank; `follow` finds them here
 Sink = Callable[[Any], None]  # takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint
 EXPORT_BYTES = 64 << 20  # ZeRO-3 gathers parameters for export in groups of this size
+
+
+SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions", "seconds_at_peak"})
+"""Metrics of an update that a step has the sum of, not the mean."""
+OF_FIRST = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_capped", "ess"})
+"""Metrics that compare the engine with the policy before the step, which only the first update has."""
 
 
 def on_all_ranks(method: F) -> F:
@@ -179,57 +186,75 @@ class Trainer:
                 code="other_model",
             )
 
-    def step(self, samples: Sequence[TrainSample], *, keep: Path | None = None) -> dict[str, float]:
-        """Take one optimiser step on all samples and return its metrics; skip it where something is not finite.
+    def step(self, samples: Sequence[TrainSample], *, number: int = 0, keep: Path | None = None) -> dict[str, float]:
+        """Take the updates of step `number` of the run and return the means of their metrics.
 
-        `keep`: file for the samples of a skipped step. Raise TrainerError after too many skipped steps in a row.
+        An update is an optimiser step on one mini-batch; one that is not finite is skipped. `keep`: file for the
+        samples of the last skipped one. Raise TrainerError after too many skipped updates in a row.
         """
-        metrics, fault = self._step(tuple(samples))
-        if fault is not None:
+        metrics, skipped = self._step(tuple(samples), number)
+        if skipped is not None:
+            part, fault = skipped
             if keep is not None:
-                guards.keep_batch(keep, samples, fault, self.tokenizer.decode)
+                guards.keep_batch(keep, [samples[place] for place in part], fault, self.tokenizer.decode)
             if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
                 kept = f" (the samples: {keep})" if keep is not None else ""
                 raise TrainerError(
-                    f"{self._skipped_in_row} steps in a row were skipped because loss or gradient was not finite; "
+                    f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
                     f"not finite in the last one{kept}: {fault}"
                 )
         return metrics
 
     @on_all_ranks
-    def _step(self, samples: Sequence[TrainSample]) -> tuple[dict[str, float], str | None]:
-        start = time.perf_counter()
-        batches = self._pack(samples)
-        learners, loss_scale = self.models.learners, self.engine.loss_scale
-        learning_rate = self.engine.learning_rate if learners[0].learns() else 0.0
-        updates = {learner.name: update(learner, batches, self.ranks) for learner in learners}
-        policy, fault = updates[POLICY], None
-        if any(done.is_faulty for done in updates.values()):
-            self._skipped_in_row += 1
-            fault = guards.first_fault(samples, updates)
-        elif policy.grad_norm is not None:
-            self._skipped_in_row = 0
-        lengths = [num_positions(sample) for sample in samples]
-        num_tokens, seconds = batches[0].num_tokens_global, time.perf_counter() - start
+    def _step(
+        self, samples: Sequence[TrainSample], number: int
+    ) -> tuple[dict[str, float], tuple[Sequence[int], str] | None]:
+        start, skipped, learning_rate = time.perf_counter(), None, self.engine.learning_rate
+        learners = [learner for learner in self.models.learners if learner.learns()]
+        updates: list[dict[str, Update]] = []
+        metrics: list[dict[str, float]] = []
+        for part in self.models.minibatches([sample.group for sample in samples], number):
+            done, measured = self._update([samples[place] for place in part])
+            updates.append(done)
+            metrics.append(measured)
+            if any(update.is_faulty for update in done.values()):
+                self._skipped_in_row += 1
+                skipped = part, guards.first_fault([samples[place] for place in part], done)
+            elif done[POLICY].grad_norm is not None:
+                self._skipped_in_row = 0
+            if self._algorithm.stop_kl is not None and measured.get("train/policy_kl", 0.0) > self._algorithm.stop_kl:
+                break
+        for learner in learners:
+            if any(done[learner.name].grad_norm is not None for done in updates):
+                learner.engine.end_step()
+        rate = learning_rate if self.models.learners[0] in learners else 0.0
+        seconds = time.perf_counter() - start
+        return {**over_updates(metrics, seconds), "train/learning_rate": rate, "time/train": seconds}, skipped
+
+    def _update(self, samples: Sequence[TrainSample]) -> tuple[dict[str, Update], dict[str, float]]:
+        """Take an optimiser step of every learner on one mini-batch."""
+        batches, loss_scale = self._pack(samples), self.engine.loss_scale
+        done = {learner.name: update(learner, batches, self.ranks) for learner in self.models.learners}
+        policy, lengths = done[POLICY], [num_positions(sample) for sample in samples]
+        num_tokens = batches[0].num_tokens_global
         metrics = {
             **policy.totals,
             "grad_norm": math.nan if policy.grad_norm is None else policy.grad_norm,
-            "learning_rate": learning_rate,
             "skipped": float(policy.grad_norm is None),
+            "updates": 1.0,
             "tokens": float(num_tokens),
             "sequences": float(batches[0].num_sequences_global),
             "micro_batches": float(len(batches)),
-            "tokens_per_s": num_tokens / seconds,
-            "positions_per_s": sum(lengths) / seconds,
-            "mfu": flops.step_flops(self.models.flops, lengths, num_tokens) / (seconds * self.models.peak_flops),
+            "positions": float(sum(lengths)),
+            "seconds_at_peak": flops.step_flops(self.models.flops, lengths, num_tokens) / self.models.peak_flops,
         }
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
         if "importance_square" in metrics:
             metrics["ess"] = effective_sample_size(metrics)
             del metrics["importance_square"]
-        of_critic = critic_metrics(updates["critic"]) if "critic" in updates else {}
-        return {f"train/{name}": value for name, value in metrics.items()} | of_critic | {"time/train": seconds}, fault
+        of_critic = critic_metrics(done["critic"]) if "critic" in done else {}
+        return done, {f"train/{name}": value for name, value in metrics.items()} | of_critic
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
         """Return per sequence what the algorithm needs to know before the step; [] where it needs nothing."""
@@ -328,3 +353,21 @@ class Trainer:
         if self._away is not None:
             offload.onload(self._away, self.device)
             self._away = None
+
+
+def over_updates(updates: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
+    """Return the metrics of a step of the run from those of its updates, which took `seconds`."""
+    metrics = {}
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        kind = name.removeprefix("train/")
+        if kind in SUMS:
+            metrics[name] = sum(values)
+        elif kind in OF_FIRST:
+            metrics[name] = values[0]
+        else:
+            finite = [value for value in values if math.isfinite(value)]
+            metrics[name] = statistics.fmean(finite or values)
+    positions, at_peak = metrics.pop("train/positions"), metrics.pop("train/seconds_at_peak")
+    rates = {"tokens_per_s": metrics["train/tokens"], "positions_per_s": positions, "mfu": at_peak}
+    return metrics | {f"train/{name}": amount / seconds for name, amount in rates.items()}

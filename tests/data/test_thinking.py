@@ -1,0 +1,106 @@
+"""Chat templates in the shape of well-known ones, and where a thought begins and ends with each of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hocket.config import DataConfig
+from hocket.data.prompts import Renderer, load_demonstrations, load_prompts
+from hocket.rewards import builtin
+
+IM = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+IM_NEXT = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+HEADER = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
+TEMPLATES = {
+    "Qwen2.5": "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+    + IM
+    + IM_NEXT
+    + "{% endif %}",
+    "Qwen3": IM
+    + IM_NEXT
+    + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "Qwen3-Thinking": IM + IM_NEXT + "<think>\n{% endif %}",
+    "R1-Distill": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+    "Llama-3": "{{ bos_token }}{% for m in messages %}"
+    + HEADER
+    + "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    "Gemma": "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('no system role') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "Mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+}
+OPENINGS = {"Qwen3-Thinking": "<think>\n", "R1-Distill": "<think>\n"}
+OFF = {"enable_thinking": False}
+END = {"Llama-3": "<|eot_id|>", "Gemma": "<end_of_turn>", "R1-Distill": "</s>", "Mistral": "</s>"}
+
+WHOLE, CLOSED, ABSENT, CUT_OFF = "<think>6*7</think>42", "6*7</think>42", "42", "6*7 is 42, but wait"
+OPENED, NESTED = "<think>6*7 is 42, but", "<think>6<think>7</think>42"
+REPEATED, AGAIN = "<think>6</think>41<think>7</think>42", "<think>6</think>42<think>hm"
+# By what the prompt ends with, what `math` and `think_format` give.
+REWARDS = {
+    "": {WHOLE: (1, 1), CLOSED: (1, 0), ABSENT: (1, 0), CUT_OFF: (1, 0), OPENED: (0, 0), NESTED: (1, 0)}
+    | {REPEATED: (1, 0), AGAIN: (0, 0)},
+    "<think>\n": {WHOLE: (1, 0), CLOSED: (1, 1), ABSENT: (0, 0), CUT_OFF: (0, 0), OPENED: (0, 0), NESTED: (1, 0)}
+    | {REPEATED: (1, 0), AGAIN: (0, 0)},
+    "<think>\n\n</think>\n\n": {WHOLE: (1, 0), CLOSED: (1, 0), ABSENT: (1, 1), CUT_OFF: (1, 1), OPENED: (0, 0)}
+    | {NESTED: (1, 0), REPEATED: (1, 0), AGAIN: (0, 0)},
+}
+
+
+def make_tokenizer(template: str) -> Any:
+    """Returns one of bytes, in which every tag is one token."""
+    tags = ["<s>", "</s>", "<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>"]
+    tags += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]"]
+    vocabulary = {token: i for i, token in enumerate([*tags, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.add_tokens(tags[2:], special_tokens=True)
+    fast.chat_template = template
+    return fast
+
+
+@pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_end(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenizer, asked = make_tokenizer(TEMPLATES[name]), [{"role": "user", "content": "What is 6*7?"}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "What is 6*7?", "answer": "42", "response": "42"}), encoding="utf-8")
+    data = DataConfig(source=str(rows), chat_template_kwargs=options)
+    ((prompt,), _) = load_prompts(data, tokenizer, max_prompt_tokens=200)
+    expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, **options)
+    assert list(prompt.token_ids) == expected
+    assert prompt.opening == ("<think>\n\n</think>\n\n" if name == "Qwen3" and options else OPENINGS.get(name, ""))
+    for completion, (right, formed) in REWARDS[prompt.opening].items():
+        assert builtin.math(completion, prompt.answer, prompt.opening) == right, completion
+        assert builtin.think_format(completion, prompt.opening) == formed, completion
+    ((shown, response),) = load_demonstrations(data, tokenizer, 200)
+    assert shown == expected
+    assert tokenizer.decode(response) == f"42{END.get(name, '<|im_end|>')}"
+
+
+@pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_between_two_turns_stands_what_the_template_writes_there(name: str, options: dict[str, Any]) -> None:
+    tokenizer, more = make_tokenizer(TEMPLATES[name]), [{"role": "user", "content": "And 6*8?"}]
+    renderer = Renderer(DataConfig(chat_template_kwargs=options), tokenizer)
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "42"}]
+    whole = tokenizer.apply_chat_template([*said, *more], add_generation_prompt=True, tokenize=False, **options)
+    assert tokenizer.decode(renderer.following(more, ended=None)) == whole.partition("42")[2]
+
+
+def test_a_reward_may_ask_for_the_opening_and_options_that_are_hockets_are_refused() -> None:
+    with pytest.raises(ValueError, match="chat_template_kwargs: tokenize can't be set"):
+        DataConfig(chat_template_kwargs={"tokenize": True})
