@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the quickstart as a SLURM job on a cluster of two nodes: kill a server's engine in mid-run and see it used again, then
 # have the job requeued and see it go on from its checkpoint.
-#   sudo tests/deploy/slurm.sh [STEPS]    about 3 minutes on 2 cores; needs Debian's apt-get, iproute2, overlayfs
+#   sudo tests/deploy/slurm.sh [STEPS]    about 5 minutes on 2 cores; needs Debian's apt-get, iproute2, overlayfs
 # The nodes are network namespaces with a switch of their own; their GPUs are only SLURM's count of them. SLURM comes from
 # Debian's packages, unpacked into a folder and seen by this script's processes alone: nothing is installed.
 set -euo pipefail
