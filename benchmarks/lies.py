@@ -115,10 +115,8 @@ def play_cost() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder) / "100M")
         for path, dtype in (("checkpoints/tiny-sort", "float32"), (f"{folder}/100M", "bfloat16")):
-            settings = (*SETTINGS, f"model.path={path}", f"model.dtype={dtype}", "rewards.functions={distinct: 1}")
-            settings += (f"plugins=[{folder}/distinct.py]", "trainer.steps=4", "sync.check_every=1")
-            reward = "from hocket.rewards import reward\n\n\n@reward('distinct')\ndef distinct(completion):\n"
-            Path(folder, "distinct.py").write_text(f"{reward}    return len(set(completion)) / 100\n")
+            settings = (*SETTINGS, f"model.path={path}", f"model.dtype={dtype}", "rewards.functions={random: 1}")
+            settings += ("trainer.steps=4", "sync.check_every=1")
             name = Path(path).name
             server = lies.start(Path(folder) / f"server-{name}", *settings)
             try:
