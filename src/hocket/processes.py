@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command line and exit with its status; quietly where nobody reads the output any more (`| head`)."""
+    """Run a command line and exit with its status; quietly where its output is closed (`| head`)."""
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()

@@ -114,7 +114,7 @@ class SingleTurn(Environment):
     """The default: the episode is over with the model's first turn; rewards are those of rewards.functions.
 
     `thinking_tokens`: a longer thought is closed, by tokens that are not trained; rollout.max_tokens then limits the
-    answer alone. 0: none is.
+    answer alone. 0 disables it.
     """
 
     gives_reward = False

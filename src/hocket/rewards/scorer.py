@@ -216,7 +216,7 @@ def _show(output: IO[bytes], printed: Iterator[int]) -> None:
                 output.read1(1 << 16)  # type: ignore[attr-defined]
             if number > MAX_LINES + 1:
                 continue
-            with contextlib.suppress(OSError):  # nobody looks any more
+            with contextlib.suppress(OSError):  # the console is closed
                 os.write(2, line if number <= MAX_LINES else b"rewards have printed more: it is not shown\n")
 
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 ABORT_TIMEOUT_S = 2.0
 REACH_S = 5.0
-"""Seconds for a connection to the trainer's address, before the workers are told of it."""
+"""Seconds for a first connection to the trainer's address; then the workers join."""
 JOIN_POLL_S = 0.05
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
 PARTS: tuple[Memory, ...] = ("weights", "kv_cache")

@@ -145,7 +145,7 @@ class Ranks:
         def ask() -> None:
             try:
                 answer.set_result(call())
-            except Exception as error:  # noqa: BLE001 - whatever it is, nobody waits for it
+            except Exception as error:  # noqa: BLE001 - this thread has no caller
                 answer.set_exception(RuntimeError(str(error) or type(error).__name__))
 
         threading.Thread(target=ask, name="hocket-store", daemon=True).start()
