@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the quickstart as a Ray job on a cluster of four nodes: kill a server's actor in mid-run and see it used again, then take
 # a node of the trainer off the network and see the run go on from its checkpoint, on another one.
-#   sudo tests/deploy/ray.sh [STEPS]      about 6 minutes on 2 cores, 600 MB for Ray; needs iproute2
+#   sudo tests/deploy/ray.sh [STEPS]      about 4 minutes on 2 cores, 600 MB for Ray; needs iproute2
 # The nodes are network namespaces with a switch of their own; their GPUs are only Ray's count of them. It prints what the
 # trainer says of the servers, the accuracy before and after, and what the job leaves running: nothing.
 set -euo pipefail
