@@ -78,10 +78,16 @@ def check(config: Config) -> None:
     Raises HocketError for the first fault.
     """
     load_plugins(config.plugins)
+    if int(os.environ.get("RANK", "0")) > 0:
+        from hocket.trainer.trainer import Trainer
+
+        return Trainer(config).follow()
     with Console(config.observe.console, 0) as console, ExitStack() as stack:
         scorer = stack.enter_context(RewardScorer(config.rewards))
+        stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
         parts = Parts(config, console)
         prompts = parts.prompts("train", config.data)
+        parts.stream(prompts)
         console.say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
         first = prompts[0]
         answer = TokenSequence(
@@ -110,7 +116,7 @@ def check(config: Config) -> None:
                     console.say(f"server {member.url} has the same model and tokenizer")
 
         asyncio.run(look())
-        console.say("nothing stands in the way of a run")
+        console.say("nothing stands in the way of a run" if score.error is None else "the rewards can't be computed")
 
 
 def _shown(text: str) -> str:
@@ -260,8 +266,10 @@ class Parts:
 
     def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> tuple[Prompt, ...]:
         """Return the prompts of a source that are short enough, and say how many were not."""
-        longest, toolbox = self.longest - (max_tokens or self.config.rollout.max_tokens), self.environment().toolbox
-        tools = toolbox.tools if toolbox else ()
+        made = self.environment()
+        thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
+        longest = self.longest - thought - (max_tokens or self.config.rollout.max_tokens)
+        tools = made.toolbox.tools if made.toolbox else ()
         prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
         if num_dropped:
             limit = min(longest, data.max_prompt_tokens or longest)

@@ -500,3 +500,16 @@ async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_traine
     assert [turn.sampling.max_tokens for turn in turns] == [3, SAMPLING.max_tokens][: len(said)]
     assert turns[-1].token_ids == sequence.token_ids[: len(turns[-1].token_ids)]
     assert len({turn.seed for turn in turns}) == len(said)
+
+
+async def test_an_environment_may_begin_the_models_first_turn(renderer: Renderer) -> None:
+    class Begins(SingleTurn):
+        async def reset(self, prompt: Prompt, seed: int) -> Observation:
+            return Observation(text="<think>", goes_on=True)
+
+    seat = Seat(id="s/0/0", group="s/0", number=0, sampling=SAMPLING, deadline=Deadline(5))
+    limits = Limits(max_turns=2, max_length=64, timeout_s=5.0)
+    prompt = Prompt(id="p", token_ids=(7, 8))
+    rollout = await Episode(prompt, seat, Begins, FakeEngine().ask, renderer, limits, TokenBudget()).play()
+    assert rollout.error is None
+    assert rollout.text.startswith("<think>text of ")

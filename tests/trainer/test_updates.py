@@ -9,6 +9,7 @@ from tests.trainer import worker
 from tests.trainer.builders import make_groups, make_trainer, measured, same, untimed, weights_of
 from transformers import AutoModelForCausalLM
 
+from hocket.errors import TrainerError
 from hocket.system import seed_of
 from hocket.trainer.batching import minibatches
 from hocket.trainer.ranks import Ranks
@@ -170,3 +171,16 @@ def test_metrics_of_one_update_are_those_of_the_step(ranks: Ranks, untied_model:
     assert untimed(whole)["train/updates"] == 1
     assert whole["train/policy_kl"] == 0
     assert whole["train/clip_low"] == whole["train/clip_high"] == 0
+
+
+def test_a_step_counts_as_skipped_only_if_all_of_its_updates_were(ranks: Ranks, untied_model: str) -> None:
+    """Six bad updates in two steps end no run; five bad steps do."""
+    samples = make_groups(untied_model)
+    samples[4] = dataclasses.replace(samples[4], advantages=(float("nan"),) * len(samples[4].advantages))
+    settings = ("algorithm.epochs=3", "algorithm.correction=none")
+    with make_trainer(ranks, untied_model, "algorithm.minibatches=2", *settings) as trainer:
+        assert [trainer.step(samples, number=n)["train/skipped"] for n in range(6)] == [0.5] * 6
+    with make_trainer(ranks, untied_model, *settings) as trainer:
+        assert [trainer.step(samples, number=n)["train/skipped"] for n in range(4)] == [1.0] * 4
+        with pytest.raises(TrainerError, match="5 steps in a row"):
+            trainer.step(samples, number=4)

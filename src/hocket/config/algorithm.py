@@ -181,6 +181,8 @@ class AlgorithmConfig(LossKnobs, AdvantageConfig):
         message = "dual_clip has no effect: set clip=ppo and correction=none, or several updates, or leave it out"
         yield self.dual_clip is not None and (self.clip != "ppo" or one_ratio), message
         yield self.stop_kl is not None and self.updates == 1, "stop_kl has no effect with epochs=1 and minibatches=1"
+        message = "stop_kl needs a correction: without one the ratio is to the engine's log-probs, not the old policy's"
+        yield self.stop_kl is not None and self.correction == "none", message
         yield self.correction_low >= self.correction_high, "correction_low must be below correction_high"
         yield off and for_kl, "kl=off: kl_in, kl_coef, kl_target, reference have no effect; set kl or leave them out"
         yield not off and self.kl_coef == 0, f"kl={self.kl} needs a weight, e.g. kl_coef=0.001; or set kl=off"

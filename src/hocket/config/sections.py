@@ -108,7 +108,7 @@ class CurriculumConfig(Section, extra="allow"):
 
 
 class RolloutConfig(Section):
-    prompts_per_step: int = Field(16, ge=1, description="Prompts per optimiser step.")
+    prompts_per_step: int = Field(16, ge=1, description="Prompts per step.")
     group_size: int = Field(8, ge=1, description="Rollouts per prompt; a reward is compared with those of its group.")
     max_tokens: int = Field(256, ge=1, description="Maximum length of a completion, or of a turn, in tokens.")
     temperature: float = Field(

@@ -122,7 +122,7 @@ class Transcript:
         self.turns += 1
         self.finish_reason = completion.finish_reason
         self.text = self.text + completion.text if self._goes_on else completion.text
-        if self._goes_on:
+        if self._goes_on and self.dialogue:
             self.dialogue.pop()
         self.dialogue.append({"role": "assistant", "content": self.text})
 

@@ -15,7 +15,7 @@ from hocket.system import write_atomically
 from hocket.trainer.step import Update
 from hocket.types import COLUMNS, TrainSample
 
-MAX_SKIPPED_STEPS = 5  # optimiser steps in a row, then the run stops
+MAX_SKIPPED_STEPS = 5  # in a row, without any update; then the run stops
 MAX_KEPT = 8  # batches of skipped steps that stay in a folder: the newest
 NUMBERS = ("advantages", *COLUMNS)  # of a sample, one per token
 _NO_ROOM = r"out of memory|can't allocate memory|ALLOC_FAILED"

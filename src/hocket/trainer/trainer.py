@@ -190,7 +190,7 @@ class Trainer:
         """Take the updates of step `number` of the run and return the means of their metrics.
 
         An update is an optimiser step on one mini-batch; one that is not finite is skipped. `keep`: file for the
-        samples of the last skipped one. Raise TrainerError after too many skipped updates in a row.
+        samples of the last skipped one. Raise TrainerError after too many steps without an update.
         """
         metrics, skipped = self._step(tuple(samples), number)
         if skipped is not None:
@@ -218,12 +218,13 @@ class Trainer:
             updates.append(done)
             metrics.append(measured)
             if any(update.is_faulty for update in done.values()):
-                self._skipped_in_row += 1
                 skipped = part, guards.first_fault([samples[place] for place in part], done)
-            elif done[POLICY].grad_norm is not None:
-                self._skipped_in_row = 0
             if self._algorithm.stop_kl is not None and measured.get("train/policy_kl", 0.0) > self._algorithm.stop_kl:
                 break
+        if all(any(update.is_faulty for update in done.values()) for done in updates):
+            self._skipped_in_row += 1
+        elif any(done[POLICY].grad_norm is not None for done in updates):
+            self._skipped_in_row = 0
         for learner in learners:
             if any(done[learner.name].grad_norm is not None for done in updates):
                 learner.engine.end_step()
