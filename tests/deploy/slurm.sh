@@ -90,7 +90,7 @@ for _ in $(seq 60); do # a requeued job waits for two minutes, unless told not t
     if [ "$(state)" = JobState=PENDING ]; then on 1 scontrol update job="$job" starttime=now && break; fi
     sleep 1
 done
-for _ in $(seq 120); do [[ $(state) == *=@(COMPLETED|FAILED) ]] && break; sleep 3; done
+for _ in $(seq 240); do [[ $(state) == *=@(COMPLETED|FAILED) ]] && break; sleep 3; done
 state
 grep -hE 'lost server|is there|going on|steps in|accuracy' "$log"
 cat "$WORK/run/summary.json"
