@@ -86,7 +86,7 @@ class Run:
         metrics: Metrics = {}
         self.console.progress(step, "training")
         sequences = [one for group in groups for rollout in group.rollouts for one in rollout.sequences]
-        with timed(metrics, "time/measure"):  # log-probs of the reference and before the step, values of the critic
+        with timed(metrics, "time/measure"):  # log-probs of reference and old policy, values of the critic
             measured = await run_in_thread(self.trainer.measure, sequences)
         # 4 advantages: of each rollout, or each token  algorithm/samples.py, advantages.py
         samples, shaping = train_samples(groups, measured, self.config.algorithm, self.kl.coef)

@@ -204,7 +204,7 @@ class Worker:
             self._process.wait(KILL_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):  # as it should be: no process of the group is left
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(KILL_TIMEOUT_S)
         self._socket.close()
 
 

@@ -130,7 +130,7 @@ def _join(joined: "Future[WeightGroup]", request: GroupRequest, rank: int, size:
             address=weight_group.address_towards(request.host, request.port),
             timeout_s=request.timeout_s,
         )
-    except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+    except BaseException as error:  # noqa: BLE001 - raised where the result is read
         joined.set_exception(error)
     else:
         joined.set_result(group)
