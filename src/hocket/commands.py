@@ -264,13 +264,15 @@ class Parts:
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.longest = tokenizers.longest_sequence(config.model, config.trainer)
 
-    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> tuple[Prompt, ...]:
+    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Sequence[Prompt]:
         """Return the prompts of a source that are short enough, and say how many were not."""
         made = self.environment()
         thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
         longest = self.longest - thought - (max_tokens or self.config.rollout.max_tokens)
         tools = made.toolbox.tools if made.toolbox else ()
-        prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
+        prompts, num_dropped = load_prompts(
+            data, self.tokenizer, max_prompt_tokens=longest, tools=tools, doing=self.console.doing
+        )
         if num_dropped:
             limit = min(longest, data.max_prompt_tokens or longest)
             self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
@@ -283,7 +285,7 @@ class Parts:
             raise ConfigError(f"{what}: no prompt of {data.source} is short enough; {advice}")
         return prompts
 
-    def held_out(self) -> tuple[Prompt, ...]:
+    def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
         settings, template = self.config.eval, self.config.data.chat_template_kwargs
         data = settings.data.model_copy(
