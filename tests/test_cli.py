@@ -90,14 +90,14 @@ FULL = "No space left on device"
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(errno.ENOSPC, FULL, "runs/a"), f"runs/a: {FULL}; free space there"),
-        (OSError(errno.ENOSPC, FULL), f"a write failed: {FULL}; free space there"),
-        (OSError(errno.EROFS, "Read-only file system", "a"), "a: Read-only file system; mount it writable"),
+        (OSError(errno.ENOSPC, FULL, "runs/a"), f"error: [Errno 28] {FULL}: 'runs/a'; free space there"),
+        (OSError(errno.ENOSPC, FULL), f"error: [Errno 28] {FULL}; free space there"),
+        (OSError(errno.EROFS, "Read-only file system", "a"), "Read-only file system: 'a'; mount it writable"),
         (
             OSError(errno.EACCES, "Permission denied", "a"),
             f"give user {os.getuid()} access to it (in Docker: HOCKET_USE",
         ),
-        (OSError(errno.ENOTDIR, "Not a directory", "a"), "a: Not a directory; a file is in the way: move it, or name"),
+        (OSError(errno.ENOTDIR, "Not a directory", "a"), "Not a directory: 'a'; a file is in the way: move it, or n"),
         (SafetensorError(f"I/O error: {FULL} (os error 28)"), f"error: I/O error: {FULL} (os error 28); free space"),
         (KeyError("x"), r"KeyError: 'x'. This was not foreseen; to report it, the traceback is in "),
         (OSError(errno.ENOTCONN, "no"), r"[Errno 107] no. This was not foreseen; to report it, the traceback is in "),

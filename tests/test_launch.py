@@ -14,20 +14,13 @@ import pytest
 from hocket import config, launch
 from hocket.errors import ConfigError, ServerError
 from hocket.launch import Child
-from processes import wait_for
+from processes import is_gone, wait_for
 
 WITH_CHILD = (
     "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.{handler});"
     "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
     "print(p.pid, flush=True); time.sleep(600)"
 )
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def first_line(log: Path) -> str:
@@ -45,7 +38,7 @@ def test_stopping_a_child_ends_what_it_started_too(
     child.refuse_dead()  # it runs: no error
     launch.stop([child])
     assert child.returncode == -killed_by
-    wait_for(lambda: gone(grandchild), "the grandchild is gone")
+    wait_for(lambda: is_gone(grandchild), "the grandchild is gone")
 
 
 WAITS_FOR_THE_OTHER = """
@@ -162,7 +155,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_status_and_last_words(
     assert launch.run_ranks(["-c", code, str(folder)], 3, env={"X": "y"}, check=lambda: None, logs=logs) == 1
     assert f"rank 1 ended with status 1; the end of {logs / 'rank_1.log'}:\nno room" in capsys.readouterr().err
     assert len(ranks_in(folder)) == 3
-    assert all(gone(int(words[0])) for words in ranks_in(folder))
+    assert all(is_gone(words[0]) for words in ranks_in(folder))
 
 
 def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
@@ -172,7 +165,7 @@ def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
 
     with pytest.raises(ServerError):
         launch.run_ranks(["-c", f"{RANK}\ntime.sleep(600)", str(tmp_path)], 3, env={"X": "y"}, check=check)
-    wait_for(lambda: all(words and gone(int(words[0])) for words in ranks_in(tmp_path)), "the ranks are gone")
+    wait_for(lambda: all(words and is_gone(words[0]) for words in ranks_in(tmp_path)), "the ranks are gone")
 
 
 def placed(gpus: str, settings: list[str]) -> launch.Placement:
