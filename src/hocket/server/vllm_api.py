@@ -27,7 +27,7 @@ from typing import Any, get_args
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.errors import TRACEBACK
-from hocket.protocol import SamplingParams, Toolbox, ToolCall
+from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall
 from hocket.server.vllm_weights import adapter_request
@@ -360,19 +360,25 @@ async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> Asyn
 
 async def recorded(outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall) -> AsyncIterator[Any]:
     """Yield and record a call's outputs; a call that is left early is not recorded as completed."""
+    token_ids, logprobs, text = list[int](), list[float](), ""
     with session.serving(call):
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 (done,) = output.outputs
-                logprobs = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
-                if not math.isfinite(sum(logprobs)):
+                new = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
+                if not math.isfinite(sum(new)):
                     raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
-                call.token_ids += done.token_ids
-                call.logprobs += logprobs
-                call.text += done.text
+                token_ids += done.token_ids
+                logprobs += new
+                text += done.text
                 if done.finish_reason in ("stop", "length"):
-                    call.finish_reason = done.finish_reason
-                    call.versions = version_spans(done)
+                    call.completion = Completion(
+                        token_ids=tuple(token_ids),
+                        logprobs=tuple(logprobs),
+                        text=text,
+                        finish_reason=done.finish_reason,
+                        versions=version_spans(done),
+                    )
                 yield output
 
 
