@@ -20,7 +20,7 @@ class FakeEngine(Engine):
     """Completes each job with its own index, last job first."""
 
     def __init__(self, reader: Sampler) -> None:
-        self.version, self.model = 3, "fake"
+        self.version, self.model, self.llm = 3, "fake", None
         self.reader = reader
         self.sampler: Any = self
         self.reason: ErrorBody | None = None
@@ -37,9 +37,6 @@ class FakeEngine(Engine):
 
     def check(self, request: SessionRequest) -> None:
         self.reader.check_sampling(request.sampling)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        assert not request_ids
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
         for number, job in enumerate(reversed(jobs)):

@@ -53,9 +53,9 @@ class FakeLLM:
         await self._do(method)
         await self.loading.wait()
         read = {name: item for _, specs in worker._read(Path(args[0])) for name, item in specs.items()}
-        good = {"value": {"checksum": manifest.total_checksum(read), "num_tensors": len(read)}}
-        if args[-1]:
-            good["value"]["different"] = self.failing.get("different", "").split()
+        different = self.failing.get("different", "").split() if args[-1] else []
+        checksum = manifest.total_checksum(read)
+        good = {"value": {"checksum": checksum, "num_tensors": len(read), "different": different}}
         return [good, {"error": self.failing["second worker"]} if "second worker" in self.failing else good]
 
 

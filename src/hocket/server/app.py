@@ -29,6 +29,7 @@ from hocket.protocol import (
     StreamEnd,
     StreamLine,
 )
+from hocket.server import vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, cause_of, parse
 from hocket.server.generate import Job
@@ -144,7 +145,7 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
         """Close a session, abort its running calls, and return what had been sampled by then."""
         session = sessions.close(session_id)
         record = session.record()
-        await engine.abort(session.running)
+        await vllm_api.abort(engine.llm, session.running)
         engine.require_ready(admits={"asleep"})  # its agent may have taken the failure for an answer
         return record
 
