@@ -125,9 +125,9 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from hocket.commands import check, train
+    from hocket.commands import train
 
-    (check if args.dry_run else train)(args.config)
+    train(args.config, dry_run=args.dry_run)
 
 
 def _rollout(args: argparse.Namespace) -> None:
