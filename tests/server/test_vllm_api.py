@@ -1,9 +1,11 @@
 """The contract with vLLM: every name that our two files of vLLM use, and the token in front of every route."""
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import threading
@@ -18,7 +20,7 @@ import pytest
 
 from hocket import tokenizer
 from hocket.config import load
-from hocket.protocol import SamplingParams, SessionRequest, Toolbox
+from hocket.protocol import Completion, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api, vllm_weights
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
@@ -199,21 +201,25 @@ def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monk
     assert [vllm_api.start_engine(Namespace(max_num_seqs=4)) for _ in range(2)] == [(3, True, True)] * 2
 
 
-async def test_a_call_whose_log_probs_are_no_numbers_has_failed() -> None:
+@pytest.mark.parametrize("second", [-0.25, float("nan")])
+async def test_only_a_call_that_ended_well_has_a_completion(second: float) -> None:
     async def outputs() -> Any:
-        for value in (-0.5, float("nan")):
-            entries = [{7: SimpleNamespace(logprob=value), 1: None}]  # of the sampled token, and of another one
-            done = {"token_ids": [7], "logprobs": entries, "text": "a", "finish_reason": "stop"}
-            yield SimpleNamespace(outputs=[SimpleNamespace(**done, weight_versions=None)])
+        for token, value, reason in ((7, -0.5, None), (8, second, "stop")):
+            entries = [{token: SimpleNamespace(logprob=value), 1: None}]  # of the sampled token, and of another one
+            done = {"token_ids": [token], "logprobs": entries, "text": "a", "finish_reason": reason}
+            spans = [SimpleNamespace(version="4", start=0, end=2)]
+            yield SimpleNamespace(outputs=[SimpleNamespace(**done, weight_versions=spans)])
 
     session = OpenSession(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
     call = session.begin([1], 4)
     told = vllm_api.recorded(outputs(), session, call)
     await anext(told)
-    assert (session.running, call.token_ids, call.logprobs) == ([call.request_id], [7], [-0.5])
-    with pytest.raises(ApiError, match="log-probs are not finite"):
-        await anext(told)
+    assert (session.running, call.completion) == ([call.request_id], None)
+    with pytest.raises(ApiError, match="not finite") if math.isnan(second) else contextlib.nullcontext():
+        assert len([output async for output in told]) == 1
     assert session.running == []
+    whole = Completion(token_ids=(7, 8), logprobs=(-0.5, -0.25), text="aa", finish_reason="stop", versions=((4, 0, 2),))
+    assert session.record().calls[0].completion == (None if math.isnan(second) else whole)
 
 
 def test_the_worker_has_no_method_of_our_extension_s_names() -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from hocket import config as config_module
 from hocket.config import Config
-from hocket.errors import ConfigError, remedy
+from hocket.errors import ConfigError
 from hocket.observe import page
 from hocket.system import flush, naming, write_atomically
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
@@ -28,7 +29,7 @@ COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
-    """Own the files of one run. Raises ConfigError if it can't, or one is there and not to be resumed."""
+    """Own the files of one run. Raises ConfigError if one is there and not to be resumed."""
 
     def __init__(self, config: Config) -> None:
         self.path, self._tensorboard = config.run_dir, config.observe.tensorboard
@@ -37,14 +38,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         if (self.path / METRICS).exists() and not config.checkpoint.resume:
             advice = "continue it with checkpoint.resume=true, or choose another run.dir"
             raise ConfigError(f"{self.path} holds a run already; {advice}")
-        try:
-            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path / "config.yaml", config_module.dump(config))
-        except OSError as error:
-            advice = remedy(error) or "is a file in the way?"
-            raise ConfigError(
-                f"can't write to run.dir={self.path}: {error.strerror}; {advice}; or choose another run.dir"
-            ) from error
+        (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / "config.yaml", config_module.dump(config))
         for name in (METRICS, LEDGER):
             (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step
@@ -131,6 +126,19 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         path = self.path / name
         with naming(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def trainer_id(run_dir: Path) -> str:
+    """Return the id by which servers know a run: it stays in the folder, so that a resumed run is the same."""
+    path = run_dir / "trainer_id"
+    if not path.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        made = path.with_name(f".{secrets.token_hex(8)}")
+        made.write_text(f"{run_dir.name[:64]}-{secrets.token_hex(4)}", encoding="utf-8")
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            os.link(made, path)
+        made.unlink()
+    return path.read_text(encoding="utf-8")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -29,11 +29,11 @@ from hocket.protocol import (
     StreamEnd,
     StreamLine,
 )
-from hocket.server import middleware
+from hocket.server import vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, cause_of, parse
 from hocket.server.generate import Job
-from hocket.server.openai import ReadBodies
+from hocket.server.middleware import MAX_BODY_BYTES, Guard
 from hocket.server.sessions import OpenSessions, RouteSessions
 from hocket.system import cancel, run_in_thread
 
@@ -48,9 +48,9 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def assemble(
-    app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_bytes: int = middleware.MAX_BODY_BYTES
+    app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_bytes: int = MAX_BODY_BYTES
 ) -> ASGIApp:
-    """Add hocket's routes to an app, in front of its own, and wrap the middleware around all of them."""
+    """Add hocket's routes to an app, in front of its own, and put the guard in front of all of them."""
     known = len(app.router.routes)
     sessions = OpenSessions()
     app.include_router(_router(engine, sessions))
@@ -60,11 +60,14 @@ def assemble(
     for stumbled in (AssertionError, AttributeError, LookupError):
         app.add_exception_handler(stumbled, _stumbled)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
-    routed = ReadBodies(RouteSessions(app, sessions, engine.model))
-    limited = middleware.LimitBody(middleware.RefuseWhenFailed(routed, engine.require_ready), max_body_bytes)
-    if token is None:
-        return middleware.AnswerErrors(middleware.RefuseWebPages(limited, host))
-    return middleware.AnswerErrors(middleware.RequireToken(limited, token, sessions.admits))
+    return Guard(
+        RouteSessions(app, sessions, engine.model),
+        host=host,
+        token=token,
+        admits=sessions.admits,
+        require_ready=engine.require_ready,
+        max_body_bytes=max_body_bytes,
+    )
 
 
 class _Route(APIRoute):
@@ -142,7 +145,7 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
         """Close a session, abort its running calls, and return what had been sampled by then."""
         session = sessions.close(session_id)
         record = session.record()
-        await engine.abort(session.running)
+        await vllm_api.abort(engine.llm, session.running)
         engine.require_ready(admits={"asleep"})  # its agent may have taken the failure for an answer
         return record
 

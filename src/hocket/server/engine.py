@@ -1,7 +1,6 @@
 """Run the generation engine: numbered weights that change without a restart, and sleep beside a trainer."""
 
 import asyncio
-import contextlib
 import functools
 import secrets
 import time
@@ -40,7 +39,6 @@ from hocket.types import InFlight
 
 T = TypeVar("T")
 
-ABORT_TIMEOUT_S = 2.0
 REACH_S = 5.0
 """Seconds for a first connection to the trainer's address; then the workers join."""
 JOIN_POLL_S = 0.05
@@ -81,9 +79,11 @@ class Engine:
         self._share_gpu = share_gpu
         self._session = secrets.token_hex(8)
         self._workers = int(llm.vllm_config.parallel_config.world_size)
+        lora = llm.vllm_config.lora_config
+        self._max_rank = 0 if lora is None else int(lora.max_lora_rank)
         self._status: Status = "loading"
         self._failure: ErrorBody | None = None
-        self._held: tuple[str, ReloadResponse] | None = None
+        self._held: tuple[str, ReloadResponse] | None = None  # where a version came from, and the answer to it
         self._asleep: tuple[Memory, ...] = ()
         self._has_weights = True
         self._group: str | None = None
@@ -96,7 +96,7 @@ class Engine:
 
     async def start(self) -> None:
         """Label the first weights and generate once, so that no request pays for the first time."""
-        await self._call("hocket_drop_adapter")
+        await vllm_api.call_workers(self.llm, "hocket_drop_adapter")
         await self.llm.update_weight_version(str(self.version))
         await self.sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=SamplingParams(max_tokens=2)))
         self._status = "ready"
@@ -158,11 +158,6 @@ class Engine:
         if request.session not in (None, self._session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests of vLLM's own routes."""
-        if request_ids:
-            await vllm_api.abort(self.llm, request_ids)
-
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
         self._holder.hear(request.trainer)
@@ -191,10 +186,10 @@ class Engine:
         message, size = request.model_dump_json(), self._workers + 1
         async with self._reload_lock:
             self._group = None
-            joined = await self._call("hocket_join_group", message, size)
+            joined = await vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
         while not all(joined):
             await asyncio.sleep(JOIN_POLL_S)
-            joined = await self._call("hocket_join_group", message, size)
+            joined = await vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
 
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
         """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.
@@ -245,7 +240,8 @@ class Engine:
             self.require_ready(admits=CURABLE)  # it may be shutting down
             self._status, self._failure = "ready", None
             seconds = time.perf_counter() - start
-            response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
+            known: dict[str, Any] = {name: loaded[name] for name in ("num_tensors", "checksum")}
+            response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **known)
             self._held = (key, response)
             self._uploads.hold(key)
             await asyncio.to_thread(self._uploads.remove, uploaded)
@@ -291,7 +287,7 @@ class Engine:
             message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             try:
                 if self._failure is None:  # a half-loaded model must not run
-                    await asyncio.wait_for(self.llm.resume_generation(), ABORT_TIMEOUT_S)
+                    await asyncio.wait_for(self.llm.resume_generation(), vllm_api.ABORT_TIMEOUT_S)
             except Exception as error:
                 self.require_ready(admits=CURABLE)
                 message += f", and the engine does not go on: {cause_of(error)}"
@@ -346,36 +342,23 @@ class Engine:
         return held if held_key == key and not request.compare else None
 
     def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
-        """Return the shapes that the tensors must have. Raises ApiError for an adapter that can't be used here."""
         if adapter is None:
             return model
-        lora = self.llm.vllm_config.lora_config
-        highest = 0 if lora is None else int(lora.max_lora_rank)
-        if adapter.r > highest:
-            hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
-            message = f"the engine takes adapters up to rank {highest}"
-            raise ApiError(409, "rank_too_high", message, hint)
+        shapes = versions.adapter_shapes(adapter, model, self._max_rank)
         if self._base_replaced:
             message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
             raise ApiError(409, "base_replaced", message, "restart the server")
-        return versions.adapter_shapes(adapter, model)
-
-    async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all workers and return their answers. Raises RuntimeError where one failed."""
-        answers = await self.llm.collective_rpc(method, args=arguments)
-        if errors := [answer["error"] for answer in answers if "error" in answer]:
-            raise RuntimeError(errors[0])
-        return [answer["value"] for answer in answers]
+        return shapes
 
     async def _load(self, request: ReloadRequest, call: str, arguments: Sequence[str], checksum: str) -> dict[str, Any]:
         """Load on all workers of a paused engine and resume; return `checksum` and `num_tensors` of what went in."""
         different: list[str] = []
 
         async def load() -> dict[str, Any]:
-            answers: list[dict[str, Any]] = await self._call(call, *arguments, request.compare)
+            answers: list[dict[str, Any]] = await vllm_api.call_workers(self.llm, call, *arguments, request.compare)
             if len({checksum or answers[0]["checksum"], *(answer["checksum"] for answer in answers)}) > 1:
                 raise RuntimeError("the tensors that reached the model are not those that were published")
-            different.extend(sorted({name for answer in answers for name in answer.pop("different", ())}))
+            different.extend(sorted({name for answer in answers for name in answer["different"]}))
             if different:
                 raise RuntimeError(f"the model differs in {', '.join(different[:3])} ({len(different)} in all)")
             if not request.compare:
@@ -408,16 +391,10 @@ class Engine:
         if not self._asleep and not self._stopping:
             await self.llm.resume_generation()
 
-    async def _abort_all(self) -> None:
-        """Abort every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
-        # vLLM reports whatever fails in the engine as a plain Exception. This is on the way out of another failure.
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self.llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
-
     async def _fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
         """End all requests with a failure now, as no good version may come before their deadlines; return its error."""
         reason = self._fail(code, message, hint)
-        await self._abort_all()
+        await vllm_api.abort_all(self.llm)
         return ApiError(status, **reason.model_dump())
 
     def _fail(self, code: str, message: str, hint: str) -> ErrorBody:
@@ -429,5 +406,5 @@ class Engine:
         """End every request with the error that the server is shutting down."""
         self._stopping = True
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
-        await self._abort_all()
+        await vllm_api.abort_all(self.llm)
         self._copy.discard()

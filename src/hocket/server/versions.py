@@ -67,8 +67,11 @@ def max_bytes(expected: ModelShapes) -> int:
     return 4 * sum(math.prod(shape) for shape in expected.shapes.values()) + OVERHEAD_BYTES
 
 
-def adapter_shapes(adapter: AdapterConfig, model: ModelShapes) -> ModelShapes:
+def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) -> ModelShapes:
     """Return the tensors of an adapter of the model: A [r, in] and B [out, r] of every layer that it names."""
+    if adapter.r > max_rank:
+        hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
+        raise ApiError(409, "rank_too_high", f"the engine takes adapters up to rank {max_rank}", hint)
     shapes = {}
     for name, shape in model.shapes.items():
         layer = name.removesuffix(".weight")
