@@ -229,7 +229,7 @@ def test_a_rank_that_does_not_answer_ends_the_other_at_its_deadline(
         ("main_fails", [1, 0], 0, "rank 0 has a problem of its own"),  # between steps: the follower is released
         ("rank_dies", [1, -9], 0, "TrainerError: rank 0 lost the other ranks while doing the common update"),
         ("main_dies", [-9, 1], 1, "TrainerError: rank 1 lost the other ranks while waiting for work from rank 0"),
-        ("rank_is_full", [1, 1], 0, "stopped while doing the common update, for rank 1 failed: TrainerError: out of mem"),
+        ("rank_is_full", [1, 1], 0, "stopped while doing the common update, for rank 1 failed: TrainerError: out of"),
         ("rank_waits_for_ever", [1, 1], 0, "hocket: rank 0 ends, for rank 1 failed: TrainerError: out of memory"),
     ],
 )
