@@ -131,18 +131,18 @@ def scored(*parts: dict[str, float] | None) -> Group:
     return Group(id="g", rollouts=tuple(make_rollout(-0.5) for _ in parts), scores=tuple(scores))
 
 
-def fate_of(group: Group, *, skipped: bool = False) -> Outcome:
-    return fate(shaped([group])[0], reward="right", skipped=skipped)
+def fate_of(group: Group, untrained: str | None = None) -> Outcome:
+    return fate(shaped([group])[0], reward="right", untrained=untrained)
 
 
 def test_a_fate_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_trained() -> None:
     right = {"format": 1.0, "right": 1.0}
     rows = [{"format": 1.0, "right": 0.0}, right, {"format": 0.0, "right": 1.0}, None]
     assert fate_of(scored(*rows)) == Outcome(state="trained", pass_rate=pytest.approx(2 / 3))
-    skipped = fate_of(scored(*rows[:2]), skipped=True)
-    assert skipped == Outcome(state="failed", why="its step was not finite", pass_rate=0.5)
+    skipped = fate_of(scored(*rows[:2]), "its update was not finite")
+    assert skipped == Outcome(state="failed", why="its update was not finite", pass_rate=0.5)
     assert fate_of(scored(right, right, None)) == Outcome(state="filtered", why="every reward is 2", pass_rate=1.0)
-    assert fate_of(scored(right, right), skipped=True).state == "filtered"
+    assert fate_of(scored(right, right), "its update was not finite").state == "filtered"
     assert fate_of(scored(None, None)) == Outcome(state="failed", why="no score")
 
 
