@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batches import preset_loss
 from hocket import config as config_module
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
 from hocket.algorithm.ratios import effective_sample_size
@@ -82,9 +83,7 @@ OTHERS = {
         )
     },
 }
-PRESET_CASES = {
-    name: (LossConfig.preset(name, constant_length=4), RATIO, ADVANTAGES, *BY_HAND[name]) for name in PRESETS
-}
+PRESET_CASES = {name: (preset_loss(name, constant_length=4), RATIO, ADVANTAGES, *BY_HAND[name]) for name in PRESETS}
 
 
 @pytest.mark.parametrize("name", [*PRESET_CASES, *OTHERS])
@@ -252,7 +251,7 @@ def packed_loss(
 
 
 VARIANTS = [
-    *(LossConfig.preset(name, constant_length=7) for name in PRESETS),
+    *(preset_loss(name, constant_length=7) for name in PRESETS),
     LossConfig(),
     LossConfig(correction_low=0.8, correction_high=1.2, aggregate="seq_mean_token_sum"),
     LossConfig(correction="mask", correction_low=0.7, correction_high=1.4, aggregate="seq_mean_token_mean"),
@@ -289,17 +288,17 @@ def test_loss_and_gradient_equal_a_plain_implementation_however_sequences_are_pa
 
 
 def test_a_preset_takes_changes_and_the_runs_settings_become_the_losses_knobs() -> None:
-    gspo = LossConfig.preset("gspo", clip_high=5e-4)
+    gspo = preset_loss("gspo", clip_high=5e-4)
     assert (gspo.ratio, gspo.clip_low, gspo.clip_high, gspo.correction) == ("sequence", 3e-4, 5e-4, "none")
     settings = config_module.load(None, ["algorithm.preset=dr_grpo"])
-    assert settings.algorithm.loss(max_tokens=99) == LossConfig.preset("dr_grpo", constant_length=99)
+    assert settings.algorithm.loss(max_tokens=99) == preset_loss("dr_grpo", constant_length=99)
     assert config_module.Config().algorithm.loss(max_tokens=9) == LossConfig(constant_length=9)
 
 
 def test_a_batch_without_trained_tokens_has_loss_zero_and_extreme_ratios_stay_finite() -> None:
     logprobs = torch.tensor([[0.0, -900.0]], requires_grad=True)
     rollout, advantages, mask = torch.tensor([[-900.0, 0.0]]), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2)
-    known = {"config": LossConfig.preset("bnpo"), "num_tokens": 2, "num_sequences": 2}
+    known = {"config": preset_loss("bnpo"), "num_tokens": 2, "num_sequences": 2}
     output = loss_of(logprobs, rollout, advantages, mask.bool(), **known)
     output.loss.backward()
     assert output.loss.isfinite()
