@@ -131,17 +131,6 @@ def test_calls_take_the_arguments_we_give() -> None:
     assert {"weights", "kv_cache"} == SLEEP_TAGS
 
 
-def test_vllm_is_imported_in_two_files_only() -> None:
-    folder = Path(inspect.getfile(vllm_api)).parents[1]
-    importing = {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.strip().startswith(("import vllm", "from vllm"))
-    }
-    assert importing == {"server/vllm_api.py", "server/vllm_weights.py"}
-
-
 def test_what_is_at_fault_in_a_prompt_that_is_too_long_has_the_names_we_know() -> None:
     from vllm.renderers import params
 
