@@ -15,6 +15,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -283,7 +284,7 @@ def start(folder: Path, *settings: str) -> LyingServer:
         f"server.port={port}",
     ]
     with (folder / "log").open("wb") as log:
-        env = os.environ | {FILE: str(folder / "lie"), "HOCKET_SERVER_PID": str(os.getpid())}
+        env = os.environ | {FILE: str(folder / "lie")}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
     server = LyingServer(folder, f"http://127.0.0.1:{port}", process)
 
@@ -302,10 +303,10 @@ def start(folder: Path, *settings: str) -> LyingServer:
 def serve(arguments: Sequence[str]) -> None:
     """Serves, and lies."""
     from hocket import config as configs
-    from hocket.server import vllm_api
+    from hocket.processes import die_with_parent
     from hocket.server.main import serve
 
-    vllm_api.die_with_server()  # with the process that started this one
+    die_with_parent(os.getppid(), signal.SIGKILL)
     lie()
     serve(configs.load(None, list(arguments)))
 

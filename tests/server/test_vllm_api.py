@@ -8,7 +8,7 @@ import json
 import math
 import multiprocessing
 import os
-import threading
+import signal
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,13 +158,16 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     )
 
 
+TIED: list[Any] = []
+"""(process, signal) that this process was tied to."""
+
+
 class FakeCore:
     """What vLLM runs in the engine's process."""
 
     @staticmethod
     def run_engine_core(*, answer: Any, dp_rank: int) -> None:
-        tied = any(thread.name == "die_with_server" for thread in threading.enumerate())
-        answer.send((dp_rank, os.getpgid(0) == os.getpid(), tied))
+        answer.send((dp_rank, os.getpgid(0) == os.getpid(), [(os.getppid(), signal.SIGKILL)] == TIED))
 
 
 class FakeLLM:
@@ -184,6 +187,7 @@ class FakeLLM:
 
 
 def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_api, "die_with_parent", lambda *what: TIED.append(what))
     monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", Mock())
     monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", FakeLLM)
     monkeypatch.setattr("vllm.v1.engine.core.EngineCoreProc", FakeCore)
@@ -340,7 +344,7 @@ def test_what_ends_the_engine_s_process_is_kept_for_the_server(
     def fail() -> None:
         raise RuntimeError("Unsupported CPU attention configuration\nand more")
 
-    for name in ("die_with_server", "allow_amx", "os.setpgid"):
+    for name in ("die_with_parent_process", "allow_amx", "os.setpgid"):
         monkeypatch.setattr(f"hocket.server.vllm_api.{name}", lambda *_: None)
     monkeypatch.setattr(EngineCoreProc, "vllm_run_engine_core", fail, raising=False)
     llm = SimpleNamespace(last_words=tmp_path / "words")

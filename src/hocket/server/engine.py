@@ -83,9 +83,10 @@ class Engine:
         self._max_rank = 0 if lora is None else int(lora.max_lora_rank)
         self._status: Status = "loading"
         self._failure: ErrorBody | None = None
-        self._held: tuple[str, ReloadResponse] | None = None  # where a version came from, and the answer to it
+        first = ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self._session)
+        # Where the weights came from, and the answer to that; None where the model holds no version whole.
+        self._held: tuple[str, ReloadResponse] | None = ("", first)
         self._asleep: tuple[Memory, ...] = ()
-        self._has_weights = True
         self._group: str | None = None
         self._joining: str | None = None  # the group that the workers are joining
         self._copy = versions.PatchedCopy()
@@ -236,7 +237,7 @@ class Engine:
             self._status = "updating"
             self._base_replaced |= adapter is None
             loaded = await self._load(request, call, arguments, checksum)
-            self._has_weights, self.version = True, request.version
+            self.version = request.version
             self.require_ready(admits=CURABLE)  # it may be shutting down
             self._status, self._failure = "ready", None
             seconds = time.perf_counter() - start
@@ -262,7 +263,7 @@ class Engine:
                 # Nothing runs any more; any other mode than keep would end paused requests.
                 await self._move(self.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
-                    self._has_weights, self._held, self._base_replaced = False, None, True
+                    self._held, self._base_replaced = None, True
             return SleepResponse(asleep=list(self._asleep), session=self._session)
 
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
@@ -272,7 +273,7 @@ class Engine:
             self.require_ready(admits=CURABLE)
             waking = [part for part in PARTS if part in request.tags and part in self._asleep]
             left = tuple(part for part in self._asleep if part not in waking)
-            if waking and not left and not self._has_weights:
+            if waking and not left and self._held is None:
                 hint = 'POST /wake_up {"tags": ["weights"]}, then /reload_weights, then wake up the rest'
                 raise ApiError(409, "no_weights", "the engine dropped its weights when it fell asleep", hint)
             if waking:
@@ -379,7 +380,7 @@ class Engine:
                 self._status = "ready"
                 await self._resume()
                 raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
-            self._held, self._has_weights = None, False
+            self._held = None
             await asyncio.to_thread(self._copy.discard)  # it may be what was wrong
             if self.llm.errored:
                 message = f"the engine's process ended while it loaded version {request.version}"

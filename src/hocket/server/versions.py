@@ -20,6 +20,9 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Precisions that weights can have: safetensors' names and torch's."""
 UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in old checkpoints of any architecture that transformers ignores."""
+_NAME = re.compile(
+    r"[^./\\\0][^/\\\0]*(/[^./\\\0][^/\\\0]*)*"
+)  # no dot first: versions being written or removed have one
 OVERHEAD_BYTES = 64 << 20
 """Most bytes of a version besides its tensors: the manifest and the headers of its files."""
 REPUBLISH = "publish the version again, under a new name; the old weights keep serving"
@@ -100,12 +103,10 @@ def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
 def find(root: Path, name: str) -> Path:
     """Return the complete version called `name`, a plain relative path, under `root`; raise ApiError for any other."""
     hint = "send the folder's name relative to the server's root, which /health tells"
-    parts = name.split("/")
-    # A leading dot marks versions that are being written or removed.
-    if "\\" in name or "\0" in name or any(part in ("", "..") or part.startswith(".") for part in parts):
+    if not _NAME.fullmatch(name):
         raise invalid(f"source.name: {name!r} is not the name of a version under the root", hint, code="bad_name")
     try:
-        folder = root.joinpath(*parts).resolve(strict=True)
+        folder = (root / name).resolve(strict=True)
     except (OSError, RuntimeError) as error:
         raise ApiError(404, "no_such_version", f"there is no {name!r} under {root}", hint) from error
     if not folder.is_relative_to(root):
