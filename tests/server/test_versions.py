@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hocket import delta, manifest
+from hocket.protocol import TensorLayout
 from hocket.server import versions
 from hocket.server.errors import ApiError
 
@@ -205,6 +206,18 @@ def test_a_bad_version_is_refused_with_the_reason(kit: Any, root: Path, shapes: 
     with pytest.raises(ApiError, match=said) as caught:
         verify(root / "v1", 1, shapes[False])
     assert (caught.value.status, caught.value.body.code) == (409, "bad_version")
+
+
+def test_buckets_of_another_model_and_those_with_a_copy_are_refused(shapes: Any) -> None:
+    def refusal(tied: bool, **change: list[int]) -> str:
+        layout = {name: list(shape) for name, shape in shapes[tied].shapes.items()} | change
+        items = [TensorLayout(name=name, dtype="float32", shape=shape) for name, shape in layout.items()]
+        with pytest.raises(ApiError) as caught:
+            versions.check_buckets([items[:3], items[3:]], shapes[tied])
+        return str(caught.value)
+
+    assert refusal(False, **{NAME: [3, 3]}) == f"tensor {NAME!r} has shape [3, 3], the model's is [64, 128]"
+    assert refusal(True) == "the model ties lm_head.weight"
 
 
 def publish_delta(kit: Any, root: Path) -> None:

@@ -22,7 +22,6 @@ from hocket import tokenizer
 from hocket.config import load
 from hocket.protocol import Completion, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api, vllm_weights
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
@@ -252,20 +251,10 @@ def test_sampling_reaches_vllm_unchanged() -> None:
     assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
 
 
-class Absent(Engine):
-    """An engine that must not be asked anything."""
-
-    def __init__(self) -> None:
-        self.model = "m"
-
-    def require_ready(self, **how: Any) -> None:
-        pass
-
-
 async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(kit: Any, model: str) -> None:
     args = vllm_api.engine_arguments(load(None, [f"model.path={model}"]))
     app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = kit.wrap(app, Absent(), token=kit.TOKEN)
+    door = kit.wrap(app, kit.idle_engine(), token=kit.TOKEN)
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
     ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/init_weight_group", "/sessions")}
