@@ -26,7 +26,9 @@ def test_the_metrics_of_importance_weights_by_hand() -> None:
     assert metrics["importance_capped"] == pytest.approx(1 / 3)
     assert metrics["logprob_gap"] == pytest.approx((math.log(4) + math.log(2)) / 3)
     assert metrics["mismatch_kl"] == pytest.approx((4 - 1 - math.log(4) + 0.5 - 1 + math.log(2)) / 3)
-    assert effective_sample_size(metrics) == pytest.approx(5.5**2 / (3 * (16 + 0.25 + 1)))
+    assert effective_sample_size(
+        float(metrics["importance_mean"]), float(metrics["importance_square"])
+    ) == pytest.approx(5.5**2 / (3 * (16 + 0.25 + 1)))
 
 
 # Each preset's loss and gradient on the batch above, worked by hand. The terms −min(rA, clip(r)A) under a clip of .2/.2
@@ -109,8 +111,6 @@ def test_a_kl_in_the_loss_is_added_where_tokens_are_trained_and_is_aggregated_li
     torch.testing.assert_close(logprobs.grad, 0.1 * torch.tensor([[0.5 / 4, -1 / 4], [2 / 2, 0.0]]))
     k3 = (math.exp(-0.5) - 0.5 + math.e - 2 + math.exp(-2) + 1) / 3
     assert output.metrics["kl"].item() == pytest.approx(k3)
-    with pytest.raises(ValueError, match="needs ref_logprobs_bt"):
-        policy_loss(logprobs, zeros - 1, zeros, mask, **known)  # type: ignore[arg-type]
 
 
 def test_the_entropy_is_rewarded_and_aggregated_like_the_loss() -> None:
@@ -123,8 +123,6 @@ def test_the_entropy_is_rewarded_and_aggregated_like_the_loss() -> None:
     output.loss.backward()
     torch.testing.assert_close(output.loss, torch.tensor(-0.01 * 7 / 2))
     torch.testing.assert_close(entropy.grad, torch.tensor([[-0.005, -0.005], [-0.005, 0.0]]))
-    with pytest.raises(ValueError, match="needs entropy_bt"):
-        policy_loss(logprobs, zeros, zeros, mask, **known)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass
@@ -286,8 +284,6 @@ def test_loss_and_gradient_equal_a_plain_implementation_however_sequences_are_pa
 def test_a_preset_takes_changes_and_the_runs_settings_become_the_losses_knobs() -> None:
     gspo = LossConfig.preset("gspo", clip_high=5e-4)
     assert (gspo.ratio, gspo.clip_low, gspo.clip_high, gspo.correction) == ("sequence", 3e-4, 5e-4, "none")
-    with pytest.raises(ValueError, match="needs constant_length"):
-        policy_loss(RATIO, RATIO, ADVANTAGES, MASK, config=LossConfig.preset("dr_grpo"), num_tokens=5, num_sequences=2)
     settings = config_module.load(None, ["algorithm.preset=dr_grpo"])
     assert settings.algorithm.loss(max_tokens=99) == LossConfig.preset("dr_grpo", constant_length=99)
     assert config_module.Config().algorithm.loss(max_tokens=9) == LossConfig(constant_length=9)

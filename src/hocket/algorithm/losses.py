@@ -58,12 +58,10 @@ def policy_loss(
     terms_bt = -weight_bt * _objective(ratio_bt, advantages_bt, logprobs_bt.where(mask_bt, 0.0), config)
     log_reference_bt = None if ref_logprobs_bt is None else masked_log_ratio(logprobs_bt, ref_logprobs_bt, mask_bt)
     if config.kl != "off" and config.kl_in == "loss":
-        if log_reference_bt is None:
-            raise ValueError(f"kl={config.kl} in the loss needs ref_logprobs_bt")
+        assert log_reference_bt is not None, "a KL in the loss needs ref_logprobs_bt"
         terms_bt = terms_bt + config.kl_coef * kl_penalty(log_reference_bt, config.kl)
     if config.entropy_coef:
-        if entropy_bt is None:
-            raise ValueError("entropy_coef needs entropy_bt")
+        assert entropy_bt is not None, "entropy_coef needs entropy_bt"
         terms_bt = terms_bt - config.entropy_coef * entropy_bt
     shares_bt = _shares(mask_bt.to(ratio_bt.dtype), sample_bt, config, max(num_tokens, 1), max(num_sequences, 1))
     metrics = policy_metrics(
@@ -87,8 +85,7 @@ def _objective(ratio_bt: Tensor, advantages_bt: Tensor, logprobs_bt: Tensor, con
         return ratio_bt * advantages_bt
     if config.clip == "cispo":
         return clipped_bt.detach() * advantages_bt * logprobs_bt
-    if config.clip != "ppo":
-        raise ValueError(f"clip={config.clip} has no objective here")
+    assert config.clip == "ppo", f"clip={config.clip} has no objective here"
     smaller_bt = torch.minimum(ratio_bt * advantages_bt, clipped_bt * advantages_bt)
     if config.dual_clip is None:
         return smaller_bt
@@ -103,6 +100,5 @@ def _shares(trained_bt: Tensor, sample_bt: Tensor, config: LossConfig, num_token
         return trained_bt / (sequence_sums(trained_bt, sample_bt).clamp(min=1).to(trained_bt.dtype) * num_sequences)
     if config.aggregate == "seq_mean_token_sum":
         return trained_bt / num_sequences
-    if config.constant_length is None:
-        raise ValueError("aggregate=constant needs constant_length, the longest completion")
+    assert config.constant_length is not None, "aggregate=constant needs constant_length, the longest completion"
     return trained_bt / (num_sequences * config.constant_length)
