@@ -2,9 +2,9 @@
 
 import asyncio
 import os
-import secrets
+import reprlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.batcher import Batcher
-from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig, read_settings
 from hocket.data.curriculum import bind
 from hocket.data.prompts import Renderer, load_prompts
@@ -25,14 +24,14 @@ from hocket.errors import ConfigError, SyncError
 from hocket.launch import Child, free_port, stop, variables
 from hocket.observe.console import Console
 from hocket.observe.metrics import SUSPICIOUS
-from hocket.observe.run_folder import RunFolder, lines_of
+from hocket.observe.run_folder import RunFolder, lines_of, trainer_id
 from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Play, collect
-from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
+from hocket.rollout.episode import Episode, Limits, TokenBudget, Transcript, single_turn
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
 from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
 from hocket.sync.bring_up import bring_up
@@ -42,7 +41,7 @@ from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.system import write_atomically
-from hocket.types import Prompt, Rollout, TokenSequence
+from hocket.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from hocket.loop import Run
@@ -50,78 +49,61 @@ if TYPE_CHECKING:
 
 PROOF_PROMPTS = 16
 NUM_SHOWN = 2  # prompts, at the start
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 600  # of a longer text, beginning and end
 
 
-def train(config: Config) -> None:
-    """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it."""
+def train(config: Config, *, dry_run: bool = False) -> None:
+    """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
+
+    With `dry_run`, only say what the run would use. Raise HocketError for the first fault.
+    """
     load_plugins(config.plugins)
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
-        asyncio.run(_make_room(config))
+        if not dry_run:
+            asyncio.run(_make_room(config))
         return Trainer(config).follow()
     with Console(config.observe.console, config.trainer.steps) as console, ExitStack() as stack:
+        if dry_run:
+            return _check(Parts(config, console), stack)
         saved = checkpoints.find(config, console.say)
         if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
             asyncio.run(_train(_run(config, saved, console, stack)))
             return console.finish(config.run_dir)
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
-            from hocket.trainer.trainer import Trainer
-
-            Trainer(config).close()
+            Parts(config, console).trainer(stack)
 
 
-def check(config: Config) -> None:
-    """Check what `train` would use, without a step: data, rewards, template, model, memory, and a server if one is up.
+def _check(parts: "Parts", stack: ExitStack) -> None:
+    """Say what a run would use: data, rewards, template, model, memory, and servers where they answer."""
+    config, say = parts.config, parts.console.say
+    scorer = stack.enter_context(RewardScorer(config.rewards))
+    stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
+    prompts = parts.prompts("train", config.data)
+    say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
+    parts.stream(prompts)
+    answer = Transcript(prompts[0].token_ids)
+    answer.text = prompts[0].answer or ""
+    rollout = Rollout(id="check", prompt=prompts[0], sequences=(answer.sequence(),), reward=0.0)
+    score = asyncio.run(scorer.score(rollout))
+    say(f"rewards of {_SHORT.repr(answer.text)} for {prompts[0].id}: {score.error or dict(score.parts)}")
+    trainer = parts.trainer(stack)
+    say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
 
-    Raises HocketError for the first fault.
-    """
-    load_plugins(config.plugins)
-    if int(os.environ.get("RANK", "0")) > 0:
-        from hocket.trainer.trainer import Trainer
-
-        return Trainer(config).follow()
-    with Console(config.observe.console, 0) as console, ExitStack() as stack:
-        scorer = stack.enter_context(RewardScorer(config.rewards))
-        stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
-        parts = Parts(config, console)
-        prompts = parts.prompts("train", config.data)
-        parts.stream(prompts)
-        console.say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
-        first = prompts[0]
-        answer = TokenSequence(
-            token_ids=first.token_ids,
-            mask=(False,) * len(first.token_ids),
-            logprobs=(0.0,) * len(first.token_ids),
-            text=first.answer or "",
-        )
-        score = asyncio.run(scorer.score(Rollout(id="check", prompt=first, sequences=(answer,), reward=0.0)))
-        console.say(f"rewards of {_shown(answer.text)} for {first.id}: {score.error or dict(score.parts)}")
-
-        from hocket.trainer.trainer import Trainer
-
-        trainer = stack.enter_context(Trainer(config))
-        console.say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
-
-        async def look() -> None:
-            async with _pool(config, on_wait=console.doing, say=console.say) as servers:
-                for member in servers.members:
-                    if not await member.server.answers():
-                        console.say(
-                            f"no server answers at {member.url} yet; start one with: python3 run.py serve CONFIG"
-                        )
-                        continue
+    async def look() -> None:
+        async with _pool(config) as servers:
+            for member in servers.members:
+                if await member.server.answers():
                     trainer.check_same_model(await member.server.health())
-                    console.say(f"server {member.url} has the same model and tokenizer")
+                    say(f"server {member.url} has the same model and tokenizer")
+                else:
+                    say(f"no server answers at {member.url} yet; start one with: python3 run.py serve CONFIG")
 
-        asyncio.run(look())
-        console.say("nothing stands in the way of a run" if score.error is None else "the rewards can't be computed")
-
-
-def _shown(text: str) -> str:
-    """Return a text as a line; of a long one, its beginning and end."""
-    return repr(text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}")
+    asyncio.run(look())
+    say("nothing stands in the way of a run" if score.error is None else "the rewards can't be computed")
 
 
 async def _train(run: "Run") -> None:
@@ -139,20 +121,17 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     scorer = stack.enter_context(RewardScorer(config.rewards))
     eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
     parts = Parts(config, console)
-    prompts = parts.prompts("train", config.data)
-    held_out = parts.held_out()
+    prompts, held_out = parts.prompts("train", config.data), parts.held_out()
     stream = parts.stream(prompts)
     folder = stack.enter_context(RunFolder(config))
-    asyncio.run(_make_room(config, on_wait=console.doing, say=console.say))
-    console.doing(f"loading {config.model.path} into the trainer")
-
+    tell: dict[str, Callable[..., None]] = {"on_wait": console.doing, "say": console.say}
+    asyncio.run(_make_room(config, **tell))
+    trainer = parts.trainer(stack)
     from hocket.algorithm.kl import KlController
     from hocket.algorithm.samples import shape
     from hocket.loop import Run
     from hocket.trainer.state import SavedTensors
-    from hocket.trainer.trainer import Trainer
 
-    trainer = stack.enter_context(Trainer(config))
     if saved is not None:
         trainer.restore(SavedTensors(saved.folder), saved.trainer)
     console.say(trainer.memory)
@@ -160,12 +139,10 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
     if not (saved or replay):
         folder.ledger(0, [{"num_prompts": len(prompts)}])
-    servers = (
-        ServerPool(()) if replay else _pool(config, _trainer_id(config.run_dir), on_wait=console.doing, say=console.say)
-    )
+    servers = ServerPool(()) if replay else _pool(config, trainer_id(config.run_dir), **tell)
     publisher = parts.publisher(trainer, servers, prompts)
     kl = KlController(config.algorithm)
-    kept: dict[str, Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
+    kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     if saved is not None:
         saved.restore(kept)
     play = parts.play(servers)
@@ -183,7 +160,9 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         kl=kl,
         folder=folder,
         console=console,
-        checkpoints=stack.enter_context(Checkpoints(config, trainer.state, kept, last=saved.step if saved else 0)),
+        checkpoints=stack.enter_context(
+            checkpoints.Checkpoints(config, trainer.state, kept, last=saved.step if saved else 0)
+        ),
     )
 
 
@@ -264,6 +243,13 @@ class Parts:
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.longest = tokenizers.longest_sequence(config.model, config.trainer)
 
+    def trainer(self, stack: ExitStack) -> "Trainer":
+        """Load the model into a trainer, which ends with the stack."""
+        from hocket.trainer.trainer import Trainer
+
+        self.console.doing(f"loading {self.config.model.path} into the trainer")
+        return stack.enter_context(Trainer(self.config))
+
     def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Sequence[Prompt]:
         """Return the prompts of a source that are short enough, and say how many were not."""
         made = self.environment()
@@ -277,9 +263,8 @@ class Parts:
             limit = min(longest, data.max_prompt_tokens or longest)
             self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
         for prompt in prompts[:NUM_SHOWN] if what == "train" else ():
-            self.console.say(
-                f"prompt {prompt.id}, as the model sees it: {_shown(self.tokenizer.decode(prompt.token_ids))}"
-            )
+            seen = _SHORT.repr(self.tokenizer.decode(prompt.token_ids))
+            self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
         if not prompts:
             advice = "lower rollout.max_tokens, or raise model.max_length and trainer.micro_batch_tokens"
             raise ConfigError(f"{what}: no prompt of {data.source} is short enough; {advice}")
@@ -288,9 +273,7 @@ class Parts:
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
         settings, template = self.config.eval, self.config.data.chat_template_kwargs
-        data = settings.data.model_copy(
-            update={} if settings.data.chat_template_kwargs else {"chat_template_kwargs": template}
-        )
+        data = settings.data.model_copy(update={"chat_template_kwargs": settings.data.chat_template_kwargs or template})
         return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts] if settings.num_prompts else ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
@@ -345,11 +328,10 @@ class Parts:
         versions = Versions(config.run_dir, trainer, config.sync)
         disk = DiskTransport(versions, config.sync_root, config.sync, say)
         transport: Transport = disk
-        trainer_turn: TrainerTurn = own_gpu
+        turn: TrainerTurn = own_gpu
         if config.launch.share_gpu:
-            keep = config.model.lora is not None
-            transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=keep)
-            trainer_turn = transport.trainer_turn
+            transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=config.model.lora is not None)
+            turn = transport.trainer_turn
         elif config.sync.backend == "nccl" and config.pipeline.replay is None:
             transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
         proof = Proof(
@@ -357,17 +339,11 @@ class Parts:
             trainer=trainer,
             rollout=config.rollout,
             sync=config.sync,
-            trainer_turn=trainer_turn,
+            trainer_turn=turn,
             say=say,
             alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
         )
-        publisher = Publisher(
-            versions=versions,
-            pool=servers,
-            transport=transport,
-            proof=proof,
-            trainer_turn=trainer_turn,
-        )
+        publisher = Publisher(versions=versions, pool=servers, transport=transport, proof=proof, trainer_turn=turn)
         servers.bring_up = partial(bring_up, publisher, trainer.check_same_model, say)
         return publisher
 
@@ -407,22 +383,9 @@ class Parts:
 async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
     """With launch.share_gpu, wait for the server and put it to sleep, on every rank before it takes the GPU."""
     if config.launch.share_gpu:
-        async with _pool(config, _trainer_id(config.run_dir), **tell) as servers:
+        async with _pool(config, trainer_id(config.run_dir), **tell) as servers:
             await servers.wait_up()
             await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
-
-
-def _trainer_id(run_dir: Path) -> str:
-    """Return the id by which servers know this run: it stays in the folder, so that a resumed run is the same."""
-    path = run_dir / "trainer_id"
-    if not path.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        made = path.with_name(f".{secrets.token_hex(8)}")
-        made.write_text(f"{run_dir.name[:64]}-{secrets.token_hex(4)}", encoding="utf-8")
-        with suppress(FileExistsError):  # another rank was faster
-            os.link(made, path)
-        made.unlink()
-    return path.read_text(encoding="utf-8")
 
 
 def _pool(config: Config, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:

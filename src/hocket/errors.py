@@ -8,6 +8,8 @@ _REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EROFS: "mount it writable",
     errno.EACCES: "give user {user} access to it (in Docker: HOCKET_USER)",
+    errno.ENOTDIR: "a file is in the way: move it, or name another folder",
+    errno.EEXIST: "a file is in the way: move it, or name another folder",
     errno.ENOENT: "something has removed a file or folder there",
 }
 

@@ -1,21 +1,20 @@
 """The run folder: records reach the disk at once and are taken back on resume; rollouts are read as written."""
 
 import contextlib
-import errno
 import importlib.util
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError
-from hocket.observe.run_folder import RunFolder, groups_of, lines_of, read_lines
+from hocket.observe.run_folder import RunFolder, groups_of, lines_of, read_lines, trainer_id
 from hocket.system import partial_of
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
@@ -73,17 +72,13 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     assert "12345678" not in (run / "config.yaml").read_text()
 
 
-def test_a_folder_that_can_not_be_written_is_refused_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "runs").write_text("no folder")
-    with pytest.raises(
-        ConfigError, match=r"can't write to run\.dir=.*is a file in the way\?; or choose another run\.dir"
-    ):
-        RunFolder(settings(tmp_path))
-    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
-    with pytest.raises(ConfigError, match=r"Permission denied; give user \d+ access to it \(in Docker: HOCKET_USER\)"):
-        RunFolder(settings(tmp_path))
+def test_a_run_has_one_id_on_all_its_ranks_and_after_a_restart_and_another_run_has_another(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    with ThreadPoolExecutor(8) as ranks:
+        ids = set(ranks.map(lambda _: trainer_id(folder), range(8)))
+    assert ids == {trainer_id(folder)}
+    assert [path.name for path in folder.iterdir()] == ["trainer_id"]
+    assert ids != {trainer_id(tmp_path / "others" / "mine")}
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "rollouts/step_000001.jsonl", "summary.json"])
@@ -163,7 +158,7 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
 
 def test_groups_come_back_as_they_were_and_the_sequences_of_an_agent_s_episode_stay_together() -> None:
     scores = (Score(total=0.1, parts={"math": 0.1}), Score(total=1.0))
-    others = (BASE, replace(BASE, turns=1, dialogue=(), text="other"))
+    others = (BASE, replace(BASE, turns=1, dialogue=(), text="half a surrogate pair: \ud800"))
     first = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=scores)
     second = Group(id="step 1/1", rollouts=(rollout("step 1/1", 0),), scores=(Score(total=-2.5),))
     lines = lines_of([first, second]).split("\n")[:-1]

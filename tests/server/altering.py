@@ -30,16 +30,15 @@ def altered(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def altering(load: Callable[..., Any]) -> Callable[..., Any]:
-    def altered_load(worker: Any, weights: Iterator[tuple[str, Any]], *rest: Any) -> None:
+    def altered_load(worker: Any, weights: Iterator[tuple[str, Any]], adapter: Any) -> None:
         stale = Path(os.environ["ALTER"]).read_text(encoding="utf-8").endswith(" stale")
         heads = patch.object(vllm_weights, "_packed_heads", lambda worker: [])
         with heads if stale else contextlib.nullcontext():
-            load(worker, altered(weights), *rest)
+            load(worker, altered(weights), adapter)
 
     return altered_load
 
 
 if __name__ == "__main__":
-    vllm_weights.reload_worker = altering(vllm_weights.reload_worker)
-    vllm_weights.load_adapter = altering(vllm_weights.load_adapter)
+    vllm_weights.load = altering(vllm_weights.load)
     run()

@@ -20,7 +20,7 @@ class FakeEngine(Engine):
     """Completes each job with its own index, last job first."""
 
     def __init__(self, reader: Sampler) -> None:
-        self.version, self.model = 3, "fake"
+        self.version, self.model, self.llm = 3, "fake", None
         self.reader = reader
         self.sampler: Any = self
         self.reason: ErrorBody | None = None
@@ -37,9 +37,6 @@ class FakeEngine(Engine):
 
     def check(self, request: SessionRequest) -> None:
         self.reader.check_sampling(request.sampling)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        assert not request_ids
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:
         for number, job in enumerate(reversed(jobs)):
@@ -95,61 +92,33 @@ async def test_wrong_method_and_unknown_path_have_our_error_form(http: httpx.Asy
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
-GOOD = {"prompts": [[5, 6]], "sampling": {"max_tokens": 4}}
-
-
-def sampling(**fields: Any) -> dict[str, Any]:
-    return {"prompts": [[5, 6]], "sampling": {"max_tokens": 4, **fields}}
-
-
-BAD_BODIES: dict[str, Any] = {
-    "empty list of prompts": {"prompts": []},
-    "empty text": {"prompts": [""]},
-    "empty token list": {"prompts": [[]]},
-    "prompt is a number": {"prompts": [5]},
-    "negative token id": {"prompts": [[-1]]},
-    "token id is true": {"prompts": [[True]]},
-    "token ids and messages mixed": {"prompts": [[5, {"role": "user", "content": "a"}]]},
-    "max_tokens 0": sampling(max_tokens=0),
-    "max_tokens huge": sampling(max_tokens=10**40),
-    "n 0": {**GOOD, "n": 0},
-    "temperature negative": sampling(temperature=-0.1),
-    "temperature too high": sampling(temperature=2.1),
-    "top_p 0": sampling(top_p=0),
-    "top_p above 1": sampling(top_p=1.1),
-    "top_k -2": sampling(top_k=-2),
-    "empty stop string": sampling(stop=[""]),
-    "stop is one string": sampling(stop="x"),
-    "stop id outside the vocabulary": sampling(stop_token_ids=[96]),
-    "seed negative": sampling(seed=-1),
-    "seed above 63 bits": sampling(seed=2**63),
-    "unknown sampling field": sampling(presence_penalty=1.0),
-    "max_tokens beside the prompts": {**GOOD, "max_tokens": 4},
-    "a hundred thousand unknown fields": {**GOOD, **{f"x{number}": 1 for number in range(100_000)}},
-    "unknown field": {**GOOD, "logprobs": 5},
-    "stream is a number": {**GOOD, "stream": 1},
-    "chat content of another type": {"prompts": [[{"role": "user", "content": 5}]]},
-    "a list": [GOOD],
-    "null": None,
-}
-BAD_BYTES = {
+SAMPLING = b'{"prompts": [[5]], "sampling": {%s}}'
+BAD = {
+    "prompt is a number": b'{"prompts": [5]}',
+    "token id is true": b'{"prompts": [[true]]}',
+    "token ids and messages mixed": b'{"prompts": [[5, {"role": "user", "content": "a"}]]}',
+    "max_tokens huge": SAMPLING % b'"max_tokens": 1%s' % (b"0" * 40),
+    "temperature too high": SAMPLING % b'"temperature": 2.1',
+    "NaN temperature": SAMPLING % b'"temperature": NaN',
+    "temperature that overflows": SAMPLING % b'"temperature": 1e999',
+    "stop is one string": SAMPLING % b'"stop": "x"',
+    "unknown sampling field": SAMPLING % b'"presence_penalty": 1.0',
+    "many unknown fields": b'{"prompts": [[5]], %s"x": 1}' % b"".join(b'"x%d": 1,' % i for i in range(100_000)),
+    "a list": b"[]",
+    "null": b"null",
     "nothing": b"",
     "JSON cut off": b'{"prompts": [[5, 6',
-    "two objects": b'{"prompts": [[5]]} {}',
     "no UTF-8": b'{"prompts": ["\xff\xfe"]}',
     "half a surrogate pair": b'{"prompts": ["\\ud800"]}',
-    "NaN temperature": b'{"prompts": [[5]], "sampling": {"temperature": NaN}}',
-    "temperature that overflows": b'{"prompts": [[5]], "sampling": {"temperature": 1e999}}',
     "deep nesting": b'{"prompts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "integer of 5000 digits": b'{"prompts": [[' + b"9" * 5000 + b"]]}",
     "body over the limit": b'{"prompts": ["' + b"a" * (2 << 20) + b'"]}',
 }
 
 
-@pytest.mark.parametrize("kind", [*BAD_BODIES, *BAD_BYTES])
+@pytest.mark.parametrize("kind", BAD)
 async def test_a_bad_request_is_answered_with_a_reason(http: httpx.AsyncClient, kind: str) -> None:
-    content = BAD_BYTES[kind] if kind in BAD_BYTES else json.dumps(BAD_BODIES[kind]).encode()
-    response = await http.post("/generate", content=content)
+    response = await http.post("/generate", content=BAD[kind])
     assert response.status_code in (400, 413, 422), response.text
     error = response.json()["error"]
     assert (response.status_code == 400) is (error["code"] == "malformed_json")
@@ -173,26 +142,12 @@ async def test_a_sampling_parameter_in_the_wrong_place_is_told_the_right_one(htt
 
 
 RELOAD = {"version": 1, "source": {"kind": "disk", "name": "v1"}}
-GROUP = {"session": "g", "host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
 WRONG: list[tuple[str, Any]] = [
-    ("/sleep", {"level": 3}),
     ("/sleep", {"level": True}),
-    ("/sleep", {"in_flight": "wait"}),
-    ("/sleep", {"mode": "abort"}),
-    ("/wake_up", {"tags": []}),
     ("/wake_up", {"tags": ["scheduling"]}),
-    ("/reload_weights", "weights"),
     ("/reload_weights", {**RELOAD, "version": 0}),
-    ("/reload_weights", {**RELOAD, "version": True}),
-    ("/reload_weights", {**RELOAD, "source": {"kind": "disk"}}),
-    ("/reload_weights", {**RELOAD, "source": {"kind": "disk", "name": "v" * 513}}),
     ("/reload_weights", {**RELOAD, "source": {"kind": "pickle", "name": "v1"}}),
-    ("/reload_weights", {**RELOAD, "source": {"kind": "nccl", "session": "g", "turn": 1, "buckets": []}}),
-    ("/reload_weights", {**RELOAD, "source": {"kind": "nccl", "session": "g", "turn": 0, "buckets": [[]]}}),
-    ("/reload_weights", {**RELOAD, "in_flight": "forget"}),
-    ("/init_weight_group", {**GROUP, "port": 0}),
-    ("/init_weight_group", {**GROUP, "backend": "mpi"}),
-    ("/init_weight_group", {**GROUP, "timeout_s": 0.0}),
+    ("/init_weight_group", {"session": "g"}),
 ]
 
 
@@ -269,27 +224,3 @@ async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
         assert body == {"$ref": f"#/components/schemas/{model}Request"}
     assert {"SamplingParams", "DiskSource", "GenerateResponse"} <= schema["components"]["schemas"].keys()
     assert (await http.get("/docs")).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 200),
-        ({"host": "127.0.0.1:8000"}, 200),
-        ({"host": "[::1]:8000"}, 200),
-        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),  # its own /docs
-        ({"origin": "https://attacker.example"}, 403),
-        ({"host": "attacker.example", "origin": "http://attacker.example"}, 403),  # a name that leads to this machine
-        ({"host": "attacker.example"}, 403),
-        ({"host": "["}, 403),
-        ({"host": "[::1"}, 403),
-        ({"origin": "null"}, 403),
-    ],
-)
-async def test_a_page_of_somebody_else_can_not_use_a_server_without_a_token(
-    http: httpx.AsyncClient, headers: dict[str, str], status: int
-) -> None:
-    # A browser sends simple POSTs to any address, also that of this machine, without asking first.
-    response = await http.post("/generate", content='{"prompts": ["a"]}', headers=headers)
-    assert response.status_code == status
-    assert status == 200 or response.json()["error"]["code"] == "foreign_page"

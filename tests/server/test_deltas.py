@@ -104,40 +104,6 @@ async def test_several_deltas_end_where_a_full_version_would(servers: Any, varia
     assert len(copies(server)) == 1
 
 
-async def test_a_tampered_delta_fails_and_the_full_version_lands(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = servers("tied float32")
-    trainer, disk = make(server, "tampered", server.root)
-    first = server.next_version
-    server.next_version += 3
-    load = ServerClient.reload_weights
-    refused: list[ServerError] = []
-
-    async def tamper(http: ServerClient, request: Any, **rest: Any) -> ReloadResponse:
-        path = server.root / request.source.name / "delta.safetensors"
-        if path.exists() and not refused:
-            content = bytearray(path.read_bytes())
-            content[8 + int.from_bytes(content[:8], "little")] ^= 1  # the first byte behind the header: of the values
-            path.write_bytes(content)
-        try:
-            return await load(http, request, **rest)
-        except ServerError as error:
-            assert server.health()["status"] == "failed"  # until the full version comes
-            refused.append(error)
-            raise
-
-    monkeypatch.setattr(ServerClient, "reload_weights", tamper)
-    async with client(server) as http:
-        await disk.deliver(first, [http])
-        trainer.step(0.02)
-        delivery = await disk.deliver(first + 1, [http])
-        assert "are not those that were published" in str(refused[0])
-        assert_serves(server, trainer, delivery, first + 1)
-        trainer.step(0.02)
-        delivery = await disk.deliver(first + 2, [http])
-    assert len(refused) == 1
-    assert_serves(server, trainer, delivery, first + 2)
-
-
 async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restart(
     servers: Any, kit: Any, tmp_path: Path
 ) -> None:
@@ -172,10 +138,5 @@ async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restar
         folder = tmp_path / "large"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(bytes(80 << 20))
-        with pytest.raises(ServerError, match="more than a version can have") as caught:
+        with pytest.raises(ServerError, match="more than a version can have"):
             await http.upload(folder, "0123abcd-weights-v000009", timeout_s=60)
-        assert caught.value.status == 413
-    async with client(again, "not-the-token") as http:
-        with pytest.raises(ServerError) as caught:
-            await http.upload(folder, "0123abcd-weights-v000009", timeout_s=60)
-        assert caught.value.status == 401

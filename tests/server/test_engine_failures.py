@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from hocket import manifest
-from hocket.protocol import DiskSource, ReloadRequest, SleepRequest, WakeRequest
+from hocket.protocol import (
+    DiskSource,
+    GenerateRequest,
+    GroupRequest,
+    HeartbeatRequest,
+    ReloadRequest,
+    SamplingParams,
+    SessionRequest,
+    SleepRequest,
+    WakeRequest,
+)
 from hocket.server import worker
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
@@ -53,9 +63,9 @@ class FakeLLM:
         await self._do(method)
         await self.loading.wait()
         read = {name: item for _, specs in worker._read(Path(args[0])) for name, item in specs.items()}
-        good = {"value": {"checksum": manifest.total_checksum(read), "num_tensors": len(read)}}
-        if args[-1]:
-            good["value"]["different"] = self.failing.get("different", "").split()
+        different = self.failing.get("different", "").split() if args[-1] else []
+        checksum = manifest.total_checksum(read)
+        good = {"value": {"checksum": checksum, "num_tensors": len(read), "different": different}}
         return [good, {"error": self.failing["second worker"]} if "second worker" in self.failing else good]
 
 
@@ -65,35 +75,28 @@ def llm(kit: Any) -> FakeLLM:
 
 
 @pytest.fixture
-def sharing(kit: Any, llm: FakeLLM) -> Engine:
-    """An engine that may sleep."""
-    return kit.make_engine(llm, f"model.path={MODEL}", "launch.share_gpu=true", "sync.timeout_s=60")  # type: ignore[no-any-return]
-
-
-@pytest.fixture
 def engine(kit: Any, llm: FakeLLM, tmp_path: Path) -> Engine:
-    """An engine with a good version to load."""
+    """An engine that may sleep, with a good version to load."""
     from transformers import AutoModelForCausalLM
 
     kit.publish(AutoModelForCausalLM.from_pretrained(MODEL), tmp_path / "runs" / "v1", 1, drop=["lm_head.weight"])
-    return kit.make_engine(llm, f"model.path={MODEL}", f"run.dir={tmp_path}/runs/a", "sync.timeout_s=60")  # type: ignore[no-any-return]
+    settings = (f"model.path={MODEL}", f"run.dir={tmp_path}/runs/a", "sync.timeout_s=60", "launch.share_gpu=true")
+    return kit.make_engine(llm, *settings)  # type: ignore[no-any-return]
 
 
 def request(in_flight: Any = "keep", *, version: int = 1, compare: bool = False) -> ReloadRequest:
     return ReloadRequest(version=version, source=DiskSource(name="v1"), in_flight=in_flight, compare=compare)
 
 
-async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(
-    engine: Engine, sharing: Engine, llm: FakeLLM
-) -> None:
+async def test_requests_that_are_not_drained_in_time_go_on_with_the_old_weights(engine: Engine, llm: FakeLLM) -> None:
     llm.failing = {"wait": "too late"}
-    for call in (engine.reload(request("drain")), sharing.sleep(SleepRequest(in_flight="drain"))):
+    for call in (engine.reload(request("drain")), engine.sleep(SleepRequest(in_flight="drain"))):
         llm.calls.clear()
         with pytest.raises(ApiError, match="did not end within") as refused:
             await call
         assert (refused.value.status, refused.value.body.code) == (503, "busy")
         assert llm.calls == [("pause", "wait"), ("resume",)]  # no worker was asked for anything
-    assert (engine.health().status, engine.health().version, sharing.health().status) == ("ready", 0, "ready")
+    assert (engine.health().status, engine.health().version) == ("ready", 0)
 
 
 async def test_an_engine_that_does_not_go_on_after_a_drain_ends_its_requests_and_says_what_brings_it_back(
@@ -211,13 +214,17 @@ async def test_a_load_that_ends_while_the_server_stops_does_not_bring_it_back(en
 
 
 async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_up_in_two_parts(
-    sharing: Engine, llm: FakeLLM
+    engine: Engine, llm: FakeLLM, kit: Any
 ) -> None:
-    await sharing.sleep(SleepRequest(level=1, in_flight="drain"))
-    await sharing.wake_up(WakeRequest(tags=["kv_cache", "weights"]))
-    await sharing.sleep(SleepRequest(level=1))
-    await sharing.wake_up(WakeRequest(tags=["weights"]))
-    await sharing.sleep(SleepRequest(level=2))  # half awake: it is paused already
+    both, cache = WakeRequest(tags=["kv_cache", "weights"]), ["kv_cache"]
+    for _ in range(2):  # twice is as once
+        assert (await engine.sleep(SleepRequest(level=1, in_flight="drain"))).asleep == ["weights", *cache]
+    for _ in range(2):
+        assert (await engine.wake_up(both)).asleep == []
+    await engine.sleep(SleepRequest(level=1))
+    for _ in range(2):
+        assert (await engine.wake_up(WakeRequest(tags=["weights"]))).asleep == cache
+    await engine.sleep(SleepRequest(level=2))  # half awake: it is paused already
     assert llm.calls == [
         ("pause", "wait"),
         ("sleep", 1, "keep"),
@@ -227,6 +234,30 @@ async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_
         ("wake", "weights"),
         ("sleep", 2, "keep"),
     ]
+    unshared = kit.make_engine(llm, f"model.path={MODEL}")
+    with pytest.raises(ApiError, match="not started to share its GPU"):
+        await unshared.sleep(SleepRequest())
+    assert (await unshared.wake_up(both)).asleep == []
+
+
+async def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_generating(
+    engine: Engine, llm: FakeLLM
+) -> None:
+    await engine.sleep(SleepRequest(level=1))
+    with pytest.raises(ApiError, match="weights are off the GPU"):
+        await engine.reload(request())
+    await engine.wake_up(WakeRequest(tags=["weights"]))
+    llm.failing = {"second worker": "no room"}
+    with pytest.raises(ApiError, match="no room"):
+        await engine.reload(request())
+    with pytest.raises(ApiError, match="dropped its weights") as refused:
+        await engine.wake_up(WakeRequest())
+    assert (refused.value.status, engine.health().status) == (409, "failed")
+    llm.failing = {}
+    await engine.reload(request())
+    assert engine.health().status == "asleep"
+    assert ("resume",) not in llm.calls
+    assert (await engine.wake_up(WakeRequest())).asleep == []
 
 
 @pytest.mark.parametrize(
@@ -234,23 +265,56 @@ async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_
     [("too late", r"not done after sync\.timeout_s=60"), ("CUDA out of memory\nTrace", "of memory$")],
 )
 async def test_an_engine_that_cannot_come_back_to_the_gpu_has_failed_and_says_so(
-    sharing: Engine, llm: FakeLLM, failure: str, cause: str
+    engine: Engine, llm: FakeLLM, failure: str, cause: str
 ) -> None:
-    await sharing.sleep(SleepRequest(level=1))
+    await engine.sleep(SleepRequest(level=1))
     llm.failing = {"wake": failure}
     for _ in range(2):  # and nothing brings it back
         with pytest.raises(ApiError, match=cause) as refused:
-            await sharing.wake_up(WakeRequest())
+            await engine.wake_up(WakeRequest())
         assert refused.value.body.code == "sleep_failed"
     assert "gpu_memory_utilization" in refused.value.body.hint
-    health = sharing.health()
+    health = engine.health()
     assert (health.status, health.error) == ("failed", refused.value.body)
 
 
-async def test_an_engine_that_dies_asleep_is_dead(sharing: Engine, llm: FakeLLM) -> None:
-    await sharing.sleep(SleepRequest(level=1))
-    assert sharing.health().status == "asleep"
+async def test_an_engine_that_dies_asleep_is_dead(engine: Engine, llm: FakeLLM) -> None:
+    await engine.sleep(SleepRequest(level=1))
+    assert engine.health().status == "asleep"
     llm.errored = True
-    assert sharing.health().status == "failed"
+    assert engine.health().status == "failed"
     with pytest.raises(ApiError, match="the engine's process ended"):
-        sharing.require_ready(admits={"asleep"})
+        engine.require_ready(admits={"asleep"})
+
+
+async def test_an_engine_works_for_one_trainer_and_for_those_who_are_none(engine: Engine, llm: FakeLLM) -> None:
+    sampling, group = SamplingParams(), {"host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None}
+    session = {"sampling": sampling, "max_length": 9, "max_calls": 1, "idle_timeout_s": 9.0}
+
+    def calls(trainer: str | None) -> list[Any]:
+        async def check() -> None:
+            engine.check(SessionRequest(trainer=trainer, **session))
+
+        async def heartbeat() -> None:
+            engine.heartbeat(HeartbeatRequest(trainer=trainer or "none"))
+
+        return [
+            engine.read(GenerateRequest(trainer=trainer, prompts=[[5]]).model_dump_json().encode()),
+            check(),
+            engine.join_group(GroupRequest(trainer=trainer, session="g", timeout_s=1.0, **group)),
+            engine.reload(request().model_copy(update={"trainer": trainer})),
+            engine.sleep(SleepRequest(trainer=trainer)),
+            engine.wake_up(WakeRequest(trainer=trainer)),
+            heartbeat(),
+        ]
+
+    engine.heartbeat(HeartbeatRequest(trainer="first"))
+    refused = await asyncio.gather(*calls("second"), return_exceptions=True)
+    assert [error.body.code for error in refused] == ["other_trainer"] * 7
+    assert llm.calls == []
+    engine.heartbeat(HeartbeatRequest(trainer="second", take_over=True))
+    with pytest.raises(ApiError, match="works for trainer second"):
+        await engine.reload(request().model_copy(update={"trainer": "first"}))
+    engine.heartbeat(HeartbeatRequest(trainer="second", leaving=True))
+    for trainer in (None, "first"):
+        assert (await engine.reload(request().model_copy(update={"trainer": trainer}))).version == 1

@@ -1,7 +1,6 @@
 """New weights in a running server: right to the last tensor, or refused with the old ones serving on."""
 
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -77,15 +76,6 @@ def test_a_version_already_held_is_answered_at_once(server: Any, kit: Any) -> No
     assert answer["checksum"] == checksum != first["checksum"]
     assert_serves(server, other, server.model)
     server.model = other
-
-
-def test_simultaneous_reloads_of_one_version_load_it_once(server: Any, kit: Any) -> None:
-    server.model, version = kit.make_model(tied=True, seed=23), server.new_version()
-    kit.publish(server.model, server.root / f"v{version:06d}", version)
-    with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(lambda _: server.reload(version, f"v{version:06d}").json(), range(4)))
-    assert all(answer == answers[0] for answer in answers)
-    assert max(server.gaps()) < 1e-4
 
 
 def test_a_version_that_is_refused_leaves_the_old_weights_serving(server: Any, kit: Any) -> None:

@@ -1,4 +1,4 @@
-"""The door in front of every route, without an engine."""
+"""The guard in front of every route, without an engine."""
 
 import asyncio
 from typing import Any
@@ -12,49 +12,40 @@ from starlette.routing import Route
 
 from hocket.protocol import ErrorResponse
 from hocket.server.errors import ApiError
-from hocket.server.middleware import AnswerErrors, LimitBody, RefuseWhenFailed, RequireToken
+from hocket.server.middleware import Guard
 
 TOKEN = "correct-horse"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 async def echo(request: Request) -> PlainTextResponse:
     return PlainTextResponse(str(len(await request.body())))
 
 
-def no_keys(path: str, key: bytes) -> bool:
-    return False
-
-
-def client(app: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(AnswerErrors(app)), base_url="http://test")
-
-
-@pytest.fixture
-def app() -> Starlette:
+def guard(**how: Any) -> Guard:
+    """An app that answers with the length of any body, behind the guard."""
     methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"]
-    return Starlette(routes=[Route("/{path:path}", echo, methods=methods)])
+    app = Starlette(routes=[Route("/{path:path}", echo, methods=methods)])
+    rest: dict[str, Any] = {"host": "test", "token": TOKEN, "admits": lambda path, key: False}
+    return Guard(app, **(rest | {"require_ready": lambda: None} | how))
 
 
-async def test_without_the_token_only_get_health_answers(app: Starlette) -> None:
-    async with client(RequireToken(app, TOKEN, no_keys)) as http:
-        assert (await http.get("/health")).status_code == 200
-        assert (await http.post("/health")).status_code == 401
-        for path in ("/generate", "/v1/models", "/docs", "/", "//health", "/health/", "/HEALTH"):
-            for method in ("GET", "POST", "OPTIONS", "HEAD", "DELETE"):
-                assert (await http.request(method, path)).status_code == 401, (method, path)
+def client(guard: Guard, **headers: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://test", headers=headers)
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        *(([header], 200) for header in (f"Bearer {TOKEN}", f"bearer {TOKEN}", f"BEARER {TOKEN}")),
+        *(([header], 200) for header in (f"Bearer {TOKEN}", f"bearer {TOKEN}")),
         *(([header], 401) for header in ("Bearer wrong", "Bearer", "", f"Basic {TOKEN}", f"Bearer {TOKEN} ", TOKEN)),
         *(([header], 401) for header in (f"Bearer  {TOKEN}", f"Bearer {TOKEN}x")),
         ([f"Bearer {TOKEN}", "Bearer wrong-token"], 401),
+        ([], 401),
     ],
 )
-async def test_only_the_exact_token_passes(app: Starlette, headers: list[str], status: int) -> None:
-    async with client(RequireToken(app, TOKEN, no_keys)) as http:
+async def test_only_the_exact_token_passes(headers: list[str], status: int) -> None:
+    async with client(guard()) as http:
         response = await http.get("/v1/models", headers=[("Authorization", header) for header in headers])
     assert response.status_code == status
     if status == 401:
@@ -62,8 +53,15 @@ async def test_only_the_exact_token_passes(app: Starlette, headers: list[str], s
         assert TOKEN not in response.text
 
 
-async def run(app: Any, scope: Any, message: Any) -> list[Any]:
-    """Returns what an app sends that receives the same message again and again, or waits for ever for None."""
+async def test_without_the_token_only_get_health_answers() -> None:
+    async with client(guard()) as http:
+        assert (await http.get("/health")).status_code == 200
+        for method, path in (("POST", "/health"), ("GET", "//health"), ("GET", "/health/"), ("HEAD", "/health")):
+            assert (await http.request(method, path)).status_code == 401, (method, path)
+
+
+async def run(guard: Guard, scope: Any, message: Any) -> list[Any]:
+    """Returns what a guard sends that receives the same message again and again, or waits for ever for None."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -72,44 +70,60 @@ async def run(app: Any, scope: Any, message: Any) -> list[Any]:
     async def receive() -> Any:
         return message or await asyncio.Event().wait()
 
-    await AnswerErrors(app)({"type": "http", "method": "POST", "path": "/x", "headers": []} | scope, receive, send)
+    headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+    await guard({"type": "http", "method": "POST", "path": "/x", "headers": headers} | scope, receive, send)
     return sent
 
 
-async def test_a_websocket_without_the_token_is_closed(app: Starlette) -> None:
-    sent = await run(RequireToken(app, TOKEN, no_keys), {"type": "websocket"}, {"type": "websocket.connect"})
+async def test_a_websocket_without_the_token_is_closed() -> None:
+    sent = await run(guard(), {"type": "websocket", "headers": []}, {"type": "websocket.connect"})
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-async def test_a_body_of_exactly_the_limit_passes_and_one_byte_more_does_not(app: Starlette) -> None:
-    async with client(LimitBody(app, 1000)) as http:
+async def test_a_body_is_read_up_to_the_limit_whatever_content_length_says_and_must_end() -> None:
+    async with client(guard(max_body_bytes=1000), **BEARER) as http:
         assert (await http.post("/x", content=b"a" * 1000)).text == "1000"
         refused = await http.post("/x", content=b"a" * 1001)
-    assert refused.status_code == 413
-    assert ErrorResponse.model_validate(refused.json()).error.code == "body_too_large"
-
-
-async def test_the_limit_holds_while_reading_whatever_content_length_says_and_a_body_must_end(app: Starlette) -> None:
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
     endless = {"type": "http.request", "body": b"a" * 100, "more_body": True}
-    sent = await run(LimitBody(app, 1000), {"headers": [(b"content-length", b"5")]}, endless)
-    assert sent[0]["status"] == 413
-    sent = await run(LimitBody(app, 1000, timeout_s=0.05), {}, None)
-    assert sent[0]["status"] == 408
+    assert (await run(guard(max_body_bytes=1000), {}, endless))[0]["status"] == 413
+    assert (await run(guard(body_timeout_s=0.05), {}, None))[0]["status"] == 408
+    assert await run(guard(), {}, {"type": "http.disconnect"}) == []
 
 
-async def test_after_a_failure_only_the_routes_that_help_answer(app: Starlette) -> None:
-    reason: ApiError | None = None
-
+async def test_after_a_failure_only_the_routes_that_help_answer() -> None:
     def require_ready() -> None:
-        if reason is not None:
-            raise reason
+        raise ApiError(503, "reload_failed", "half loaded", "reload")
 
-    async with client(RefuseWhenFailed(app, require_ready)) as http:
-        assert (await http.post("/generate")).status_code == 200
-        reason = ApiError(503, "reload_failed", "half loaded", "reload")
+    async with client(guard(require_ready=require_ready), **BEARER) as http:
         for path in ("/generate", "/v1/chat/completions", "/tokenize", "/sessions", "/sessions/x/v1/completions"):
             refused = await http.post(path)
             assert refused.status_code == 503
             assert refused.json()["error"] == {"code": "reload_failed", "message": "half loaded", "hint": "reload"}
         for path in ("/health", "/reload_weights", "/metrics", "/sessions/x"):
             assert (await http.post(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "127.0.0.1:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),  # its own /docs
+        ({"origin": "https://attacker.example"}, 403),
+        ({"host": "attacker.example", "origin": "http://attacker.example"}, 403),  # a name that leads to this machine
+        ({"host": "attacker.example"}, 403),
+        ({"host": "["}, 403),
+        ({"host": "[::1"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+async def test_a_page_of_somebody_else_can_not_use_a_server_without_a_token(
+    headers: dict[str, str], status: int
+) -> None:
+    # A browser sends simple POSTs to any address, also that of this machine, without asking first.
+    async with client(guard(token=None)) as http:
+        response = await http.post("/generate", content="{}", headers=headers)
+    assert response.status_code == status
+    assert status == 200 or response.json()["error"]["code"] == "foreign_page"

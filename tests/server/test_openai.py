@@ -8,19 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from hocket.server.engine import Engine
-
 MESSAGE = {"role": "user", "content": "hi"}
-
-
-class Idle(Engine):
-    """An engine that is not asked anything."""
-
-    def __init__(self) -> None:
-        self.model = "m"
-
-    def require_ready(self, **how: Any) -> None:
-        pass
 
 
 @pytest.fixture
@@ -35,7 +23,7 @@ async def http(kit: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
         return len(body)
 
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(kit.wrap(app, Idle())), base_url="http://localhost"
+        transport=httpx.ASGITransport(kit.wrap(app, kit.idle_engine())), base_url="http://localhost"
     ) as c:
         yield c
 
@@ -63,7 +51,6 @@ async def test_good_bodies_and_those_of_whom_vllm_knows_what_is_wrong_pass(http:
 BAD: dict[str, tuple[bytes, int]] = {
     "a hundred thousand wrong messages": (b'{"messages": [' + b"1," * 100_000 + b"1]}", 422),
     "as many hidden in messages": (b'{"messages": [{"content": [' + b"{}," * 100_000 + b"1]}]}", 422),
-    "a prompt of fractions": (b'{"prompt": [-1.5, -1.5]}', 422),
     "a prompt of negative ids": (b'{"prompt": [[5], [-1]]}', 422),
     "too many prompts": (b'{"prompt": [' + b'"a",' * 1024 + b'"a"]}', 422),
     "too many completions": (b'{"prompt": "a", "n": 10000}', 422),
@@ -81,10 +68,8 @@ BAD: dict[str, tuple[bytes, int]] = {
 @pytest.mark.parametrize("kind", BAD)
 async def test_bodies_that_would_hurt_are_refused_in_our_form(http: httpx.AsyncClient, kind: str) -> None:
     content, status = BAD[kind]
-    for path in ("/v1/completions", "/sessions/x/v1/completions"):
+    for path in ("/v1/completions", *(["/sessions/x/v1/completions"] if "stumble" not in kind else [])):
         answer = await http.post(path, content=content)
-        if "stumble" in kind and path.startswith("/sessions"):
-            continue  # there is no such session
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert all(isinstance(error[key], str) and error[key] for key in ("code", "message", "hint"))

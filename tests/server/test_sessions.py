@@ -14,8 +14,7 @@ from fastapi.responses import JSONResponse
 from hocket.protocol import AgentRecord, SamplingParams, SessionRequest
 from hocket.server import sessions as module
 from hocket.server.errors import ApiError
-from hocket.server.middleware import AnswerErrors
-from hocket.server.openai import ReadBodies
+from hocket.server.middleware import Guard
 from hocket.server.sessions import CURRENT, OpenSessions, RouteSessions
 
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
@@ -66,22 +65,6 @@ def test_a_session_says_whether_a_limit_has_cut_it_off(length: int) -> None:
     assert session.record().cut_off
 
 
-def test_only_a_call_that_ended_well_has_a_completion() -> None:
-    session = OpenSessions().open(REQUEST)
-    good, broken = session.begin([1], 4), session.begin([2], 4)
-    with session.serving(good), session.serving(broken):
-        assert set(session.running) == {good.request_id, broken.request_id}
-        for call in (good, broken):
-            call.token_ids, call.logprobs, call.text = [7, 8, 9], [-0.5, -0.25, -1.0], "xyz"
-        good.finish_reason, good.versions = "stop", ((4, 0, 3),)
-    assert session.running == []
-    completion = good.recorded().completion
-    assert completion is not None
-    assert (completion.token_ids, completion.logprobs, completion.text) == ((7, 8, 9), (-0.5, -0.25, -1.0), "xyz")
-    assert (completion.finish_reason, completion.versions) == ("stop", ((4, 0, 3),))
-    assert broken.recorded().completion is None
-
-
 def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
@@ -117,7 +100,9 @@ async def door() -> Any:
             return JSONResponse({"error": {"message": "as vLLM says it", "param": param}}, status_code=400)
         return {"route": route, "body": body, "session": None if session is None else session.id}
 
-    transport = httpx.ASGITransport(AnswerErrors(ReadBodies(RouteSessions(app, store, "the model"))))
+    sessions = RouteSessions(app, store, "the model")
+    door = Guard(sessions, host="", token=None, admits=store.admits, require_ready=lambda: None)
+    transport = httpx.ASGITransport(door)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client, store
 

@@ -43,17 +43,9 @@ async def test_a_version_appears_when_its_marker_has_come_and_is_there_once(tmp_
     assert os.listdir(folder.parent) == [NAME]
 
 
-NO_VERSIONS = [
-    "0123abcd-weights-v00000१",
-    "..",
-    "v000001",
-    "0123abcd-v000001",
-    f".{NAME}.partial",
-    f"{NAME}/..",
-    f"{NAME}\n",
-]
-NO_FILES = ["../a.safetensors", ".safetensors", ".a.safetensors", "a/a.safetensors", "a\\a.safetensors", "config.json"]
-NO_FILES += ["a.safetensors\0", "model.bin", "", "x" * 200 + ".safetensors", "é.safetensors"]
+NO_VERSIONS = ["0123abcd-weights-v00000१", "..", "0123abcd-v000001", f".{NAME}.partial", f"{NAME}/..", f"{NAME}\n"]
+NO_FILES = ["../a.safetensors", ".a.safetensors", "a/a.safetensors", "a\\a.safetensors", "config.json"]
+NO_FILES += ["a.safetensors\0", "", "x" * 200 + ".safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -66,18 +58,8 @@ async def test_names_that_no_version_or_file_has_are_refused(tmp_path: Path, nam
     assert not (tmp_path / "root").exists()
 
 
-async def test_all_files_of_a_version_together_are_bounded(tmp_path: Path) -> None:
-    uploads = Uploads(tmp_path)
-    await send(uploads, NAME, "a.safetensors", b"x" * 60)
-    await send(uploads, NAME, "a.safetensors", b"x" * 60)  # again: it is not counted twice
-    await send(uploads, NAME, "b.safetensors", b"x" * 40)
-    with pytest.raises(ApiError, match="more than a version can have"):
-        await send(uploads, NAME, "manifest.json", b"x")
-    await send(uploads, "0123abcd-weights-v000008", "a.safetensors", b"x" * 100)
-
-
-async def test_too_much_is_noticed_while_it_comes(tmp_path: Path) -> None:
-    read = 0
+async def test_all_files_of_a_version_together_are_bounded_which_is_noticed_while_they_come(tmp_path: Path) -> None:
+    uploads, read = Uploads(tmp_path), 0
 
     async def endless() -> AsyncIterator[bytes]:
         nonlocal read
@@ -85,9 +67,12 @@ async def test_too_much_is_noticed_while_it_comes(tmp_path: Path) -> None:
             read += 10
             yield b"x" * 10
 
+    for _ in range(2):  # again: it is not counted twice
+        await send(uploads, NAME, "a.safetensors", b"x" * 60)
     with pytest.raises(ApiError, match="more than a version can have"):
-        await Uploads(tmp_path).receive(NAME, "model.safetensors", endless(), 100)
-    assert read == 110
+        await uploads.receive(NAME, "b.safetensors", endless(), 100)
+    assert read == 50
+    await send(uploads, "0123abcd-weights-v000008", "a.safetensors", b"x" * 100)
 
 
 async def test_a_sender_that_falls_silent_is_given_up(tmp_path: Path) -> None:
@@ -153,22 +138,17 @@ async def test_the_route_takes_more_than_other_bodies_may_have_but_only_with_the
     http: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     path, body = f"/upload/{NAME}/model.safetensors", b"x" * (2 << 20)
+    root = tmp_path / FOLDER
     assert (await http.put(path, content=body)).status_code == 401
-    assert not (tmp_path / FOLDER).exists()
+    assert not root.exists()
     http.headers["Authorization"] = f"Bearer {TOKEN}"
     answer = await http.put(path, content=body)
     assert (answer.status_code, answer.json()) == (200, {"kind": "disk", "name": f"{FOLDER}/{NAME}"})
     assert (await http.put(path, content=body * 2)).status_code == 413
     assert (await http.put("/generate", content=body)).status_code == 413
-
-
-@pytest.mark.parametrize(
-    "path", ["/upload/../model.safetensors", "/upload/%2e%2e/a.safetensors", f"/upload/{NAME}/..%2fa.safetensors"]
-)
-async def test_no_path_leads_out_of_the_folder(http: httpx.AsyncClient, tmp_path: Path, path: str) -> None:
-    http.headers["Authorization"] = f"Bearer {TOKEN}"
-    assert (await http.put(path, content=b"x")).status_code in (404, 422, 503)
-    assert list(tmp_path.rglob("*.safetensors")) == []
+    for leads_out in ("/upload/../model.safetensors", f"/upload/{NAME}/..%2fa.safetensors", "/upload/%2e%2e/a"):
+        assert (await http.put(leads_out, content=b"x")).status_code in (404, 422, 503)
+    assert [path.parent.parent for path in tmp_path.rglob("*.safetensors")] in ([], [root])
 
 
 async def test_files_that_come_at_the_same_time_share_the_room_of_their_version(tmp_path: Path) -> None:

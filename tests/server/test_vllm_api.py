@@ -1,12 +1,14 @@
 """The contract with vLLM: every name that our two files of vLLM use, and the token in front of every route."""
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
+import math
 import multiprocessing
 import os
-import threading
+import signal
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +20,8 @@ import pytest
 
 from hocket import tokenizer
 from hocket.config import load
-from hocket.protocol import SamplingParams, SessionRequest, Toolbox
+from hocket.protocol import Completion, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api, vllm_weights
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
@@ -129,17 +130,6 @@ def test_calls_take_the_arguments_we_give() -> None:
     assert {"weights", "kv_cache"} == SLEEP_TAGS
 
 
-def test_vllm_is_imported_in_two_files_only() -> None:
-    folder = Path(inspect.getfile(vllm_api)).parents[1]
-    importing = {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.strip().startswith(("import vllm", "from vllm"))
-    }
-    assert importing == {"server/vllm_api.py", "server/vllm_weights.py"}
-
-
 def test_what_is_at_fault_in_a_prompt_that_is_too_long_has_the_names_we_know() -> None:
     from vllm.renderers import params
 
@@ -167,13 +157,16 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     )
 
 
+TIED: list[Any] = []
+"""(process, signal) that this process was tied to."""
+
+
 class FakeCore:
     """What vLLM runs in the engine's process."""
 
     @staticmethod
     def run_engine_core(*, answer: Any, dp_rank: int) -> None:
-        tied = any(thread.name == "die_with_server" for thread in threading.enumerate())
-        answer.send((dp_rank, os.getpgid(0) == os.getpid(), tied))
+        answer.send((dp_rank, os.getpgid(0) == os.getpid(), [(os.getppid(), signal.SIGKILL)] == TIED))
 
 
 class FakeLLM:
@@ -193,27 +186,32 @@ class FakeLLM:
 
 
 def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_api, "die_with_parent", lambda *what: TIED.append(what))
     monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", Mock())
     monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", FakeLLM)
     monkeypatch.setattr("vllm.v1.engine.core.EngineCoreProc", FakeCore)
     assert [vllm_api.start_engine(Namespace(max_num_seqs=4)) for _ in range(2)] == [(3, True, True)] * 2
 
 
-async def test_a_call_whose_log_probs_are_no_numbers_has_failed() -> None:
+@pytest.mark.parametrize("second", [-0.25, float("nan")])
+async def test_only_a_call_that_ended_well_has_a_completion(second: float) -> None:
     async def outputs() -> Any:
-        for value in (-0.5, float("nan")):
-            entries = [{7: SimpleNamespace(logprob=value), 1: None}]  # of the sampled token, and of another one
-            done = {"token_ids": [7], "logprobs": entries, "text": "a", "finish_reason": "stop"}
-            yield SimpleNamespace(outputs=[SimpleNamespace(**done, weight_versions=None)])
+        for token, value, reason in ((7, -0.5, None), (8, second, "stop")):
+            entries = [{token: SimpleNamespace(logprob=value), 1: None}]  # of the sampled token, and of another one
+            done = {"token_ids": [token], "logprobs": entries, "text": "a", "finish_reason": reason}
+            spans = [SimpleNamespace(version="4", start=0, end=2)]
+            yield SimpleNamespace(outputs=[SimpleNamespace(**done, weight_versions=spans)])
 
     session = OpenSession(SessionRequest(sampling=SamplingParams(), max_length=9, max_calls=1, idle_timeout_s=9))
     call = session.begin([1], 4)
     told = vllm_api.recorded(outputs(), session, call)
     await anext(told)
-    assert (session.running, call.token_ids, call.logprobs) == ([call.request_id], [7], [-0.5])
-    with pytest.raises(ApiError, match="log-probs are not finite"):
-        await anext(told)
+    assert (session.running, call.completion) == ([call.request_id], None)
+    with pytest.raises(ApiError, match="not finite") if math.isnan(second) else contextlib.nullcontext():
+        assert len([output async for output in told]) == 1
     assert session.running == []
+    whole = Completion(token_ids=(7, 8), logprobs=(-0.5, -0.25), text="aa", finish_reason="stop", versions=((4, 0, 2),))
+    assert session.record().calls[0].completion == (None if math.isnan(second) else whole)
 
 
 def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
@@ -253,20 +251,10 @@ def test_sampling_reaches_vllm_unchanged() -> None:
     assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
 
 
-class Absent(Engine):
-    """An engine that must not be asked anything."""
-
-    def __init__(self) -> None:
-        self.model = "m"
-
-    def require_ready(self, **how: Any) -> None:
-        pass
-
-
 async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(kit: Any, model: str) -> None:
     args = vllm_api.engine_arguments(load(None, [f"model.path={model}"]))
     app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = kit.wrap(app, Absent(), token=kit.TOKEN)
+    door = kit.wrap(app, kit.idle_engine(), token=kit.TOKEN)
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
     ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/init_weight_group", "/sessions")}
@@ -345,7 +333,7 @@ def test_what_ends_the_engine_s_process_is_kept_for_the_server(
     def fail() -> None:
         raise RuntimeError("Unsupported CPU attention configuration\nand more")
 
-    for name in ("die_with_server", "allow_amx", "os.setpgid"):
+    for name in ("die_with_parent_process", "allow_amx", "os.setpgid"):
         monkeypatch.setattr(f"hocket.server.vllm_api.{name}", lambda *_: None)
     monkeypatch.setattr(EngineCoreProc, "vllm_run_engine_core", fail, raising=False)
     llm = SimpleNamespace(last_words=tmp_path / "words")

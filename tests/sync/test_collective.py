@@ -59,7 +59,7 @@ class Worker(WorkerExtension):
         self.model: dict[str, Tensor] = {}
         self.fails_at: str | None = None
 
-    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load(self, weights: Iterator[tuple[str, Tensor]], adapter: None) -> None:
         for name, tensor in weights:
             if name == self.fails_at:
                 raise ValueError(f"no memory is left for {name}")
@@ -112,8 +112,9 @@ class FakeServer:
             raise ServerError(f"{self.url}/reload_weights did not finish in {timeout_s:g} s", code="timeout") from None
         except Exception as error:
             raise ServerError(f"{self.url}: loading failed: {error}", code="reload_failed", status=500) from error
-        assert all(answer == answers[0] for answer in answers)
-        return ReloadResponse(version=request.version, seconds=0.1, session=self.session, **answers[0])
+        assert all(answer == answers[0] and answer["different"] == [] for answer in answers)
+        loaded = {name: answers[0][name] for name in ("checksum", "num_tensors")}
+        return ReloadResponse(version=request.version, seconds=0.1, session=self.session, **loaded)
 
 
 def value_of(method: Any, *arguments: Any) -> Any:
@@ -126,7 +127,7 @@ def value_of(method: Any, *arguments: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def model_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_weights, "reload_worker", Worker.load)
+    monkeypatch.setattr(vllm_weights, "load", Worker.load)
 
 
 def make(timeout_s: float = 400.0) -> tuple[FakeTrainer, CollectiveTransport]:

@@ -8,14 +8,17 @@ import importlib.util
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from hocket import config as config_module
 from hocket.config import Config
-from hocket.errors import ConfigError, remedy
+from hocket.errors import ConfigError
 from hocket.observe import page
 from hocket.system import flush, naming, write_atomically
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
@@ -26,7 +29,7 @@ COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
-    """Own the files of one run. Raises ConfigError if it can't, or one is there and not to be resumed."""
+    """Own the files of one run. Raises ConfigError if one is there and not to be resumed."""
 
     def __init__(self, config: Config) -> None:
         self.path, self._tensorboard = config.run_dir, config.observe.tensorboard
@@ -35,14 +38,8 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         if (self.path / METRICS).exists() and not config.checkpoint.resume:
             advice = "continue it with checkpoint.resume=true, or choose another run.dir"
             raise ConfigError(f"{self.path} holds a run already; {advice}")
-        try:
-            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path / "config.yaml", config_module.dump(config))
-        except OSError as error:
-            advice = remedy(error) or "is a file in the way?"
-            raise ConfigError(
-                f"can't write to run.dir={self.path}: {error.strerror}; {advice}; or choose another run.dir"
-            ) from error
+        (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / "config.yaml", config_module.dump(config))
         for name in (METRICS, LEDGER):
             (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step
@@ -131,6 +128,19 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def trainer_id(run_dir: Path) -> str:
+    """Return the id by which servers know a run: it stays in the folder, so that a resumed run is the same."""
+    path = run_dir / "trainer_id"
+    if not path.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        made = path.with_name(f".{secrets.token_hex(8)}")
+        made.write_text(f"{run_dir.name[:64]}-{secrets.token_hex(4)}", encoding="utf-8")
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            os.link(made, path)
+        made.unlink()
+    return path.read_text(encoding="utf-8")
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSONL file; none if it is missing, and without the broken line of a killed run."""
     rows = []
@@ -161,7 +171,14 @@ def _read(path: Path) -> str:
 def lines_of(groups: Iterable[Group]) -> str:
     """Format scored rollouts as the lines of a file, one JSON object per rollout."""
     rows = (_row(group, *pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
-    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    return "".join(_line(row) + "\n" for row in rows)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    try:
+        return to_json(row, fallback=str).decode()  # six times as fast as json with numbers
+    except PydanticSerializationError:  # half a surrogate pair
+        return json.dumps(row, ensure_ascii=False, default=str)
 
 
 def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
@@ -183,7 +200,7 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
 
 def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
     copied = {field: value for field in COPIED if (value := getattr(sequence, field)) != ()}
-    return {"id": name, "completion": sequence.text, "mask": [int(sampled) for sampled in sequence.mask], **copied}
+    return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **copied}
 
 
 def groups_of(lines: Iterable[str]) -> list[Group]:

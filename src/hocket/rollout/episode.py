@@ -143,23 +143,12 @@ class Transcript:
 
 async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
     """Play what an Episode plays with SingleTurn, at a third of its cost. The prompt must leave room for the turn."""
-    error, told = None, len(prompt.token_ids)
+    transcript, error = Transcript(prompt.token_ids), None
     try:
-        completion = await ask(model_turn(prompt, seat, 1, prompt.token_ids))
+        transcript.add_completion(await ask(model_turn(prompt, seat, 1, prompt.token_ids)))
     except ServerError as failed:
-        error, sequence = late(failed, seat), Transcript(prompt.token_ids).sequence()
-    else:
-        versions = [version for version, _, _ in completion.versions]
-        sequence = TokenSequence(
-            token_ids=prompt.token_ids + completion.token_ids,
-            mask=(False,) * told + (True,) * len(completion.token_ids),
-            logprobs=(0.0,) * told + completion.logprobs,
-            finish_reason=completion.finish_reason,
-            version_min=min(versions),
-            version_max=max(versions),
-            text=completion.text,
-        )
-    return Rollout(id=seat.id, prompt=prompt, sequences=(sequence,), error=error)
+        error = late(failed, seat)
+    return Rollout(id=seat.id, prompt=prompt, sequences=(transcript.sequence(),), error=error)
 
 
 @dataclasses.dataclass

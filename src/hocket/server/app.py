@@ -11,7 +11,6 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from hocket.protocol import (
@@ -29,11 +28,11 @@ from hocket.protocol import (
     StreamEnd,
     StreamLine,
 )
-from hocket.server import middleware
+from hocket.server import vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, cause_of, parse
 from hocket.server.generate import Job
-from hocket.server.openai import ReadBodies
+from hocket.server.middleware import MAX_BODY_BYTES, Guard
 from hocket.server.sessions import OpenSessions, RouteSessions
 from hocket.system import cancel, run_in_thread
 
@@ -48,9 +47,9 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def assemble(
-    app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_bytes: int = middleware.MAX_BODY_BYTES
+    app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_bytes: int = MAX_BODY_BYTES
 ) -> ASGIApp:
-    """Add hocket's routes to an app, in front of its own, and wrap the middleware around all of them."""
+    """Add hocket's routes to an app, in front of its own, and put the guard in front of all of them."""
     known = len(app.router.routes)
     sessions = OpenSessions()
     app.include_router(_router(engine, sessions))
@@ -60,11 +59,14 @@ def assemble(
     for stumbled in (AssertionError, AttributeError, LookupError):
         app.add_exception_handler(stumbled, _stumbled)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
-    routed = ReadBodies(RouteSessions(app, sessions, engine.model))
-    limited = middleware.LimitBody(middleware.RefuseWhenFailed(routed, engine.require_ready), max_body_bytes)
-    if token is None:
-        return middleware.AnswerErrors(middleware.RefuseWebPages(limited, host))
-    return middleware.AnswerErrors(middleware.RequireToken(limited, token, sessions.admits))
+    return Guard(
+        RouteSessions(app, sessions, engine.model),
+        host=host,
+        token=token,
+        admits=sessions.admits,
+        require_ready=engine.require_ready,
+        max_body_bytes=max_body_bytes,
+    )
 
 
 class _Route(APIRoute):
@@ -120,10 +122,7 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
     @router.put("/upload/{name}/{file}")
     async def upload(name: str, file: str, request: Request) -> DiskSource:
         """Receive one file of a weight version, for servers that do not see the trainer's disk; COMPLETE comes last."""
-        try:
-            return await engine.upload(name, file, request.stream())
-        except ClientDisconnect as error:
-            raise HTTPException(CLIENT_CLOSED_REQUEST) from error
+        return await engine.upload(name, file, request.stream())
 
     @router.post("/sessions")
     async def open_session(request: SessionRequest) -> SessionResponse:
@@ -142,7 +141,7 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
         """Close a session, abort its running calls, and return what had been sampled by then."""
         session = sessions.close(session_id)
         record = session.record()
-        await engine.abort(session.running)
+        await vllm_api.abort(engine.llm, session.running)
         engine.require_ready(admits={"asleep"})  # its agent may have taken the failure for an answer
         return record
 

@@ -1,11 +1,10 @@
 """Run the generation engine: numbered weights that change without a restart, and sleep beside a trainer."""
 
 import asyncio
-import contextlib
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -40,7 +39,6 @@ from hocket.types import InFlight
 
 T = TypeVar("T")
 
-ABORT_TIMEOUT_S = 2.0
 REACH_S = 5.0
 """Seconds for a first connection to the trainer's address; then the workers join."""
 JOIN_POLL_S = 0.05
@@ -78,14 +76,18 @@ class Engine:
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._root = root.resolve()
         self._timeout_s = timeout_s
+        self._reading = functools.partial(versions.reading, timeout_s)
         self._share_gpu = share_gpu
         self._session = secrets.token_hex(8)
         self._workers = int(llm.vllm_config.parallel_config.world_size)
+        lora = llm.vllm_config.lora_config
+        self._max_rank = 0 if lora is None else int(lora.max_lora_rank)
         self._status: Status = "loading"
         self._failure: ErrorBody | None = None
-        self._held: tuple[str, ReloadResponse] | None = None
+        first = ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self._session)
+        # Where the weights came from, and the answer to that; None where the model holds no version whole.
+        self._held: tuple[str, ReloadResponse] | None = ("", first)
         self._asleep: tuple[Memory, ...] = ()
-        self._has_weights = True
         self._group: str | None = None
         self._joining: str | None = None  # the group that the workers are joining
         self._copy = versions.PatchedCopy()
@@ -96,7 +98,7 @@ class Engine:
 
     async def start(self) -> None:
         """Label the first weights and generate once, so that no request pays for the first time."""
-        await self._call("hocket_drop_adapter")
+        await vllm_api.call_workers(self.llm, "hocket_drop_adapter")
         await self.llm.update_weight_version(str(self.version))
         await self.sampler.complete(Job(prompt=0, index=0, token_ids=[0], sampling=SamplingParams(max_tokens=2)))
         self._status = "ready"
@@ -158,11 +160,6 @@ class Engine:
         if request.session not in (None, self._session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests of vLLM's own routes."""
-        if request_ids:
-            await vllm_api.abort(self.llm, request_ids)
-
     async def join_group(self, request: GroupRequest) -> GroupResponse:
         """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
         self._holder.hear(request.trainer)
@@ -191,10 +188,10 @@ class Engine:
         message, size = request.model_dump_json(), self._workers + 1
         async with self._reload_lock:
             self._group = None
-            joined = await self._call("hocket_join_group", message, size)
+            joined = await vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
         while not all(joined):
             await asyncio.sleep(JOIN_POLL_S)
-            joined = await self._call("hocket_join_group", message, size)
+            joined = await vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
 
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
         """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.
@@ -210,15 +207,15 @@ class Engine:
                 hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
                 raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
             start = time.perf_counter()
-            shapes = await self._reading_files(versions.model_shapes, self.model)
+            shapes = await self._reading(versions.model_shapes, self.model)
             uploaded, source = self._uploads.present(), request.source
             if isinstance(source, DiskSource):
                 key = source.name
-                folder, described, adapter = await self._reading_files(versions.read, self._root, key)
+                folder, described, adapter = await self._reading(versions.read, self._root, key)
                 if held := self._holds(request, key, described.checksum):
                     return held
                 expected = self._expected(adapter, shapes)
-                folder = await self._reading_files(self._copy.whole, folder, described, request.version, expected)
+                folder = await self._reading(self._copy.whole, folder, described, request.version, expected)
                 call, checksum = "hocket_load_disk", described.checksum
                 arguments: tuple[str, ...] = (str(folder), adapter.model_dump_json() if adapter else "")
             else:
@@ -228,12 +225,7 @@ class Engine:
                 adapter = source.adapter
                 if key != self._group:
                     raise ApiError(409, "no_group", f"there is no weight group {key}", "POST /init_weight_group")
-                # Each bucket is verified on its arrival, by the checksums that came with it.
-                layout = [item for bucket in source.buckets for item in bucket]
-                expected, names = self._expected(adapter, shapes), {item.name for item in layout}
-                versions.check_layout(layout, expected)
-                if twice := [name for name, other in expected.tied.items() if {name, other} <= names]:
-                    raise ApiError(409, "bad_version", f"the model ties {twice[0]}", "send it once")
+                versions.check_buckets(source.buckets, self._expected(adapter, shapes))
                 call, arguments = "hocket_load_group", (source.model_dump_json(),)
                 checksum = self._held[1].checksum if request.compare and self._held else ""
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
@@ -241,7 +233,7 @@ class Engine:
             self._status = "updating"
             self._base_replaced |= adapter is None
             loaded = await self._load(request, call, arguments, checksum)
-            self._has_weights, self.version = True, request.version
+            self.version = request.version
             self.require_ready(admits=CURABLE)  # it may be shutting down
             self._status, self._failure = "ready", None
             seconds = time.perf_counter() - start
@@ -266,7 +258,7 @@ class Engine:
                 # Nothing runs any more; any other mode than keep would end paused requests.
                 await self._move(self.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
-                    self._has_weights, self._held, self._base_replaced = False, None, True
+                    self._held, self._base_replaced = None, True
             return SleepResponse(asleep=list(self._asleep), session=self._session)
 
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
@@ -276,7 +268,7 @@ class Engine:
             self.require_ready(admits=CURABLE)
             waking = [part for part in PARTS if part in request.tags and part in self._asleep]
             left = tuple(part for part in self._asleep if part not in waking)
-            if waking and not left and not self._has_weights:
+            if waking and not left and self._held is None:
                 hint = 'POST /wake_up {"tags": ["weights"]}, then /reload_weights, then wake up the rest'
                 raise ApiError(409, "no_weights", "the engine dropped its weights when it fell asleep", hint)
             if waking:
@@ -291,7 +283,7 @@ class Engine:
             message = f"{self.llm.in_flight} requests did not end within sync.timeout_s={self._timeout_s:g}"
             try:
                 if self._failure is None:  # a half-loaded model must not run
-                    await asyncio.wait_for(self.llm.resume_generation(), ABORT_TIMEOUT_S)
+                    await asyncio.wait_for(self.llm.resume_generation(), vllm_api.ABORT_TIMEOUT_S)
             except Exception as error:
                 self.require_ready(admits=CURABLE)
                 message += f", and the engine does not go on: {cause_of(error)}"
@@ -321,16 +313,8 @@ class Engine:
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
         """Receive one file of a version."""
-        shapes = await self._reading_files(versions.model_shapes, self.model)
+        shapes = await self._reading(versions.model_shapes, self.model)
         return await self._uploads.receive(name, file, chunks, versions.max_bytes(shapes))
-
-    async def _reading_files(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(function, *arguments), self._timeout_s)
-        except TimeoutError as error:
-            message = f"files were not read within sync.timeout_s={self._timeout_s:g}; is the disk they are on alive?"
-            raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     def _holds(self, request: ReloadRequest, key: str, checksum: str | None = None) -> ReloadResponse | None:
         """Return the earlier answer where the model holds this version from this source, and it is not to be compared.
@@ -346,42 +330,29 @@ class Engine:
         return held if held_key == key and not request.compare else None
 
     def _expected(self, adapter: AdapterConfig | None, model: versions.ModelShapes) -> versions.ModelShapes:
-        """Return the shapes that the tensors must have. Raises ApiError for an adapter that can't be used here."""
         if adapter is None:
             return model
-        lora = self.llm.vllm_config.lora_config
-        highest = 0 if lora is None else int(lora.max_lora_rank)
-        if adapter.r > highest:
-            hint = f"start the server with the trainer's section model.lora, or model.lora.rank={adapter.r}"
-            message = f"the engine takes adapters up to rank {highest}"
-            raise ApiError(409, "rank_too_high", message, hint)
+        shapes = versions.adapter_shapes(adapter, model, self._max_rank)
         if self._base_replaced:
             message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
             raise ApiError(409, "base_replaced", message, "restart the server")
-        return versions.adapter_shapes(adapter, model)
-
-    async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all workers and return their answers. Raises RuntimeError where one failed."""
-        answers = await self.llm.collective_rpc(method, args=arguments)
-        if errors := [answer["error"] for answer in answers if "error" in answer]:
-            raise RuntimeError(errors[0])
-        return [answer["value"] for answer in answers]
+        return shapes
 
     async def _load(self, request: ReloadRequest, call: str, arguments: Sequence[str], checksum: str) -> dict[str, Any]:
         """Load on all workers of a paused engine and resume; return `checksum` and `num_tensors` of what went in."""
         different: list[str] = []
 
         async def load() -> dict[str, Any]:
-            answers: list[dict[str, Any]] = await self._call(call, *arguments, request.compare)
+            answers: list[dict[str, Any]] = await vllm_api.call_workers(self.llm, call, *arguments, request.compare)
             if len({checksum or answers[0]["checksum"], *(answer["checksum"] for answer in answers)}) > 1:
                 raise RuntimeError("the tensors that reached the model are not those that were published")
-            different.extend(sorted({name for answer in answers for name in answer.pop("different", ())}))
+            different.extend(sorted({name for answer in answers for name in answer["different"]}))
             if different:
                 raise RuntimeError(f"the model differs in {', '.join(different[:3])} ({len(different)} in all)")
             if not request.compare:
                 await self.llm.update_weight_version(str(request.version))
             await self._resume()
-            return answers[0]
+            return {name: answers[0][name] for name in ("checksum", "num_tensors")}
 
         try:
             return await self._in_time(load())
@@ -396,7 +367,7 @@ class Engine:
                 self._status = "ready"
                 await self._resume()
                 raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
-            self._held, self._has_weights = None, False
+            self._held = None
             await asyncio.to_thread(self._copy.discard)  # it may be what was wrong
             if self.llm.errored:
                 message = f"the engine's process ended while it loaded version {request.version}"
@@ -408,16 +379,10 @@ class Engine:
         if not self._asleep and not self._stopping:
             await self.llm.resume_generation()
 
-    async def _abort_all(self) -> None:
-        """Abort every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
-        # vLLM reports whatever fails in the engine as a plain Exception. This is on the way out of another failure.
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self.llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
-
     async def _fail_all(self, status: int, code: str, message: str, hint: str) -> ApiError:
         """End all requests with a failure now, as no good version may come before their deadlines; return its error."""
         reason = self._fail(code, message, hint)
-        await self._abort_all()
+        await vllm_api.abort_all(self.llm)
         return ApiError(status, **reason.model_dump())
 
     def _fail(self, code: str, message: str, hint: str) -> ErrorBody:
@@ -429,5 +394,5 @@ class Engine:
         """End every request with the error that the server is shutting down."""
         self._stopping = True
         self._fail("shutting_down", "the server is shutting down", "send the request again when it is back")
-        await self._abort_all()
+        await vllm_api.abort_all(self.llm)
         self._copy.discard()

@@ -1,39 +1,17 @@
-"""Read the bodies of vLLM's OpenAI-compatible routes before vLLM does, and refuse those that would hurt it.
+"""Read the bodies of vLLM's OpenAI-compatible routes before vLLM does; refuse those too large, too deep, or no text.
 
 Its own validation explains every wrong value, each in the words of ten kinds of messages: a body of 1 MiB took 6 GB.
 """
 
 import json
-import re
 from typing import Any
-
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hocket.protocol import MAX_COMPLETIONS, MAX_PROMPTS, MAX_SAMPLES
 from hocket.server.errors import ApiError, invalid
-from hocket.server.middleware import replay
-from hocket.system import run_in_thread
 
-BODY = "hocket.body"
-"""Key of the scope under which the parsed body travels."""
 MAX_BYTES = 16 << 20
 MAX_VALUES = 20_000
 """Values in one body, prompts apart: texts, numbers, lists and objects of its messages and tools."""
-_PATH = re.compile(r"(/sessions/[^/]+)?/v1/.*")
-
-
-class ReadBodies:
-    """Refuse bodies that are too large, too deep, no text, or ask for too much; pass on the others, parsed, too."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and _PATH.fullmatch(scope["path"]):
-            message = await receive()  # it has the whole body
-            scope = {**scope, BODY: await run_in_thread(read, message.get("body", b""))}
-            receive = replay(message, receive)
-        await self.app(scope, receive, send)
 
 
 def read(content: bytes) -> Any:

@@ -19,11 +19,10 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest
+from hocket.server import openai
 from hocket.server.errors import ApiError
 from hocket.server.middleware import replay
-from hocket.server.openai import BODY
-from hocket.system import seed_of
-from hocket.types import FinishReason, VersionSpan
+from hocket.system import run_in_thread, seed_of
 
 CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)
 """The session of the request that is being served."""
@@ -32,7 +31,7 @@ ROUTES = frozenset({("POST", "/v1/chat/completions"), ("POST", "/v1/completions"
 """The routes of vLLM that an agent may use."""
 TOO_LONG = frozenset({"input_tokens", "input_text"})
 """Parameters that vLLM's routes blame for a prompt that leaves no room for an answer."""
-_PATH = re.compile(r"/sessions/(?P<id>[^/]+)(?P<route>/v1/.*)")
+_PATH = re.compile(r"(/sessions/(?P<id>[^/]+))?(?P<route>/v1/.*)")
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -43,21 +42,7 @@ class SampledCall:
     number: int  # among the calls with the same prompt
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason = "abort"
-    versions: tuple[VersionSpan, ...] | None = None  # None until it has ended well
-
-    def recorded(self) -> AgentCall:
-        """Return the call for the trainer."""
-        completion = None
-        if self.versions is not None:
-            sampled: dict[str, Any] = {"token_ids": tuple(self.token_ids), "logprobs": tuple(self.logprobs)}
-            end: dict[str, Any] = {"finish_reason": self.finish_reason, "versions": self.versions}
-            completion = Completion(text=self.text, **sampled, **end)
-        prompt = tuple(self.prompt_token_ids)
-        return AgentCall(prompt_token_ids=prompt, seed=self.sampling.seed, completion=completion)
+    completion: Completion | None = None  # None until it has ended well
 
 
 class OpenSession:
@@ -121,7 +106,11 @@ class OpenSession:
 
     def record(self) -> AgentRecord:
         """Return the calls for the trainer."""
-        return AgentRecord(calls=tuple(call.recorded() for call in self.calls), cut_off=self.cut_off)
+        calls = [
+            AgentCall(prompt_token_ids=tuple(c.prompt_token_ids), seed=c.sampling.seed, completion=c.completion)
+            for c in self.calls
+        ]
+        return AgentRecord(calls=tuple(calls), cut_off=self.cut_off)
 
     @contextlib.contextmanager
     def serving(self, call: SampledCall) -> Iterator[None]:
@@ -180,7 +169,10 @@ class OpenSessions:
 
 
 class RouteSessions:
-    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session and with the name `model`."""
+    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session and with the name `model`.
+
+    Bodies that would hurt vLLM get no further, on its own routes too.
+    """
 
     def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str) -> None:
         self.app = app
@@ -189,16 +181,19 @@ class RouteSessions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
-        session = None
-        if match is not None:
+        session = body = None
+        if match is not None and scope["method"] == "POST":
+            message = await receive()  # it has the whole body
+            body = await run_in_thread(openai.read, message.get("body", b""))
+            if match["id"] is not None and isinstance(body, dict):
+                message["body"] = json.dumps(self._checked(body)).encode()
+            receive = replay(message, receive)
+        if match is not None and match["id"] is not None:
             session = self._sessions.get(match["id"])
             if (scope["method"], match["route"]) not in ROUTES:
                 known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
-                message = f"a session has no {scope['method']} {match['route']}"
-                raise ApiError(404, "not_found", message, f"it has {known}")
-            if isinstance(body := scope.get(BODY), dict):
-                content = json.dumps(self._checked(body)).encode()
-                receive = replay({**await receive(), "body": content}, receive)
+                text = f"a session has no {scope['method']} {match['route']}"
+                raise ApiError(404, "not_found", text, f"it has {known}")
             scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
             send = _watched(send, session)
         # None is set, too: a pipelined request would inherit the context of the one before it on its connection.

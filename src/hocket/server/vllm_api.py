@@ -13,11 +13,9 @@ import math
 import multiprocessing
 import os
 import secrets
-import select
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -27,7 +25,8 @@ from typing import Any, get_args
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.errors import TRACEBACK
-from hocket.protocol import SamplingParams, Toolbox, ToolCall
+from hocket.processes import die_with_parent
+from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall
 from hocket.server.vllm_weights import adapter_request
@@ -35,13 +34,12 @@ from hocket.types import InFlight, VersionSpan
 
 logger = logging.getLogger("hocket")
 
-SERVER_PID = "HOCKET_SERVER_PID"
-"""Environment variable with the pid of the server: when it ends, the engine's processes are killed."""
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
 ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
 ROUTES |= {"/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
 """The routes of vLLM that are served; others can abort anybody's requests, for one."""
+ABORT_TIMEOUT_S = 2.0
 SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
@@ -63,21 +61,10 @@ if TRACEBACK not in os.environ:  # what ends an engine is in `last_words`
         logging.getLogger(f"vllm.v1.engine.{_name}").addFilter(lambda record: record.exc_info is None)
 
 
-def die_with_server() -> None:
-    """Kill this process as soon as the server is gone: vLLM's own would outlive a killed one and keep its memory."""
-    server_pid = int(os.environ.get(SERVER_PID, "0"))
-    if server_pid in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
-        return
-    try:
-        server = os.pidfd_open(server_pid)
-    except ProcessLookupError:
-        os._exit(1)
-
-    def wait_and_die() -> None:
-        select.select([server], [], [])  # returns when the server has ended
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait_and_die, name="die_with_server", daemon=True).start()
+def die_with_parent_process() -> None:
+    """Kill this child process as soon as its parent is gone: vLLM's own would outlive it and keep its memory."""
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        die_with_parent(parent.pid, signal.SIGKILL)
 
 
 def allow_amx() -> None:
@@ -146,18 +133,44 @@ def engine_arguments(config: Config) -> Namespace:
 def start_engine(args: Namespace) -> Any:
     """Start the engine's processes, wait until they have loaded the model, and return the AsyncLLM.
 
-    Every request, those of vLLM's own routes too, first calls its `require_ready`, which may raise, and then waits for
-    one of the engine's slots; `in_flight` counts those that have one. Where the engine can hold an adapter, each
-    request uses it, so `drop_adapter` must follow. Calls in a session are recorded there.
-    Call it outside an event loop, where a signal can interrupt it.
+    Call it outside an event loop, where a signal can interrupt it. Where the engine can hold an adapter, each request
+    uses it, so `drop_adapter` must follow.
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCoreProc
+
+    if importlib.util.find_spec("lmformatenforcer") is None:
+        # vLLM names this package to check any structured output, though it samples with xgrammar or llguidance.
+        stub = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("lmformatenforcer", None))
+        vars(stub)["TokenEnforcer"] = object
+        sys.modules["lmformatenforcer"] = stub
+    llm_class = _admitting_llm(SLOTS * args.max_num_seqs)
+    if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
+        vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    original = EngineCoreProc.run_engine_core
+    EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
+    EngineCoreProc.run_engine_core = functools.partial(run_engine, llm_class.last_words)
+    try:
+        return llm_class.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    except RuntimeError as error:
+        raise RuntimeError(last_words(llm_class) or str(error)) from error
+    finally:
+        EngineCoreProc.run_engine_core = original
+
+
+def _admitting_llm(num_slots: int) -> Any:
+    """Return AsyncLLM with a door: requests, those of vLLM's own routes too, wait for one of `num_slots` slots.
+
+    Each first calls `require_ready`, which may raise; `in_flight` counts those that have a slot. Calls in a session are
+    recorded there.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineGenerateError
 
-    class AdaptedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
+    slots = asyncio.Semaphore(num_slots)
+
+    class AdmittingLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed
         require_ready: Callable[[], None] = staticmethod(lambda: None)
         last_words = Path(tempfile.gettempdir(), f"hocket-engine-{secrets.token_hex(8)}.txt")
         in_flight = 0
@@ -193,24 +206,7 @@ def start_engine(args: Namespace) -> Any:
                 finally:
                     self.in_flight -= 1
 
-    if importlib.util.find_spec("lmformatenforcer") is None:
-        # vLLM names this package to check any structured output, though it samples with xgrammar or llguidance.
-        stub = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("lmformatenforcer", None))
-        vars(stub)["TokenEnforcer"] = object
-        sys.modules["lmformatenforcer"] = stub
-    vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    slots = asyncio.Semaphore(SLOTS * args.max_num_seqs)
-    if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
-        vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
-    original = EngineCoreProc.run_engine_core
-    EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
-    EngineCoreProc.run_engine_core = functools.partial(run_engine, AdaptedLLM.last_words)
-    try:
-        return AdaptedLLM.from_vllm_config(vllm_config)
-    except RuntimeError as error:
-        raise RuntimeError(last_words(AdaptedLLM) or str(error)) from error
-    finally:
-        EngineCoreProc.run_engine_core = original
+    return AdmittingLLM
 
 
 def _failure(error: Exception) -> ApiError:
@@ -227,7 +223,7 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     """Run vLLM's own function in the engine's process, tied to the server; what ends it goes to a file."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    die_with_server()
+    die_with_parent_process()
     allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests
     try:
@@ -360,19 +356,25 @@ async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> Asyn
 
 async def recorded(outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall) -> AsyncIterator[Any]:
     """Yield and record a call's outputs; a call that is left early is not recorded as completed."""
+    token_ids, logprobs, text = list[int](), list[float](), ""
     with session.serving(call):
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 (done,) = output.outputs
-                logprobs = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
-                if not math.isfinite(sum(logprobs)):
+                new = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
+                if not math.isfinite(sum(new)):
                     raise ApiError(500, "not_finite", "log-probs are not finite", "publish good weights")
-                call.token_ids += done.token_ids
-                call.logprobs += logprobs
-                call.text += done.text
+                token_ids += done.token_ids
+                logprobs += new
+                text += done.text
                 if done.finish_reason in ("stop", "length"):
-                    call.finish_reason = done.finish_reason
-                    call.versions = version_spans(done)
+                    call.completion = Completion(
+                        token_ids=tuple(token_ids),
+                        logprobs=tuple(logprobs),
+                        text=text,
+                        finish_reason=done.finish_reason,
+                        versions=version_spans(done),
+                    )
                 yield output
 
 
@@ -391,8 +393,24 @@ async def complete(llm: Any, token_ids: list[int], sampling: SamplingParams, see
 
 async def abort(llm: Any, request_ids: Sequence[str]) -> None:
     """End requests, those that exist, with one message to the engine: of many it takes one by one in n² time."""
-    with contextlib.suppress(*engine_errors()):  # they have ended with the engine
-        await asyncio.shield(llm.abort(request_ids))  # half of it done would leave them running for ever
+    if request_ids:
+        with contextlib.suppress(*engine_errors()):  # they have ended with the engine
+            await asyncio.shield(llm.abort(request_ids))  # half of it done would leave them running for ever
+
+
+async def abort_all(llm: Any) -> None:
+    """End every request, those of vLLM's own routes too; nothing is sampled until generation is resumed."""
+    # vLLM reports whatever fails in the engine as a plain Exception. This is on the way out of another failure.
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(llm.pause_generation(mode="abort", clear_cache=True), ABORT_TIMEOUT_S)
+
+
+async def call_workers(llm: Any, method: str, *arguments: Any) -> list[Any]:
+    """Call a method of all workers and return their answers. Raises RuntimeError where one failed."""
+    answers = await llm.collective_rpc(method, args=arguments)
+    if errors := [answer["error"] for answer in answers if "error" in answer]:
+        raise RuntimeError(errors[0])
+    return [answer["value"] for answer in answers]
 
 
 def find_calls(tokenizer: Any, tools: Toolbox) -> FindCalls:

@@ -20,13 +20,24 @@ Weights = Iterator[tuple[str, Any]]
 ROWS = 256  # of an identity matrix that a packed matrix is multiplied by at once
 
 
-def load_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> None:
-    """Replace a worker's adapter."""
-    _add_adapter(worker, weights, adapter)
+def load(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> None:
+    """Load checkpoint tensors into a worker's model or adapter, in place; after an error a complete load mends it."""
+    if adapter is not None:
+        return _add_adapter(worker, weights, adapter)
+    for method in _expert_methods(worker):
+        method.moe_kernel = None
+    if left := _reload(worker, weights):
+        layers = f"{', '.join(left[:3])} ({len(left)} in all)"
+        raise RuntimeError(f"vLLM's loader left out weights of {layers}; can this release reload this architecture?")
+    for _, head in _packed_heads(worker):
+        head.quant_method.process_weights_after_loading(head)
+    drop_adapter(worker)
 
 
-def compare_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> list[str]:
-    """Return the names of a worker's adapter tensors that differ from what a load of these gives; it stays as it is."""
+def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> list[str]:
+    """Return the names of what differs from what a load of these tensors gives; the model stays as it is."""
+    if adapter is None:
+        return _compare_model(worker, weights)
     with _unwritten(_adapter_slots(worker)) as different:
         _add_adapter(worker, weights, adapter)
     return different
@@ -70,20 +81,7 @@ def adapter_request(folder: str, *, load_inplace: bool = False) -> Any:
     return LoRARequest("hocket", 1, folder, load_inplace=load_inplace)
 
 
-def reload_worker(worker: Any, weights: Weights) -> None:
-    """Load weights in checkpoint format into a worker's model, in place; after an error a complete load mends it."""
-    for method in _expert_methods(worker):
-        method.moe_kernel = None
-    if left := _reload(worker, weights):
-        layers = f"{', '.join(left[:3])} ({len(left)} in all)"
-        raise RuntimeError(f"vLLM's loader left out weights of {layers}; can this release reload this architecture?")
-    for _, head in _packed_heads(worker):
-        head.quant_method.process_weights_after_loading(head)
-    drop_adapter(worker)
-
-
-def compare_worker(worker: Any, weights: Weights) -> list[str]:
-    """Return the names of parameters that differ from what a load of these weights gives; the model stays as it is."""
+def _compare_model(worker: Any, weights: Weights) -> list[str]:
     import torch
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -52,7 +52,7 @@ class WorkerExtension:
         """Load every tensor of the folder into the paused model, in place; with an AdapterConfig, beside it.
 
         Returns the checksum of the tensors that went in. After an error the model is unusable until a load succeeds.
-        With `compare` it changes nothing, and returns the names of what differs, too.
+        With `compare` it changes nothing, and also returns the names of what differs.
         """
         with _ahead(_read(Path(folder))) as parts:
             return self._hocket_load(parts, AdapterConfig.model_validate_json(adapter) if adapter else None, compare)
@@ -106,16 +106,11 @@ class WorkerExtension:
     def _hocket_load(self, parts: Iterator[Part], adapter: AdapterConfig | None, compare: bool) -> dict[str, Any]:
         specs: dict[str, TensorSpec] = {}
         weights, different = _tensors(parts, specs), list[str]()
-        if adapter is None and compare:
-            different = vllm_weights.compare_worker(self, weights)
-        elif adapter is None:
-            vllm_weights.reload_worker(self, weights)
-        elif compare:
-            different = vllm_weights.compare_adapter(self, weights, adapter)
+        if compare:
+            different = vllm_weights.compare(self, weights, adapter)
         else:
-            vllm_weights.load_adapter(self, weights, adapter)
-        loaded = {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs)}
-        return loaded | ({"different": different} if compare else {})
+            vllm_weights.load(self, weights, adapter)
+        return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs), "different": different}
 
 
 def _join(joined: "Future[WeightGroup]", request: GroupRequest, rank: int, size: int, device: torch.device) -> None:
@@ -187,5 +182,5 @@ def _tensors(parts: Iterator[Part], specs: dict[str, TensorSpec]) -> Iterator[tu
         yield from named
 
 
-vllm_api.die_with_server()
+vllm_api.die_with_parent_process()
 vllm_api.allow_amx()
