@@ -39,6 +39,7 @@ class TokenSequence:
     version_max: int = 0
     turns: int = 1  # model turns
     text: str = ""  # what the policy wrote in its last turn
+    opening: str = ""  # of a thought, that stands before this text: "<think>\n"
     dialogue: tuple[Message, ...] = ()  # what policy and environment said after the prompt; () for a single turn
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from hocket.envs.tools import Tools
 from hocket.errors import ServerError
 from hocket.pool import Deadline
 from hocket.protocol import Completion, ToolCall
+from hocket.rewards.base import bind
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.system import seed_of
@@ -463,6 +464,33 @@ async def one_episode(make: Callable[[], Environment], ask: Any, renderer: Rende
     rollout = await Episode(prompt, seat, make, ask, renderer, limits, TokenBudget()).play()
     assert rollout.error is None
     return rollout
+
+
+@pytest.mark.parametrize(
+    ("told", "said", "opening"),
+    [
+        (None, "42", "<think>\n"),  # the first turn: as the template begins it
+        (Step(messages=[{"role": "user", "content": "go"}]), "a</think>42", "<think>\n"),  # the template's again
+        (Step(text="so"), "a</think>42", ""),  # text alone, after a thought that was closed
+        (Step(text="so"), "a, b", "<think>"),  # or was not
+        (Step(text="so</think>"), "a, b", ""),
+    ],
+)
+async def test_a_reward_learns_which_thought_stands_open_before_the_last_turn(
+    renderer: Renderer, told: Step | None, said: str, opening: str
+) -> None:
+    steps = [told] if told else []
+
+    class Tells(Environment):
+        async def step(self, action: Action) -> Step:
+            return steps.pop() if steps else Step(done=True)
+
+    async def ask(turn: Turn) -> Completion:
+        return fakes.completion(9, END, logprobs=(-0.5, -0.5), text=said)
+
+    rollout = await one_episode(Tells, ask, renderer, "<think>\n")
+    assert bind("math", 1.0, {}).arguments(rollout)["opening"] == opening
+    assert rollout.text == said
 
 
 @pytest.mark.parametrize(

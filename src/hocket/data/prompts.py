@@ -36,6 +36,12 @@ class TooLongError(ValueError):
     """A text has more tokens than allowed."""
 
 
+def opening_of(prompt: str) -> str:
+    """Return the thought that a prompt ends with: opened, or opened and closed again; "" without one."""
+    found = OPENING.search(prompt)
+    return found[0] if found else ""
+
+
 def load_prompts(
     data: DataConfig,
     tokenizer: Any,
@@ -50,6 +56,9 @@ def load_prompts(
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)
+    if any(token.special and token.content == "</think>" for token in tokenizer.added_tokens_decoder.values()):
+        advice = 'set "special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
+        raise DataError(f"the tokenizer has </think> as a special token: no reward would see a thought end; {advice}")
     if (content := identity(data)) is not None:
         key = cache.key(content, data.model_dump_json(exclude={"max_prompt_tokens"}), *renderer.identity())
 
@@ -146,14 +155,15 @@ class Renderer:
         data = self._data
         value = _column(columns, data.prompt_column)
         messages = self._messages(value)
-        if with_response and not (isinstance(response := _column(columns, data.response_column), str) and response):
-            raise ValueError(f"column {data.response_column!r} must be text, got {response!r:.80}")
         asked = [message["content"] for message in messages or () if message["role"] == "user"]
         text = value if messages is None else self.render(messages)
+        opening = opening_of(text)
+        if with_response:
+            columns = {**columns, data.response_column: self._response(columns, opening)}
         return text, {
             "messages": messages,
             "text": value if messages is None else (asked or [messages[-1]["content"]])[-1],
-            "opening": found[0] if (found := OPENING.search(text)) else "",
+            "opening": opening,
             "answer": None if with_response else self._answer(columns),
             "difficulty": None if with_response else self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
@@ -240,6 +250,19 @@ class Renderer:
         if value[-1]["role"] == "assistant":
             raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
         return tuple(value)
+
+    def _response(self, columns: Mapping[str, Any], opening: str) -> str:
+        """Return the demonstration from where the prompt ends: behind the opening of a thought."""
+        column = self._data.response_column
+        response = _column(columns, column)
+        if not (isinstance(response, str) and response):
+            raise ValueError(f"column {column!r} must be text, got {response!r:.80}")
+        if opening and response.lstrip().startswith(opening.strip()):
+            response = response.lstrip().removeprefix(opening.strip()).lstrip()
+        if opening and "</think>" not in opening + response:
+            what = "the chat template opens a thought in the prompt"
+            raise ValueError(f"{what}, column {column!r} never closes it: begin it with the thought and </think>")
+        return response
 
     def _answer(self, columns: Mapping[str, Any]) -> str | None:
         column, pattern = self._data.answer_column, self._data.answer_pattern
