@@ -197,7 +197,7 @@ class LyingServer(Process):
         port, self.folder, self.runs = free_port(), folder, 0
         self.url = f"http://127.0.0.1:{port}"
         command = ["serve", *settings, f"run.dir={folder / 'runs' / 'server'}", f"server.port={port}"]
-        super().__init__(command, folder / "log", __file__, **{FILE: str(folder / "lie")})
+        super().__init__(command, folder / "log", program=[__file__], **{FILE: str(folder / "lie")})
 
     def __enter__(self) -> Self:
         try:

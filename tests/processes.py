@@ -48,11 +48,13 @@ def is_gone(pid: int | str) -> bool:
 class Process:
     """One hocket command with all it starts, or one of another `program`; `log` has its output."""
 
-    def __init__(self, command: Sequence[str], log: Path, program: str = "run.py", **environment: str) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, *, program: Sequence[str] = ("run.py",), **environment: str
+    ) -> None:
         self.log = log
         with log.open("ab") as output:
             self.popen = subprocess.Popen(
-                [sys.executable, program, *command],
+                [sys.executable, *program, *command],
                 cwd=ROOT,
                 env=os.environ | environment,
                 stdout=output,

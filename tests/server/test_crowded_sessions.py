@@ -20,7 +20,7 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 1
 @pytest.fixture(scope="module")
 def server(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     model = kit.make_model(tied=True, seed=0, **SIZES)
-    server = kit.start_server(tmp_path_factory.mktemp("crowded"), model, overrides=["server.kv_cache_mib=16"])
+    server = kit.Server(tmp_path_factory.mktemp("crowded"), model, "server.kv_cache_mib=16")
     assert server.health()["kv_tokens"] == 4 * kit.MAX_LENGTH  # of 2 · 2 layers · 512 · 4 bytes
     yield server
     server.stop()
@@ -153,7 +153,7 @@ def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_
                 except openai.APIError as raised:
                     error = str(raised)
         server.generate(prompts=[[5]], sampling={"max_tokens": 2})  # the engine counts when it works
-        server.wait_for(lambda _: server.metric("num_requests_running") == 0)
+        server.wait_until(lambda _: server.metric("num_requests_running") == 0)
         if leaves:
             (call,) = close(server, session_id).calls
         sampled = server.metric("generation_tokens_total") - before - 2

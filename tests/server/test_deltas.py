@@ -66,7 +66,7 @@ def assert_serves(server: Any, trainer: FakeTrainer, delivery: Delivery, version
 
 
 def copies(server: Any) -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob(f"hocket-weights-{server.process.pid}-*"))
+    return list(Path(tempfile.gettempdir()).glob(f"hocket-weights-{server.popen.pid}-*"))
 
 
 async def test_files_sent_over_http_serve_with_no_common_disk_and_after_a_restart(

@@ -65,7 +65,7 @@ def test_an_agent_s_session_outlives_a_sleep_with_the_call_that_was_kept(server:
         url = f"{server.client.base_url}{path}/v1"
         with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client, ThreadPoolExecutor(1) as thread:
             answer = thread.submit(client.completions.create, max_tokens=400, **body)
-            server.wait_for(lambda _, path=path: bool(server.client.get(path).json()["calls"]))
+            server.wait_until(lambda _, path=path: bool(server.client.get(path).json()["calls"]))
             post(server, "/sleep", level=1, in_flight="keep")
             with pytest.raises(openai.InternalServerError, match="the engine is asleep") as refused:
                 client.completions.create(max_tokens=4, **body)
