@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
 
+from hocket.protocol import AgentRecord
 from processes import Process, free_port, wait_for
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -255,6 +257,16 @@ class Server(Process):
         self.client.close()
         self.popen.send_signal(number)
         return self.popen.wait(timeout_s)
+
+    def open_session(self, *, max_length: int = MAX_LENGTH, max_calls: int = 2, **sampling: Any) -> Any:
+        """Returns the id of a new session, and an `openai` client of it."""
+        request = {"sampling": sampling, "max_length": max_length, "max_calls": max_calls, "idle_timeout_s": 60}
+        session_id = self.client.post("/sessions", json=request).json()["id"]
+        url = f"{self.client.base_url}/sessions/{session_id}/v1"
+        return session_id, openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=120)
+
+    def record_of(self, session_id: str, method: str = "GET") -> AgentRecord:
+        return AgentRecord.model_validate_json(self.client.request(method, f"/sessions/{session_id}").content)
 
     def new_version(self) -> int:
         self.next_version += 1
