@@ -16,11 +16,9 @@ from hocket.algorithm.samples import whiten
         (
             [1.0, 2.0, 8.0, 3.0, 2.0],
             [0, 0, 1, 0, 1],
-            {"eps": 0.0},
+            {},
             [-1.0, 0.0, 3 / math.sqrt(18), 1.0, -3 / math.sqrt(18)],
         ),
-        # eps is added to the deviation
-        ([1.0, 2.0, 3.0], [0, 0, 0], {"eps": 1.0}, [-0.5, 0.0, 0.5]),
         # only centred
         ([1.0, 4.0, 10.0], [7, 7, 7], {"scale": "none"}, [-4.0, -1.0, 5.0]),
         # equal rewards, or one alone: zero, not NaN
@@ -34,7 +32,7 @@ from hocket.algorithm.samples import whiten
         (
             [0.0, 2.0, 4.0, 10.0],
             [0, 0, 1, 1],
-            {"scale": "batch", "eps": 0.0},
+            {"scale": "batch"},
             [value / math.sqrt(20 / 3) for value in (-1.0, 1.0, -3.0, 3.0)],
         ),
     ],
@@ -42,7 +40,7 @@ from hocket.algorithm.samples import whiten
 def test_advantages_by_hand(
     rewards: list[float], group_ids: list[int], knobs: dict[str, Any], expected: list[float]
 ) -> None:
-    found = group_advantages(rewards, group_ids, **knobs)
+    found = group_advantages(rewards, group_ids, **{"baseline": "mean", "scale": "group"} | knobs)
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)
 
 

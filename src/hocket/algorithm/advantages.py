@@ -10,18 +10,12 @@ from torch import Tensor
 
 from hocket.config.algorithm import Baseline, Scale
 
+EPS = 1e-6
 ZERO_VARIANCE = 1e-6  # a group whose rewards lie within this range has no signal
 
 
-def group_advantages(
-    rewards: Sequence[float],
-    group_ids: Sequence[int],
-    *,
-    baseline: Baseline = "mean",
-    scale: Scale = "group",
-    eps: float = 1e-6,
-) -> Tensor:
-    """Return A = (R − baseline) / (deviation + eps) per rollout, float32 [n].
+def group_advantages(rewards: Sequence[float], group_ids: Sequence[int], *, baseline: Baseline, scale: Scale) -> Tensor:
+    """Return A = (R − baseline) / (deviation + 1e-6) per rollout, float32 [n].
 
     Baselines: "mean" of the group (arXiv 2402.03300), "leave_one_out" mean of the other rollouts (2402.14740).
     Deviations, unbiased: of the "group", of all R − baseline in the "batch" (2510.13786), "none" (2503.20783); with
@@ -36,10 +30,10 @@ def group_advantages(
         if baseline == "leave_one_out":  # R − mean of the others = G / (G − 1) · (R − mean)
             advantages_g = advantages_g * (size / max(size - 1, 1))
         if scale == "group":
-            advantages_g = advantages_g / (deviation(rewards_g) + eps)
+            advantages_g = advantages_g / (deviation(rewards_g) + EPS)
         advantages_n[ids_n == group] = advantages_g
     if scale == "batch":
-        advantages_n = advantages_n / (deviation(advantages_n) + eps)
+        advantages_n = advantages_n / (deviation(advantages_n) + EPS)
     return advantages_n.float()
 
 
