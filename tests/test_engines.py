@@ -344,8 +344,3 @@ def test_submit_runs_the_engines_command_in_the_folder_and_reports_its_failure(
     sbatch.write_text(f"#!{sys.executable}\nraise SystemExit(3)\n")
     assert cli.main(arguments) == 1
     assert "`sbatch job.sh`" in capsys.readouterr().err
-
-
-def test_output_and_submit_need_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["launch", "--submit"]) == 1
-    assert "--engine" in capsys.readouterr().err
