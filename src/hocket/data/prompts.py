@@ -29,6 +29,8 @@ PART = 1024  # rows that are encoded together
 QUIET_S = 2.0  # that the preparation takes before it is shown
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
 
+Options = Mapping[str, Any] | None
+
 log = logging.getLogger(__name__)
 
 
@@ -164,6 +166,7 @@ class Renderer:
             "messages": messages,
             "text": value if messages is None else (asked or [messages[-1]["content"]])[-1],
             "opening": opening,
+            "options": data.chat_template_kwargs,
             "answer": None if with_response else self._answer(columns),
             "difficulty": None if with_response else self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
@@ -183,8 +186,11 @@ class Renderer:
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
+    def render(self, messages: Sequence[Message], options: Options = None) -> str:
+        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be.
+
+        `options` of the template are those of the section by default; `eval.data` may have others.
+        """
         from jinja2 import TemplateError
 
         if not self._data.chat_template:
@@ -195,7 +201,7 @@ class Renderer:
                 tools=self._tools,
                 add_generation_prompt=True,
                 tokenize=False,
-                **self._data.chat_template_kwargs,
+                **(self._data.chat_template_kwargs if options is None else options),
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
@@ -206,7 +212,9 @@ class Renderer:
         # A byte is written as at least one character; of four, a tokenizer may compose or leave out three.
         return 4 * max(map(len, self._tokenizer.get_vocab()))
 
-    def following(self, messages: Sequence[Message], *, ended: int | None, at_most: float = math.inf) -> list[int]:
+    def following(
+        self, messages: Sequence[Message], options: Options = None, *, ended: int | None, at_most: float = math.inf
+    ) -> list[int]:
         """Return the tokens between a turn of the model and its next one, in which it receives `messages`.
 
         They are what the template writes after a made-up turn, so that nothing of the real one is rendered or encoded
@@ -214,7 +222,7 @@ class Renderer:
         `ended` is the token with which the model ended its turn; None if it was cut off, and the template's own end of
         turn is added. Raise ValueError if the template can't render them, TooLongError as `encode` does.
         """
-        _, found, after = self.render([*TURN, *messages]).partition(PROBE)
+        _, found, after = self.render([*TURN, *messages], options).partition(PROBE)
         if not found:
             raise ValueError("the chat template does not show what the model said before")
         (token_ids,) = self.encode([after], at_most=at_most)

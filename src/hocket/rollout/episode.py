@@ -259,7 +259,7 @@ class Episode:
         if not observation.messages:
             return await self._text(observation)
         messages = [*(self.prompt.messages or ()), *observation.messages]
-        token_ids = await self._rendered(lambda: self._encode(self.renderer.render(messages)))
+        token_ids = await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)))
         if token_ids is None or len(token_ids) >= self.limits.max_length:
             length = "too many" if token_ids is None else len(token_ids)
             raise EpisodeError(f"reset: a prompt of {length} tokens leaves no room for a turn in model.max_length")
@@ -271,8 +271,9 @@ class Episode:
         if not step.messages:
             return await self._text(step)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-        at_most = self.limits.max_length
-        return await self._rendered(lambda: self.renderer.following(step.messages, ended=ended, at_most=at_most))
+        at_most, options = self.limits.max_length, self.prompt.options
+        following = self.renderer.following
+        return await self._rendered(lambda: following(step.messages, options, ended=ended, at_most=at_most))
 
     async def _text(self, observation: Observation) -> list[int] | None:
         return await self._rendered(lambda: self._encode(observation.text)) if observation.text else []
