@@ -157,7 +157,7 @@ async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_le
 
 
 async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken_again_are_removed(
-    tmp_path: Path,
+    tmp_path: Path, servers: Any
 ) -> None:
     disk = Disk(tmp_path, "sync.keep=9")
     for version in (3, 4, 5):

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -126,6 +126,27 @@ class OpenSession:
         finally:
             self._running.discard(call)
             self.used = time.monotonic()
+
+
+async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    """Yield a call's outputs; begin again where new weights abort it before the first one, raise ApiError later."""
+    streamed = False
+    while True:
+        async with contextlib.aclosing(sample()) as outputs:
+            async for output in outputs:
+                if output.outputs[0].finish_reason == "abort":
+                    break
+                streamed = True
+                yield output
+            else:
+                return
+        if streamed:
+            sample()  # raises another reason, if there is one
+            message = (
+                "generation was aborted as new weights came (sync.in_flight=abort), and what was streamed "
+                "can't be taken back: set sync.in_flight=keep"
+            )
+            raise ApiError(503, "aborted", message, "or have the agent ask again")
 
 
 class OpenSessions:
