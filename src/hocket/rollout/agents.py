@@ -80,10 +80,8 @@ class Agents:
                         return _rollout(prompt, seat, (), returned, f"{error}what the model said is lost: {lost}")
                     again = f"; it was played again, as what the model had said was lost: {lost}"
         transcripts = join(record.calls, self.decode) or [Transcript(prompt.token_ids)]
-        if error is None:
-            return _rollout(prompt, seat, transcripts, returned)
-        if not record.cut_off:
-            return _rollout(prompt, seat, transcripts, None, error + again)
+        if error is None or not record.cut_off:
+            return _rollout(prompt, seat, transcripts, returned, error and error + again)
         # Keep truncated episodes (reward 0): dropping them would bias the group towards short answers.
         transcripts[-1].finish_reason = "length"
         return _rollout(prompt, seat, transcripts, 0.0)
