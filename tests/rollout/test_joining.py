@@ -15,9 +15,9 @@ def call(asked: list[int], *sampled: int) -> AgentCall:
 
 def test_the_same_question_asked_twice_is_two_sequences_and_the_longest_one_goes_on() -> None:
     one, two = join([call([5], 10), call([5], 11), call([5, 11, 6], 12)], str)
-    assert (one.token_ids, two.token_ids) == ([5, 10], [5, 11, 6, 12])
+    assert (list(one.token_ids), list(two.token_ids)) == ([5, 10], [5, 11, 6, 12])
     calls = [call([5], 10), call([5, 10, 11], 12), call([5], 10), call([5, 10, 11, 12, 7], 13)]
-    assert [one.token_ids for one in join(calls, str)] == [[5, 10], [5, 10, 11, 12, 7, 13]]
+    assert [list(one.token_ids) for one in join(calls, str)] == [[5, 10], [5, 10, 11, 12, 7, 13]]
 
 
 def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice() -> None:
@@ -45,14 +45,14 @@ def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice() -> None:
                 ends.remove(max(before, key=len))
             ends.append(asked + sampled)
         sequences = join(calls, str)
-        assert [one.token_ids for one in sequences] == ends
+        assert [list(one.token_ids) for one in sequences] == ends
         trained = [i for one in sequences for i, own in zip(one.token_ids, one.mask, strict=True) if own]
         completions = [done.completion for done in calls if done.completion is not None]
         assert sorted(trained) == sorted(i for done in completions for i in done.token_ids)
         for one in sequences:
             assert len(one.token_ids) == len(one.mask) == len(one.logprobs)
             expected = [-i / 1000 if own else 0.0 for i, own in zip(one.token_ids, one.mask, strict=True)]
-            assert one.logprobs == expected
+            assert list(one.logprobs) == expected
             assert not one.mask[0]
             assert one.mask[-1]
         assert sum(one.turns for one in sequences) == len(completions)
@@ -60,6 +60,6 @@ def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice() -> None:
             if done.completion is not None:
                 first = done.completion.token_ids[0]
                 (mine,) = [one for one in sequences if (first, True) in zip(one.token_ids, one.mask, strict=True)]
-                assert mine.token_ids[: mine.token_ids.index(first)] == list(done.prompt_token_ids)
+                assert tuple(mine.token_ids[: mine.token_ids.index(first)]) == done.prompt_token_ids
         seen.add(len(sequences))
     assert seen >= {0, 1, 2, 3, 4}
