@@ -15,11 +15,13 @@ import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from processes import Process, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -36,59 +38,42 @@ def _named(tensors: Tensors, part: str) -> list[str]:
     return found
 
 
-def one_behind(new: Tensors, last: Tensors, first: Tensors) -> None:
-    new.update(last)
+def _frozen(part: str) -> Lie:
+    """These tensors stay as they were at first."""
+    return lambda new, last, first: new.update({name: first[name] for name in _named(new, part)})
 
 
-def never_loads(new: Tensors, last: Tensors, first: Tensors) -> None:
-    new.update(first)
+def _swapped(one: str, other: str) -> Lie:
+    """Two tensors change places."""
+
+    def swap(new: Tensors, last: Tensors, first: Tensors) -> None:
+        for name in _named(new, one):
+            twin = name.replace(one, other)
+            new[name], new[twin] = new[twin], new[name]
+
+    return swap
 
 
-def missing_matrix(new: Tensors, last: Tensors, first: Tensors) -> None:
+def _missing(new: Tensors, last: Tensors, first: Tensors) -> None:
     for name in _named(new, "layers.1.mlp.down_proj"):
         del new[name]
 
 
-def frozen_matrix(new: Tensors, last: Tensors, first: Tensors) -> None:
-    new.update({name: first[name] for name in _named(new, "layers.1.mlp.down_proj")})
-
-
-def frozen_norm(new: Tensors, last: Tensors, first: Tensors) -> None:
-    new.update({name: first[name] for name in _named(new, "layers.1.input_layernorm")})
-
-
-def swapped_norms(new: Tensors, last: Tensors, first: Tensors) -> None:
-    _swap(new, "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
-
-
-def swapped_layers(new: Tensors, last: Tensors, first: Tensors) -> None:
-    _swap(new, "layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj")
-
-
-def permuted_rows(new: Tensors, last: Tensors, first: Tensors) -> None:
+def _permuted(new: Tensors, last: Tensors, first: Tensors) -> None:
     for name in _named(new, "layers.0.mlp.up_proj"):
         if "lora_A" not in name and new[name].dim() == 2:
             new[name] = new[name].roll(1, 0).contiguous()
 
 
-def _swap(tensors: Tensors, one: str, other: str) -> None:
-    for name in _named(tensors, one):
-        twin = name.replace(one, other)
-        tensors[name], tensors[twin] = tensors[twin], tensors[name]
-
-
 OF_WEIGHTS: dict[str, Lie] = {
-    lie.__name__: lie
-    for lie in (
-        one_behind,
-        never_loads,
-        missing_matrix,
-        frozen_matrix,
-        frozen_norm,
-        swapped_norms,
-        swapped_layers,
-        permuted_rows,
-    )
+    "one_behind": lambda new, last, first: new.update(last),
+    "never_loads": lambda new, last, first: new.update(first),
+    "missing_matrix": _missing,
+    "frozen_matrix": _frozen("layers.1.mlp.down_proj"),
+    "frozen_norm": _frozen("layers.1.input_layernorm"),
+    "swapped_norms": _swapped("layers.0.input_layernorm", "layers.0.post_attention_layernorm"),
+    "swapped_layers": _swapped("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"),
+    "permuted_rows": _permuted,
 }
 OF_LOGPROBS: dict[str, Callable[[list[float]], list[float]]] = {
     "wrong_logprobs": lambda logprobs: [value * random.uniform(0.95, 1.05) for value in logprobs],
@@ -203,17 +188,27 @@ class Outcome:
         return next((part for said, part in parts.items() if said in self.said), self.said)
 
 
-@dataclasses.dataclass
-class LyingServer:
-    """A lying server in a process of its own, on which real runs train."""
+class LyingServer(Process):
+    """A lying server in a process of its own, on which real runs train; its versions lie below folder/runs."""
 
-    folder: Path
-    url: str
-    process: subprocess.Popen[bytes]
-    runs: int = 0
+    def __init__(self, folder: Path, *settings: str) -> None:
+        (folder / "runs").mkdir(parents=True)
+        (folder / "lie").write_text("")
+        port, self.folder, self.runs = free_port(), folder, 0
+        self.url = f"http://127.0.0.1:{port}"
+        command = ["serve", *settings, f"run.dir={folder / 'runs' / 'server'}", f"server.port={port}"]
+        super().__init__(command, folder / "log", program=[__file__], **{FILE: str(folder / "lie")})
+
+    def __enter__(self) -> Self:
+        try:
+            self.wait_for(lambda: "ready on" in self.output(), "the lying server is ready")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
     def train(self, lie: str, *settings: str, exact: bool = True) -> Outcome:
-        """Trains in this process on the server that tells `lie`, until the run ends or is stopped.
+        """Trains in this process on the server while it tells `lie`, until the run ends or is stopped.
 
         Without `exact`, comparisons of parameters find nothing, as if they lied, too.
         """
@@ -250,15 +245,6 @@ class LyingServer:
         shutil.rmtree(run_dir)
         return outcome
 
-    def stop(self) -> None:
-        """Ends the server."""
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(20)
-
 
 async def _version(url: str) -> int:
     from hocket.client import ServerClient
@@ -267,57 +253,22 @@ async def _version(url: str) -> int:
         return (await server.health()).version
 
 
-def start(folder: Path, *settings: str) -> LyingServer:
-    """Starts a lying server that tells the truth at first; its versions lie below folder/runs."""
-    from processes import free_port, wait_for
-
-    (folder / "runs").mkdir(parents=True)
-    (folder / "lie").write_text("")
-    port = free_port()
-    command = [
-        sys.executable,
-        __file__,
-        "serve",
-        *settings,
-        f"run.dir={folder / 'runs' / 'server'}",
-        f"server.port={port}",
-    ]
-    with (folder / "log").open("wb") as log:
-        env = os.environ | {FILE: str(folder / "lie"), "HOCKET_SERVER_PID": str(os.getpid())}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
-    server = LyingServer(folder, f"http://127.0.0.1:{port}", process)
-
-    def output() -> str:
-        return (folder / "log").read_text(encoding="utf-8", errors="replace")
-
-    try:
-        wait_for(lambda: process.poll() is not None or "ready on" in output(), "the lying server is ready")
-        assert process.poll() is None, output()
-    except BaseException:
-        server.stop()
-        raise
-    return server
-
-
 def serve(arguments: Sequence[str]) -> None:
     """Serves, and lies."""
     from hocket import config as configs
-    from hocket.server import vllm_api
+    from hocket.processes import die_with_parent
     from hocket.server.main import serve
 
-    vllm_api.die_with_server()  # with the process that started this one
+    die_with_parent(os.getppid(), signal.SIGKILL)
     lie()
     serve(configs.load(None, list(arguments)))
 
 
 def play(folder: Path, settings: Sequence[str], runs: Sequence[Sequence[str]]) -> Iterator[Outcome]:
     """Starts a lying server, and yields the outcome of each run: a lie, and further settings."""
-    server = start(folder, *settings)
-    try:
+    with LyingServer(folder, *settings) as server:
         for told, *further in runs:
             yield server.train(told, *settings, *further)
-    finally:
-        server.stop()
 
 
 def main(command: str, *arguments: str) -> None:

@@ -58,12 +58,6 @@ def test_the_smallest_change_anywhere_is_noticed(position: int) -> None:
     assert tensor_checksum(values) != tensor_checksum(changed)
 
 
-def test_two_rows_that_changed_places_are_noticed() -> None:
-    values = torch.randn(4 * BLOCK, generator=torch.Generator().manual_seed(0))
-    assert tensor_checksum(values) != tensor_checksum(values.roll(1))
-    assert tensor_checksum(values) != tensor_checksum(values.roll(2 * BLOCK))
-
-
 def test_blocks_are_summed_alike_where_there_are_no_matrix_products_of_integers() -> None:
     blocks = torch.randint(-(2**63), 2**63 - 1, (3, BLOCK), generator=torch.Generator().manual_seed(0))
     factors = torch.arange(BLOCK) * 2**50 + 1
@@ -84,7 +78,7 @@ def test_a_versions_sum_covers_every_property_in_any_order(change: dict[str, obj
     assert total_checksum({"a": original}) != total_checksum({"b": original})
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": "1"}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", '{"version": 1}', "[" * 100_000])
 def test_a_malformed_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / manifest.MANIFEST_FILE).write_text(text)
     with pytest.raises(ValueError, match=r"."):

@@ -227,13 +227,15 @@ def test_reinforce_pp_baseline_whitens_centred_rewards_over_tokens_as_the_code_o
 def test_ppo_passes_over_tokens_of_the_environment() -> None:
     groups = [of_rollouts(make_rollout(-1.0, None, None, -1.0), rewards=[3.0])]
     values = (0.0, 0.0, 2.0, 0.0, 0.0, 1.0)
-    # λ ½ over the two sampled tokens: δ = 0 + 1 − 2 = −1, 3 − 1 = 2; A = −1 + ½ · 2 = 0, 2; returns A + V = 2, 3
-    (sample,), _ = sampled(groups, settings("preset=ppo", "gae_lambda=0.5", "scale=none"), [Measured(values=values)])
-    assert list(sample.advantages) == [0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
-    assert list(sample.returns) == [0.0, 0.0, 2.0, 0.0, 0.0, 3.0]
+    # λ ½ and discount ½ over the two sampled tokens: δ = 0 + ½ · 1 − 2 = −1.5, 3 − 1 = 2; A = −1.5 + ¼ · 2 = −1, 2;
+    # returns A + V = 1, 3
+    knobs = "preset=ppo", "gae_lambda=0.5", "discount=0.5"
+    (sample,), _ = sampled(groups, settings(*knobs, "scale=none"), [Measured(values=values)])
+    assert list(sample.advantages) == [0.0, 0.0, -1.0, 0.0, 0.0, 2.0]
+    assert list(sample.returns) == [0.0, 0.0, 1.0, 0.0, 0.0, 3.0]
     assert sample.values == values
-    # whitened: mean 1, unbiased deviation √2; the critic's targets stay
-    (white,), _ = sampled(groups, settings("preset=ppo", "gae_lambda=0.5"), [Measured(values=values)])
+    # whitened: mean ½, deviations ∓1.5, the unbiased one √4.5; the critic's targets stay
+    (white,), _ = sampled(groups, settings(*knobs), [Measured(values=values)])
     assert white.advantages == pytest.approx((0.0, 0.0, -1 / math.sqrt(2), 0.0, 0.0, 1 / math.sqrt(2)))
     assert white.returns == sample.returns
 

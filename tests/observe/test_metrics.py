@@ -113,8 +113,8 @@ def test_where_no_rollout_is_stale_the_gap_may_be_no_more_than_rounding(
 def loss_metrics() -> dict[str, float]:
     zeros_bt = torch.zeros(1, 1)
     mask_bt = torch.ones(1, 1, dtype=torch.bool)
-    sizes = {"num_tokens": 1, "num_sequences": 1}
-    output = policy_loss(zeros_bt, zeros_bt, zeros_bt, mask_bt, config=LossConfig(), ref_logprobs_bt=zeros_bt, **sizes)
+    more = {"num_tokens": 1, "num_sequences": 1, "entropy_bt": zeros_bt, "sample_bt": zeros_bt}
+    output = policy_loss(zeros_bt, zeros_bt, zeros_bt, mask_bt, config=LossConfig(), ref_logprobs_bt=zeros_bt, **more)
     return {f"train/{name}": 1.0 for name in output.metrics.keys() - {"importance_square"} | {"tokens", "entropy"}}
 
 

@@ -60,7 +60,7 @@ def break_off(server: Any, source: Any, bucket: int) -> None:
     """Loses the trainer before a bucket, as the kernel closes a killed one's connections."""
     source.before = lambda number: source.transport.close() if number == bucket else None
     assert isinstance(deliver(server, source), HocketError)
-    server.wait_for(lambda health: health["status"] == "failed")
+    server.wait_until(lambda health: health["status"] == "failed")
 
 
 def test_both_workers_of_a_tensor_parallel_engine_receive_adapters_and_after_a_failure_weights(
@@ -94,15 +94,6 @@ def test_requests_in_flight_are_kept_drained_or_aborted(server: Any, kit: Any, i
     assert max(server.gaps()) < 1e-4
 
 
-def test_weights_of_another_model_are_refused_before_anything_is_touched(server: Any, kit: Any) -> None:
-    before = server.health()
-    failure = deliver(server, kit.Source.of(kit.make_model(tied=True, seed=1, vocab_size=128)), version=5000)
-    assert isinstance(failure, HocketError)
-    assert "tensor 'model.embed_tokens.weight' has shape [128, 64], the model's is [96, 64]" in str(failure)
-    assert server.health() == before
-    assert max(server.gaps()) < 1e-4
-
-
 def test_whatever_a_vanished_trainer_leaves_half_loaded_the_next_update_is_whole(server: Any, kit: Any) -> None:
     # vLLM collects a layer's tensors until all are there, and would go on with those of the update that broke.
     for bucket, size in ((2, 3), (3, 4), (4, 3), (5, 4), (6, 3), (7, 4), (7, 3)):
@@ -120,7 +111,7 @@ def test_the_engine_goes_on_while_its_workers_wait_for_a_trainer_that_never_come
     with socket.create_server(("127.0.0.1", 0)) as mute, ThreadPoolExecutor(1) as thread:
         port = mute.getsockname()[1]
         joining = thread.submit(join, port, "never", 5.0)
-        server.wait_for(lambda health: health["joining"] == "never")
+        server.wait_until(lambda health: health["joining"] == "never")
         assert len(server.generate(prompts=[[5]], n=8, sampling={"max_tokens": 20})["completions"][0]) == 8
         second = join(port, "second", 5.0)
         assert (second.status_code, second.json()["error"]["code"]) == (409, "joining")

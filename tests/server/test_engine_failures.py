@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from hocket import manifest
-from hocket.protocol import DiskSource, ReloadRequest, SleepRequest, WakeRequest
+from hocket.protocol import (
+    DiskSource,
+    GenerateRequest,
+    GroupRequest,
+    HeartbeatRequest,
+    ReloadRequest,
+    SamplingParams,
+    SessionRequest,
+    SleepRequest,
+    WakeRequest,
+)
 from hocket.server import worker
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
@@ -104,6 +114,22 @@ async def test_an_engine_that_does_not_go_on_after_a_drain_ends_its_requests_and
     llm.failing = {}
     assert (await engine.reload(request())).version == 1
     assert engine.health().status == "ready"
+
+
+async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refused_changes_nothing(
+    engine: Engine, llm: FakeLLM
+) -> None:
+    held, *others = await asyncio.gather(*(engine.reload(request()) for _ in range(3)))
+    assert others == [held] * 2  # the same seconds, too
+    with pytest.raises(ApiError, match="there is no 'nowhere'"):
+        await engine.reload(request().model_copy(update={"source": DiskSource(name="nowhere")}))
+    with pytest.raises(ApiError, match="the manifest is of version 1, not 2"):
+        await engine.reload(request(version=2))
+    assert [call for (call, *_) in llm.calls] == ["pause", "hocket_load_disk", "version", "resume"]
+    assert (engine.health().status, engine.health().version) == ("ready", 1)
+    same = engine._root / "other"  # under another name it may be another run's version of the same number
+    same.symlink_to(engine._root / "v1")
+    assert await engine.reload(request().model_copy(update={"source": DiskSource(name="other")})) != held
 
 
 async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_load_that_all_finish(
@@ -275,3 +301,36 @@ async def test_an_engine_that_dies_asleep_is_dead(engine: Engine, llm: FakeLLM) 
     assert engine.health().status == "failed"
     with pytest.raises(ApiError, match="the engine's process ended"):
         engine.require_ready(admits={"asleep"})
+
+
+async def test_an_engine_works_for_one_trainer_and_for_those_who_are_none(engine: Engine, llm: FakeLLM) -> None:
+    sampling, group = SamplingParams(), {"host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None}
+    session = {"sampling": sampling, "max_length": 9, "max_calls": 1, "idle_timeout_s": 9.0}
+
+    def calls(trainer: str | None) -> list[Any]:
+        async def check() -> None:
+            engine.check(SessionRequest(trainer=trainer, **session))
+
+        async def heartbeat() -> None:
+            engine.heartbeat(HeartbeatRequest(trainer=trainer or "none"))
+
+        return [
+            engine.read(GenerateRequest(trainer=trainer, prompts=[[5]]).model_dump_json().encode()),
+            check(),
+            engine.join_group(GroupRequest(trainer=trainer, session="g", timeout_s=1.0, **group)),
+            engine.reload(request().model_copy(update={"trainer": trainer})),
+            engine.sleep(SleepRequest(trainer=trainer)),
+            engine.wake_up(WakeRequest(trainer=trainer)),
+            heartbeat(),
+        ]
+
+    engine.heartbeat(HeartbeatRequest(trainer="first"))
+    refused = await asyncio.gather(*calls("second"), return_exceptions=True)
+    assert [error.body.code for error in refused] == ["other_trainer"] * 7
+    assert llm.calls == []
+    engine.heartbeat(HeartbeatRequest(trainer="second", take_over=True))
+    with pytest.raises(ApiError, match="works for trainer second"):
+        await engine.reload(request().model_copy(update={"trainer": "first"}))
+    engine.heartbeat(HeartbeatRequest(trainer="second", leaving=True))
+    for trainer in (None, "first"):
+        assert (await engine.reload(request().model_copy(update={"trainer": trainer}))).version == 1

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.algorithm.advantages import group_advantages, zero_variance_groups
+from hocket.algorithm.advantages import are_equal, group_advantages
 from hocket.algorithm.kl import kl_penalty
 from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig
@@ -56,7 +56,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     rollouts = tuple(rollout for rollout, _ in scored)
     penalties = tuple(overlong_penalty(rollout, algorithm.overlong_share, max_tokens) for rollout in rollouts)
     rewards = tuple(score.total - penalty for (_, score), penalty in zip(scored, penalties, strict=True))
-    equal = bool(zero_variance_groups(rewards, [0] * len(rewards)).all())
+    equal = are_equal(rewards)
     by_group, reason = algorithm.kl_in == "loss" and algorithm.scale != "tokens", None
     if not rewards:
         reason = NO_SCORE

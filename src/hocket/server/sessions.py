@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -43,11 +43,6 @@ class SampledCall:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     completion: Completion | None = None  # None until it has ended well
-
-    def recorded(self) -> AgentCall:
-        """Return the call for the trainer."""
-        prompt = tuple(self.prompt_token_ids)
-        return AgentCall(prompt_token_ids=prompt, seed=self.sampling.seed, completion=self.completion)
 
 
 class OpenSession:
@@ -111,7 +106,11 @@ class OpenSession:
 
     def record(self) -> AgentRecord:
         """Return the calls for the trainer."""
-        return AgentRecord(calls=tuple(call.recorded() for call in self.calls), cut_off=self.cut_off)
+        calls = [
+            AgentCall(prompt_token_ids=tuple(c.prompt_token_ids), seed=c.sampling.seed, completion=c.completion)
+            for c in self.calls
+        ]
+        return AgentRecord(calls=tuple(calls), cut_off=self.cut_off)
 
     @contextlib.contextmanager
     def serving(self, call: SampledCall) -> Iterator[None]:
@@ -127,6 +126,27 @@ class OpenSession:
         finally:
             self._running.discard(call)
             self.used = time.monotonic()
+
+
+async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    """Yield a call's outputs; begin again where new weights abort it before the first one, raise ApiError later."""
+    streamed = False
+    while True:
+        async with contextlib.aclosing(sample()) as outputs:
+            async for output in outputs:
+                if output.outputs[0].finish_reason == "abort":
+                    break
+                streamed = True
+                yield output
+            else:
+                return
+        if streamed:
+            sample()  # raises another reason, if there is one
+            message = (
+                "generation was aborted as new weights came (sync.in_flight=abort), and what was streamed "
+                "can't be taken back: set sync.in_flight=keep"
+            )
+            raise ApiError(503, "aborted", message, "or have the agent ask again")
 
 
 class OpenSessions:
