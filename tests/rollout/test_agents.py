@@ -137,10 +137,10 @@ async def test_an_agent_gets_its_task_and_its_calls_become_the_rollout() -> None
     assert (rollout.id, score.total, rollout.reward) == ("s/0/0", 0.75, 0.75)
     assert rollout.sequence_ids == ("s/0/0.0", "s/0/0")
     other, last = rollout.sequences
-    assert (last.token_ids, last.mask) == ((5, 9, *done[2]), (False, False, True, True, True))
+    assert (tuple(last.token_ids), last.mask) == ((5, 9, *done[2]), (False, False, True, True, True))
     assert (other.version_min, other.version_max, last.version_min) == (2, 3, 4)
     assert (other.turns, last.turns, rollout.text, rollout.num_sampled) == (2, 1, "said 2", 9)
-    assert other.token_ids == (5, 6, *done[0], 7, *done[1])
+    assert tuple(other.token_ids) == (5, 6, *done[0], 7, *done[1])
     assert other.mask == (False, False, True, True, True, False, True, True, True)
     assert [said["content"] for said in other.dialogue] == ["said 0", "7", "said 1"]
 
@@ -177,7 +177,7 @@ async def test_a_number_is_the_reward_text_is_scored_and_whom_a_limit_cut_off_ha
     assert error or score.total == (1.0 if reward is None else reward)
     assert rollout.text == (result if isinstance(result, str) else "said 0" * asks)
     assert (rollout.num_sampled, sequence.turns) == (3 * asks, asks)
-    assert asks or sequence.token_ids == (0, 1)
+    assert asks or tuple(sequence.token_ids) == (0, 1)
 
 
 async def test_three_hundred_agents_with_failures_hangs_and_cancellations_are_all_accounted_for() -> None:
@@ -325,7 +325,7 @@ async def test_the_same_settings_give_the_same_random_numbers_whatever_the_order
     runs = [await played(plays, FakeServers(), num_prompts=20, group_size=3) for _ in range(2)]
     assert [group.rollouts for group in runs[0]] == [group.rollouts for group in runs[1]]
     rollouts = [rollout for group in runs[0] for rollout in group.rollouts]
-    assert len({rollout.sequences[0].token_ids for rollout in rollouts}) == 60
+    assert len({tuple(rollout.sequences[0].token_ids) for rollout in rollouts}) == 60
     assert len({rollout.reward for rollout in rollouts}) == 60
 
 
@@ -422,14 +422,14 @@ def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice() -> None:
                 ends.remove(max(before, key=len))
             ends.append(asked + sampled)
         sequences = join(calls, str)
-        assert [one.token_ids for one in sequences] == ends
+        assert [list(one.token_ids) for one in sequences] == ends
         trained = [i for one in sequences for i, own in zip(one.token_ids, one.mask, strict=True) if own]
         completions = [done.completion for done in calls if done.completion is not None]
         assert sorted(trained) == sorted(i for done in completions for i in done.token_ids)
         for one in sequences:
             assert len(one.token_ids) == len(one.mask) == len(one.logprobs)
             expected = [-i / 1000 if own else 0.0 for i, own in zip(one.token_ids, one.mask, strict=True)]
-            assert one.logprobs == expected
+            assert list(one.logprobs) == expected
             assert not one.mask[0]
             assert one.mask[-1]
         assert sum(one.turns for one in sequences) == len(completions)
@@ -437,6 +437,6 @@ def test_a_thousand_agents_lose_no_sampled_token_and_train_none_twice() -> None:
             if done.completion is not None:
                 first = done.completion.token_ids[0]
                 (mine,) = [one for one in sequences if (first, True) in zip(one.token_ids, one.mask, strict=True)]
-                assert mine.token_ids[: mine.token_ids.index(first)] == list(done.prompt_token_ids)
+                assert tuple(mine.token_ids[: mine.token_ids.index(first)]) == done.prompt_token_ids
         seen.add(len(sequences))
     assert seen >= {0, 1, 2, 3, 4}

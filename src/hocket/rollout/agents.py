@@ -9,6 +9,7 @@ import copy
 import ctypes
 import dataclasses
 import itertools
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -145,12 +146,12 @@ def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> 
     for call in calls:
         if call.completion is None:
             continue
-        asked = list(call.prompt_token_ids)
+        asked = array("I", call.prompt_token_ids)
         begun = [transcript for transcript in transcripts if asked[: len(transcript.token_ids)] == transcript.token_ids]
         if begun:
             transcript = max(begun, key=lambda transcript: len(transcript.token_ids))
             transcripts.remove(transcript)
-            told = asked[len(transcript.token_ids) :]
+            told = asked[len(transcript.token_ids) :].tolist()
             transcript.add_observation(told, Observation(text=decode(told)))
         else:
             transcript = Transcript(asked)
