@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from safetensors import SafetensorError
 
 import hocket
 from hocket.cli import main
+from processes import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,6 +127,26 @@ def test_an_error_that_nobody_foresaw_is_one_line_too_and_its_traceback_is_at_ha
     said_at_length = capsys.readouterr().err
     assert said_at_length.startswith("Traceback (most recent call last)")
     assert said_at_length.splitlines()[-1].startswith("error: ")
+
+
+def test_a_dry_run_says_what_a_run_would_use_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = MagicMock(num_parameters=1234, memory="it fits")
+    trainer.__enter__.return_value = trainer
+    monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda config: trainer)
+    port = free_port()
+    assert main(["train", "--dry-run", f"run.dir={tmp_path}/a", f"server.port={port}", "eval.num_prompts=7"]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "2048 prompts to train on, 7 held out",
+        "'exact_match': 1.0",
+        "1,234 parameters; it fits",
+        "no server an",
+    ):
+        assert line in said
+    assert said.endswith("nothing stands in the way of a run\n")
+    assert not list(tmp_path.iterdir())
 
 
 PRINTS = {  # a command → what writes far more than a pipe holds, or writes after its reader has gone

@@ -55,5 +55,5 @@ def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_ru
     file.write_text("http://up\n", encoding="utf-8")
     assert "server http://up has the same model" in dry_run(f"server.discover={file}")
     assert "nothing stands in the way" in dry_run("launch.share_gpu=true", "server.urls=http://down")
-    with pytest.raises(ConfigError, match="the server holds the GPU of launch.share_gpu: stop it"):
+    with pytest.raises(ConfigError, match=r"the server holds the GPU of launch\.share_gpu: stop it"):
         dry_run("launch.share_gpu=true", "server.urls=http://up")
