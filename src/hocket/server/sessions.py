@@ -206,8 +206,6 @@ class RouteSessions:
         if match is not None and scope["method"] == "POST":
             message = await receive()  # it has the whole body
             body = await run_in_thread(openai.read, message.get("body", b""))
-            if match["id"] is not None and isinstance(body, dict):
-                message["body"] = json.dumps(self._checked(body)).encode()
             receive = replay(message, receive)
         if match is not None and match["id"] is not None:
             session = self._sessions.get(match["id"])
@@ -215,6 +213,8 @@ class RouteSessions:
                 known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
                 text = f"a session has no {scope['method']} {match['route']}"
                 raise ApiError(404, "not_found", text, f"it has {known}")
+            if isinstance(body, dict):
+                message["body"] = json.dumps(self._checked(body)).encode()
             scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
             send = _watched(send, session)
         # None is set, too: a pipelined request would inherit the context of the one before it on its connection.

@@ -1,7 +1,7 @@
 """Receive weights inside the engine's processes.
 
 vLLM mixes `WorkerExtension` into its worker class; its methods are called through `collective_rpc`. Importing this
-module in a process that the server has started ties it to the server.
+module in a process that was started for it ties that to its parent.
 """
 
 import functools
