@@ -158,7 +158,7 @@ def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> 
             transcript.add_observation(told, Observation(text=decode(told)))
         else:
             transcript = Transcript(asked)
-        transcript.opening = opening_of(decode(asked[-OPENING_TOKENS:]))
+        transcript.opening = opening_of(decode(call.prompt_token_ids[-OPENING_TOKENS:]))
         transcript.add_completion(call.completion)
         transcripts.append(transcript)
     return transcripts
