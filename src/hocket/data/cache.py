@@ -56,9 +56,9 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return known or _add(hashlib.sha256(), prompts)
 
 
-def difficulties(prompts: Sequence[Prompt]) -> list[float | None]:
-    """Return the difficulty of each prompt."""
-    return prompts.difficulties if isinstance(prompts, Prompts) else [prompt.difficulty for prompt in prompts]
+def difficulty(prompts: Sequence[Prompt], index: int) -> float | None:
+    """Return the difficulty of a prompt, without making it."""
+    return prompts.difficulties[index] if isinstance(prompts, Prompts) else prompts[index].difficulty
 
 
 def sha256_of(path: Path) -> str:

@@ -30,6 +30,7 @@ QUIET_S = 2.0  # that the preparation takes before it is shown
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
 
 Options = Mapping[str, Any] | None
+Doing = Callable[[str, float], None]  # shows what goes on, and for how many seconds it has
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +51,11 @@ def load_prompts(
     *,
     max_prompt_tokens: int,
     tools: Sequence[Mapping[str, Any]] = (),
-    doing: Callable[[str, float], None] = lambda what, seconds: None,
+    doing: Doing = lambda what, seconds: None,
 ) -> tuple[Sequence[Prompt], int]:
     """Return the prompts of `data.source`, and how many were too long; none is cut. Raise DataError for a bad row.
 
-    Those of a large source come from the cache. `doing` shows what takes long.
+    Those of a large source come from the cache.
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)
@@ -76,12 +77,14 @@ def load_prompts(
     return kept, len(prompts) - len(kept)
 
 
-def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:
+def load_demonstrations(
+    data: DataConfig, tokenizer: Any, max_length: int, doing: Doing = lambda what, seconds: None
+) -> list[tuple[list[int], list[int]]]:
     """Return (prompt ids, response ids, ended as a turn) of every row of at most max_length tokens."""
     renderer = Renderer(data, tokenizer)
     end, kept, num_rows = renderer.end_of_turn(), [], 0
-    for prompts in _parts(data, renderer, with_response=True):
-        responses = renderer.encode([prompt.meta[data.response_column] for prompt in prompts])
+    for prompts in _parts(data, renderer, doing, with_response=True):
+        responses = renderer.encode([prompt.answer or "" for prompt in prompts])
         rows = [([*prompt.token_ids], [*response, end]) for prompt, response in zip(prompts, responses, strict=True)]
         kept += [(prompt, response) for prompt, response in rows if len(prompt) + len(response) <= max_length]
         num_rows += len(rows)
@@ -93,18 +96,14 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
 
 
 def _parts(
-    data: DataConfig,
-    renderer: "Renderer",
-    doing: Callable[[str, float], None] = lambda what, seconds: None,
-    *,
-    with_response: bool = False,
+    data: DataConfig, renderer: "Renderer", doing: Doing, *, with_response: bool = False
 ) -> Iterator[list[Prompt]]:
     """Yield the prompts in parts, as encoding all at once takes gigabytes; raise DataError at the end for bad rows."""
     rows, num_rows, problems, start = read_rows(data), 0, dict[str, str](), time.monotonic()
     is_file = not data.source.startswith(("task:", "hf:"))
     while part := list(itertools.islice(rows, PART)):
         if (seconds := time.monotonic() - start) > QUIET_S:
-            doing(f"preparing the prompts of {data.source}", seconds)
+            doing(f"encoding the rows of {data.source}", seconds)
         rendered, num_rows = [], num_rows + len(part)
         for place, columns in part:
             try:
@@ -149,7 +148,10 @@ class Renderer:
         return tokenizers.fingerprint(self._tokenizer), template, self._tools, today
 
     def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
-        """Return a row's text and Prompt fields; `with_response`: a demonstration's. ValueError names its fault."""
+        """Return a row's text and Prompt fields, or `with_response` a demonstration's, whose answer is the response.
+
+        Raise ValueError for a bad row.
+        """
         if isinstance(columns, bytes):
             columns = json.loads(columns)
         if not isinstance(columns, Mapping):
@@ -160,14 +162,12 @@ class Renderer:
         asked = [message["content"] for message in messages or () if message["role"] == "user"]
         text = value if messages is None else self.render(messages)
         opening = opening_of(text)
-        if with_response:
-            columns = {**columns, data.response_column: self._response(columns, opening)}
         return text, {
             "messages": messages,
             "text": value if messages is None else (asked or [messages[-1]["content"]])[-1],
             "opening": opening,
             "options": data.chat_template_kwargs,
-            "answer": None if with_response else self._answer(columns),
+            "answer": self._response(columns, opening) if with_response else self._answer(columns),
             "difficulty": None if with_response else self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
         }
