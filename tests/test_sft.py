@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
 
-    def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int, doing: Any) -> list[Any]:
+    def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[Any]:
         asked.append((data.source, tokenizer.eos_token_id, max_length))
         return ROWS
 

@@ -265,9 +265,7 @@ class Parts:
         thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
         longest = self.longest - thought - (max_tokens or self.config.rollout.max_tokens)
         tools = made.toolbox.tools if made.toolbox else ()
-        prompts, num_dropped = load_prompts(
-            data, self.tokenizer, max_prompt_tokens=longest, tools=tools, doing=self.console.doing
-        )
+        prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
         if num_dropped:
             limit = min(longest, data.max_prompt_tokens or longest)
             self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")

@@ -41,12 +41,14 @@ def run(config: Config) -> None:
     if output.exists() and not is_model and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another sft.output, or remove it")
     max_length = tokenizers.context_length(config.model)
-    last, steps, batch_size = saved.step if saved else 0, config.trainer.steps, config.sft.batch_size
-    console, tokenizer = Console(config.observe.console, steps), tokenizers.load(config.model.path)
-    with console:
-        rows = load_demonstrations(config.data, tokenizer, max_length, console.doing)
+    rows = load_demonstrations(config.data, tokenizers.load(config.model.path), max_length)
     samples = [demonstration(*row) for row in rows]
-    with console, RunFolder(config) as folder, Trainer(config, loss=sft_loss) as trainer:
+    last, steps, batch_size = saved.step if saved else 0, config.trainer.steps, config.sft.batch_size
+    with (
+        Console(config.observe.console, steps) as console,
+        RunFolder(config) as folder,
+        Trainer(config, loss=sft_loss) as trainer,
+    ):
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)

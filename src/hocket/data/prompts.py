@@ -11,9 +11,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from hocket import tokenizer as tokenizers
 from hocket.config import DataConfig
@@ -26,11 +28,9 @@ PROBE = "hocket-0123456789"  # the text of a made-up model turn, to find the tem
 TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 NUM_SHOWN = 5  # rows that an error names
 PART = 1024  # rows that are encoded together
-QUIET_S = 2.0  # that the preparation takes before it is shown
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
 
 Options = Mapping[str, Any] | None
-Doing = Callable[[str, float], None]  # shows what goes on, and for how many seconds it has
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +46,7 @@ def opening_of(prompt: str) -> str:
 
 
 def load_prompts(
-    data: DataConfig,
-    tokenizer: Any,
-    *,
-    max_prompt_tokens: int,
-    tools: Sequence[Mapping[str, Any]] = (),
-    doing: Doing = lambda what, seconds: None,
+    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Sequence[Prompt], int]:
     """Return the prompts of `data.source`, and how many were too long; none is cut. Raise DataError for a bad row.
 
@@ -63,27 +58,27 @@ def load_prompts(
         advice = 'set "special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
         raise DataError(f"the tokenizer has </think> as a special token: no reward would see a thought end; {advice}")
     if (content := identity(data)) is not None:
-        key = cache.key(content, data.model_dump_json(exclude={"max_prompt_tokens"}), *renderer.identity())
+        settings, template = data.model_dump_json(exclude={"max_prompt_tokens"}), tokenizer.chat_template
+        today = time.strftime("%F") if "strftime_now" in str(template) else None
+        key = cache.key(content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer))
 
         def parts() -> Iterator[list[Prompt]]:
-            yield from _parts(data, renderer, doing)
+            yield from _parts(data, renderer)
             if identity(data) != content:
                 raise OSError(f"{data.source} changed while it was read")
 
         if (found := cache.load(key, longest, parts)) is not None:
             return found, found.num_dropped
-    prompts = list(itertools.chain.from_iterable(_parts(data, renderer, doing)))
+    prompts = list(itertools.chain.from_iterable(_parts(data, renderer)))
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
     return kept, len(prompts) - len(kept)
 
 
-def load_demonstrations(
-    data: DataConfig, tokenizer: Any, max_length: int, doing: Doing = lambda what, seconds: None
-) -> list[tuple[list[int], list[int]]]:
+def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:
     """Return (prompt ids, response ids, ended as a turn) of every row of at most max_length tokens."""
     renderer = Renderer(data, tokenizer)
     end, kept, num_rows = renderer.end_of_turn(), [], 0
-    for prompts in _parts(data, renderer, doing, with_response=True):
+    for prompts in _parts(data, renderer, with_response=True):
         responses = renderer.encode([prompt.answer or "" for prompt in prompts])
         rows = [([*prompt.token_ids], [*response, end]) for prompt, response in zip(prompts, responses, strict=True)]
         kept += [(prompt, response) for prompt, response in rows if len(prompt) + len(response) <= max_length]
@@ -95,15 +90,12 @@ def load_demonstrations(
     return kept
 
 
-def _parts(
-    data: DataConfig, renderer: "Renderer", doing: Doing, *, with_response: bool = False
-) -> Iterator[list[Prompt]]:
+def _parts(data: DataConfig, renderer: "Renderer", *, with_response: bool = False) -> Iterator[list[Prompt]]:
     """Yield the prompts in parts, as encoding all at once takes gigabytes; raise DataError at the end for bad rows."""
-    rows, num_rows, problems, start = read_rows(data), 0, dict[str, str](), time.monotonic()
+    num_rows, problems = 0, dict[str, str]()
+    rows = iter(tqdm(read_rows(data), f"encoding {data.source}", unit=" rows", delay=2, mininterval=5))
     is_file = not data.source.startswith(("task:", "hf:"))
     while part := list(itertools.islice(rows, PART)):
-        if (seconds := time.monotonic() - start) > QUIET_S:
-            doing(f"encoding the rows of {data.source}", seconds)
         rendered, num_rows = [], num_rows + len(part)
         for place, columns in part:
             try:
@@ -140,12 +132,6 @@ class Renderer:
             raise DataError("tools are shown by the chat template; set data.chat_template: true")
         self._data, self._tokenizer = data, tokenizer
         self._tools = list(tools) or None
-
-    def identity(self) -> tuple[object, ...]:
-        """Return what texts and token ids follow from, besides the rows and the settings."""
-        template = self._tokenizer.chat_template
-        today = time.strftime("%F") if "strftime_now" in str(template) else None
-        return tokenizers.fingerprint(self._tokenizer), template, self._tools, today
 
     def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
         """Return a row's text and Prompt fields, or `with_response` a demonstration's, whose answer is the response.
