@@ -177,8 +177,6 @@ def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, wr
         load(source, bos_tokenizer)
     source = write_jsonl({"prompt": "a b", "answer": "c d"})
     plain = DataConfig(source=source, chat_template=False, response_column="answer")
-        source=write_jsonl({"prompt": "a b", "answer": "c d"}), chat_template=False, response_column="answer"
-    )
     assert load_demonstrations(plain, bos_tokenizer, 20) == [([0, 3, 4], [5, 6, 1])]
 
 
