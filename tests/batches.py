@@ -2,13 +2,21 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from hocket.config.algorithm import PRESETS, LossConfig, PresetName
 from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Batch, Plan, Play, ScoreOne, collect
 from hocket.types import FinishReason, Prompt, Rollout, Score, TokenSequence
 
 SAMPLING = SamplingParams(max_tokens=8, seed=77)
+
+
+def preset_loss(name: PresetName, **changes: Any) -> LossConfig:
+    """Returns the loss of a published algorithm, with changes."""
+    row = {key: value for key, value in PRESETS[name].knobs.items() if key in LossConfig.model_fields}
+    return LossConfig(**row | changes)
 
 
 def drawing(prompts: Sequence[Prompt]) -> Callable[[int], Mapping[int, Prompt]]:

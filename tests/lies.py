@@ -15,6 +15,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,59 +37,42 @@ def _named(tensors: Tensors, part: str) -> list[str]:
     return found
 
 
-def one_behind(new: Tensors, last: Tensors, first: Tensors) -> None:
-    new.update(last)
+def _frozen(part: str) -> Lie:
+    """These tensors stay as they were at first."""
+    return lambda new, last, first: new.update({name: first[name] for name in _named(new, part)})
 
 
-def never_loads(new: Tensors, last: Tensors, first: Tensors) -> None:
-    new.update(first)
+def _swapped(one: str, other: str) -> Lie:
+    """Two tensors change places."""
+
+    def swap(new: Tensors, last: Tensors, first: Tensors) -> None:
+        for name in _named(new, one):
+            twin = name.replace(one, other)
+            new[name], new[twin] = new[twin], new[name]
+
+    return swap
 
 
-def missing_matrix(new: Tensors, last: Tensors, first: Tensors) -> None:
+def _missing(new: Tensors, last: Tensors, first: Tensors) -> None:
     for name in _named(new, "layers.1.mlp.down_proj"):
         del new[name]
 
 
-def frozen_matrix(new: Tensors, last: Tensors, first: Tensors) -> None:
-    new.update({name: first[name] for name in _named(new, "layers.1.mlp.down_proj")})
-
-
-def frozen_norm(new: Tensors, last: Tensors, first: Tensors) -> None:
-    new.update({name: first[name] for name in _named(new, "layers.1.input_layernorm")})
-
-
-def swapped_norms(new: Tensors, last: Tensors, first: Tensors) -> None:
-    _swap(new, "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
-
-
-def swapped_layers(new: Tensors, last: Tensors, first: Tensors) -> None:
-    _swap(new, "layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj")
-
-
-def permuted_rows(new: Tensors, last: Tensors, first: Tensors) -> None:
+def _permuted(new: Tensors, last: Tensors, first: Tensors) -> None:
     for name in _named(new, "layers.0.mlp.up_proj"):
         if "lora_A" not in name and new[name].dim() == 2:
             new[name] = new[name].roll(1, 0).contiguous()
 
 
-def _swap(tensors: Tensors, one: str, other: str) -> None:
-    for name in _named(tensors, one):
-        twin = name.replace(one, other)
-        tensors[name], tensors[twin] = tensors[twin], tensors[name]
-
-
 OF_WEIGHTS: dict[str, Lie] = {
-    lie.__name__: lie
-    for lie in (
-        one_behind,
-        never_loads,
-        missing_matrix,
-        frozen_matrix,
-        frozen_norm,
-        swapped_norms,
-        swapped_layers,
-        permuted_rows,
-    )
+    "one_behind": lambda new, last, first: new.update(last),
+    "never_loads": lambda new, last, first: new.update(first),
+    "missing_matrix": _missing,
+    "frozen_matrix": _frozen("layers.1.mlp.down_proj"),
+    "frozen_norm": _frozen("layers.1.input_layernorm"),
+    "swapped_norms": _swapped("layers.0.input_layernorm", "layers.0.post_attention_layernorm"),
+    "swapped_layers": _swapped("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"),
+    "permuted_rows": _permuted,
 }
 OF_LOGPROBS: dict[str, Callable[[list[float]], list[float]]] = {
     "wrong_logprobs": lambda logprobs: [value * random.uniform(0.95, 1.05) for value in logprobs],
@@ -283,7 +267,7 @@ def start(folder: Path, *settings: str) -> LyingServer:
         f"server.port={port}",
     ]
     with (folder / "log").open("wb") as log:
-        env = os.environ | {FILE: str(folder / "lie"), "HOCKET_SERVER_PID": str(os.getpid())}
+        env = os.environ | {FILE: str(folder / "lie")}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
     server = LyingServer(folder, f"http://127.0.0.1:{port}", process)
 
@@ -302,10 +286,10 @@ def start(folder: Path, *settings: str) -> LyingServer:
 def serve(arguments: Sequence[str]) -> None:
     """Serves, and lies."""
     from hocket import config as configs
-    from hocket.server import vllm_api
+    from hocket.processes import die_with_parent
     from hocket.server.main import serve
 
-    vllm_api.die_with_server()  # with the process that started this one
+    die_with_parent(os.getppid(), signal.SIGKILL)
     lie()
     serve(configs.load(None, list(arguments)))
 

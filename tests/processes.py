@@ -36,6 +36,14 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = START_S, 
     return value
 
 
+def is_gone(pid: int | str) -> bool:
+    """Return whether a process has ended, waited for or not."""
+    try:
+        return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Process:
     """One hocket command with all it starts; `log` has its output."""
 

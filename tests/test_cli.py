@@ -84,25 +84,21 @@ def test_a_mistake_is_one_line_and_status_1(
     assert "Traceback" not in error
 
 
+FULL = "No space left on device"
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
+        (OSError(errno.ENOSPC, FULL, "runs/a"), f"error: [Errno 28] {FULL}: 'runs/a'; free space there"),
+        (OSError(errno.ENOSPC, FULL), f"error: [Errno 28] {FULL}; free space there"),
+        (OSError(errno.EROFS, "Read-only file system", "a"), "Read-only file system: 'a'; mount it writable"),
         (
-            OSError(errno.ENOSPC, "No space left on device", "runs/a"),
-            "runs/a: No space left on device; free space there",
+            OSError(errno.EACCES, "Permission denied", "a"),
+            f"give user {os.getuid()} access to it (in Docker: HOCKET_USE",
         ),
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            "a write failed: No space left on device; free space there",
-        ),
-        (
-            OSError(errno.EROFS, "Read-only file system", "a"),
-            "a: Read-only file system; mount it writable",
-        ),
-        (
-            SafetensorError("I/O error: No space left on device (os error 28)"),
-            "error: I/O error: No space left on device (os error 28); free space there",
-        ),
+        (OSError(errno.ENOTDIR, "Not a directory", "a"), "Not a directory: 'a'; a file is in the way: move it, or n"),
+        (SafetensorError(f"I/O error: {FULL} (os error 28)"), f"error: I/O error: {FULL} (os error 28); free space"),
         (KeyError("x"), r"KeyError: 'x'. This was not foreseen; to report it, the traceback is in "),
         (OSError(errno.ENOTCONN, "no"), r"[Errno 107] no. This was not foreseen; to report it, the traceback is in "),
     ],

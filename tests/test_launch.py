@@ -14,7 +14,7 @@ import pytest
 from hocket import config, launch
 from hocket.errors import ConfigError, ServerError
 from hocket.launch import Child
-from processes import wait_for
+from processes import is_gone, wait_for
 
 WITH_CHILD = (
     "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.{handler});"
@@ -23,24 +23,9 @@ WITH_CHILD = (
 )
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def first_line(log: Path) -> str:
     wait_for(lambda: log.exists() and log.read_text().endswith("\n"), "a line in the log")
     return log.read_text().splitlines()[0]
-
-
-def test_a_child_that_ends_by_itself_gives_its_status_and_log(tmp_path: Path) -> None:
-    code = "import os; print('hello', os.environ['X']); raise SystemExit(3)"
-    child = Child(["-c", code], env={"X": "y"}, log=tmp_path / "logs" / "a")
-    assert wait_for(child.poll, "the child ends") == 3
-    with pytest.raises(ServerError, match=r"ended with status 3(.|\n)*hello y"):
-        child.refuse_dead()
 
 
 @pytest.mark.parametrize(("handler", "killed_by"), [("SIG_DFL", signal.SIGTERM), ("SIG_IGN", signal.SIGKILL)])
@@ -53,7 +38,7 @@ def test_stopping_a_child_ends_what_it_started_too(
     child.refuse_dead()  # it runs: no error
     launch.stop([child])
     assert child.returncode == -killed_by
-    wait_for(lambda: gone(grandchild), "the grandchild is gone")
+    wait_for(lambda: is_gone(grandchild), "the grandchild is gone")
 
 
 WAITS_FOR_THE_OTHER = """
@@ -170,7 +155,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_status_and_last_words(
     assert launch.run_ranks(["-c", code, str(folder)], 3, env={"X": "y"}, check=lambda: None, logs=logs) == 1
     assert f"rank 1 ended with status 1; the end of {logs / 'rank_1.log'}:\nno room" in capsys.readouterr().err
     assert len(ranks_in(folder)) == 3
-    assert all(gone(int(words[0])) for words in ranks_in(folder))
+    assert all(is_gone(words[0]) for words in ranks_in(folder))
 
 
 def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
@@ -180,7 +165,7 @@ def test_ranks_end_with_what_the_check_raises(tmp_path: Path) -> None:
 
     with pytest.raises(ServerError):
         launch.run_ranks(["-c", f"{RANK}\ntime.sleep(600)", str(tmp_path)], 3, env={"X": "y"}, check=check)
-    wait_for(lambda: all(words and gone(int(words[0])) for words in ranks_in(tmp_path)), "the ranks are gone")
+    wait_for(lambda: all(words and is_gone(words[0]) for words in ranks_in(tmp_path)), "the ranks are gone")
 
 
 def placed(gpus: str, settings: list[str]) -> launch.Placement:
@@ -217,11 +202,7 @@ def test_gpus_are_divided_between_servers_and_ranks(
         ("0", ["launch.trainers=2"], "launch.trainers=2 needs 2 GPUs, and of this machine's 1 it has 1"),
         ("0123", ["launch.servers=4"], "launch.trainers=1 needs 1 GPUs, and of this machine's 4 it has 0"),
         ("01", ["server.tensor_parallel_size=4"], "launch.servers=1 needs 4 GPUs, and of this machine's 2 it has 2"),
-        (
-            "0",
-            ["sync.backend=nccl"],
-            "GPU 0 has a server and a trainer(.|\n)*launch.share_gpu=true sync.backend=disk",
-        ),
+        ("0", ["sync.backend=nccl"], "GPU 0 has a server and a trainer.*launch.share_gpu=true sync.backend=disk"),
     ],
 )
 def test_too_few_gpus_and_a_gpu_for_both_sides_of_nccl_are_refused(gpus: str, settings: list[str], reason: str) -> None:
@@ -268,10 +249,11 @@ def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
 def test_a_dead_server_is_reported_once_and_the_last_one_ends_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = [Child(["-c", "raise SystemExit(3)"], env={}, log=tmp_path / name) for name in "ab"]
+    code = "import os; print('hello', os.environ['X']); raise SystemExit(3)"
+    ended = [Child(["-c", code], env={"X": "y"}, log=tmp_path / "logs" / name) for name in "ab"]
     for child in ended:
         wait_for(child.poll, "the child ends")
-    with pytest.raises(ServerError, match="ended with status 3"):
+    with pytest.raises(ServerError, match=r"ended with status 3(.|\n)*hello y"):
         launch.refuse_all_dead(ended)
     said = capsys.readouterr().out
     assert said.count("ended with status 3") == 1
@@ -296,15 +278,11 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
         assert launch.free_port("127.0.0.1", port) == port
         held.listen()
         assert launch.free_port("127.0.0.1", port) != port
-        ports = launch.free_ports("127.0.0.1", port, 3)
-        assert port not in ports
-        assert len(set(ports)) == 3
-
-
-def test_ports_after_the_last_one_are_any_free_ones() -> None:
-    ports = launch.free_ports("127.0.0.1", 65534, 4)
-    assert len(set(ports)) == 4
-    assert max(ports) < 1 << 16
+        for first in (port, 65534):  # or after the last one
+            ports = launch.free_ports("127.0.0.1", first, 4)
+            assert port not in ports
+            assert len(set(ports)) == 4
+            assert max(ports) < 1 << 16
 
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:

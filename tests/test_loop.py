@@ -42,6 +42,7 @@ class World:
         self.keep: list[Path] = []
         self.publishes: list[bool] = []  # each time that the trainer is held
         self.reference = reference  # its log-probs of every completion
+        self.untrained = {1: "its update was not finite"}  # of the second group of each step
 
     async def wait_up(self) -> None:
         if "wait" not in self.diary:
@@ -186,6 +187,7 @@ async def test_every_prompt_that_was_drawn_is_in_the_ledger_with_its_outcome(tmp
         ("filtered", "one score alone", 0.0),
         ("failed", "no score", None),
     ]
+    assert [line.get("why") for line in lines[1:4]] == ["its update was not finite", *["every reward is 1"] * 2]
     for epoch in (0, 1):
         assert {line["prompt"] for line in lines if line["epoch"] == epoch} == {"p0", "p1", "p2"}
 

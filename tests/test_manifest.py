@@ -84,7 +84,7 @@ def test_a_versions_sum_covers_every_property_in_any_order(change: dict[str, obj
     assert total_checksum({"a": original}) != total_checksum({"b": original})
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": "1"}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", '{"version": 1}', "[" * 100_000])
 def test_a_malformed_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / manifest.MANIFEST_FILE).write_text(text)
     with pytest.raises(ValueError, match=r"."):

@@ -372,7 +372,8 @@ async def test_work_that_is_not_done_in_time_is_an_error(servers: list[FakeServe
 
 
 @pytest.mark.parametrize(
-    "failure", [error("unauthorized", 401), error("context_too_long", 422), ValueError("it is no answer")]
+    "failure",
+    [error("unauthorized", 401), error("context_too_long", 422), error("other_trainer", 409), ValueError("no answer")],
 )
 async def test_a_refusal_is_raised_and_tried_nowhere_else(servers: list[FakeServer], failure: Exception) -> None:
     servers[0].refuse = failure
@@ -508,10 +509,15 @@ async def test_a_look_up_that_hangs_or_fails_disturbs_nobody_and_is_reported_onc
             await play(pool, [[i] for i in range(4)])
             listing.error = None
             await listing.followed()
+        listing.servers = [FakeServer(7)]  # no client can be made of its URL
+        await listing.followed()
+        listing.servers = servers
+        await listing.followed()
         listing.go.clear()
         await play(pool, [[i] for i in range(4)])
     assert [len(server.played) for server in servers] == [6, 6]
-    assert said == ["server.discover=x:1 finds no server: it is down. Those known so far are kept"] * 2
+    down = "server.discover=x:1 finds no server: it is down. Those known so far are kept"
+    assert said == [down, down, "KeyError: 'http://server7'. Those known so far are kept"]
 
 
 async def test_a_list_that_stays_empty_is_waited_for_and_then_named(
@@ -612,27 +618,6 @@ async def test_turns_of_one_moment_are_one_request_per_kind_of_sampling_and_dead
     ]
 
 
-async def test_while_many_requests_are_under_way_turns_wait_for_company(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hocket.batcher.MAX_REQUESTS", 3)
-    alone = servers[0]
-    alone.go.clear()
-    async with make_pool([alone]) as pool:
-        batcher, deadline, asks = Batcher(pool), Deadline(10), list[asyncio.Task[Completion]]()
-        for i in range(9):
-            asks.append(asyncio.create_task(batcher.ask(turn([i], i, deadline, SAMPLING))))
-            await until(lambda i=i: len(alone.requests) > min(i, 2))
-        kinds = [turn([i], i, deadline, SamplingParams(max_tokens=i)) for i in range(20, 25)]
-        asks += [asyncio.create_task(batcher.ask(kind)) for kind in kinds]
-        await asyncio.sleep(0.1)
-        assert len(alone.requests) == 3
-        alone.go.set()
-        done = await asyncio.gather(*asks)
-    assert [one.text for one in done] == [f"{i} {i}" for i in (*range(9), *range(20, 25))]  # to each its own
-    assert max(len(request.prompts) for request in alone.requests) == 6  # together
-
-
 async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_more_than_they_are(
     servers: list[FakeServer],
 ) -> None:
@@ -650,7 +635,7 @@ async def test_turns_of_a_group_stay_on_their_server_until_that_is_busier_by_mor
         assert [len(server.requests) for server in servers] == [1, 2]
 
 
-async def test_a_server_with_all_its_requests_leaves_the_others_theirs(
+async def test_a_server_with_all_its_requests_leaves_the_others_theirs_and_then_turns_wait_for_company(
     servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hocket.batcher.MAX_REQUESTS", 2)
@@ -665,13 +650,15 @@ async def test_a_server_with_all_its_requests_leaves_the_others_theirs(
             asks.append(asyncio.create_task(batcher.ask(turn([1], number, deadline, SAMPLING))))  # a request of its own
             await until(lambda number=number: sum(len(server.requests) for server in servers) > number)
             assert [len(server.requests) for server in servers] == of_each
-        asks.append(asyncio.create_task(batcher.ask(turn([2], 4, deadline, SAMPLING))))
-        await asyncio.sleep(0.1)  # both have all that they may: it waits
+        more = [turn([2], i, deadline, SamplingParams(max_tokens=10 + max(0, i - 6))) for i in range(4, 10)]
+        asks += [asyncio.create_task(batcher.ask(one)) for one in more]
+        await asyncio.sleep(0.1)  # both have all that they may: three turns of a kind wait, and three of other kinds
         assert [len(server.requests) for server in servers] == [2, 2]
-        servers[1].go.set()
-        await until(lambda: len(servers[1].requests) == 3)
-        servers[0].go.set()
-        assert [one.text for one in await asyncio.gather(*asks)] == ["1 0", "1 1", "1 2", "1 3", "2 4"]
+        for server in servers:
+            server.go.set()
+        done = await asyncio.gather(*asks)
+    assert [one.text for one in done] == [f"{1 + (i > 3)} {i}" for i in range(10)]  # to each its own
+    assert max(len(seeds) for server in servers for request in server.requests for seeds in request.seeds or ()) == 3
 
 
 @pytest.mark.parametrize("other", [error("other_model"), error("unauthorized", 401)])
@@ -703,21 +690,6 @@ async def test_a_discovered_server_of_another_model_or_token_is_left_out_and_a_l
         pool.bring_up = bring_up
         with pytest.raises(ServerError, match=str(other)):
             await pool.wait_up()
-
-
-async def test_whatever_goes_wrong_with_a_list_is_said_and_the_list_is_followed_on(
-    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listing, said = Listing(servers[:1], monkeypatch), list[str]()
-    async with ServerPool([], find=listing.find, say=said.append, start_timeout_s=10.0) as pool:
-        await pool.wait_up()
-        listing.servers = [FakeServer(7)]  # no client can be made of its URL
-        await listing.followed()
-        listing.servers = [*servers[:1]]
-        await listing.followed()
-        assert pool._not_found is None
-        await play(pool, [[1], [2]])
-    assert said == ["KeyError: 'http://server7'. Those known so far are kept"]
 
 
 async def test_a_trainer_waits_for_the_server_of_another_and_says_so_or_takes_it_once(
@@ -760,10 +732,3 @@ async def test_a_trainer_that_asks_for_nothing_is_heard_of_all_the_same(
         servers[0].beats.clear()
         await play(pool, [[5]])
         assert servers[0].beats == []
-
-
-async def test_a_server_that_another_trainer_has_taken_over_ends_the_run(servers: list[FakeServer]) -> None:
-    servers[0].refuse = error("other_trainer", 409)
-    async with make_pool(servers[:1], trainer="mine") as pool:
-        with pytest.raises(ServerError, match="it is other_trainer"):
-            await play(pool, [[5]])

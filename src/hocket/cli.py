@@ -52,10 +52,7 @@ def _sentence(error: Exception) -> str:
     """Say what went wrong; the traceback of what hocket did not foresee is kept in a file."""
     if isinstance(error, HocketError):
         return str(error)
-    fix = remedy(error)
-    if fix and isinstance(error, OSError):
-        return f"{error.filename or 'a write failed'}: {error.strerror}; {fix}"
-    if fix and "os error" in str(error):  # of safetensors
+    if (fix := remedy(error)) and (isinstance(error, OSError) or "os error" in str(error)):  # of safetensors
         return f"{error}; {fix}"
     with tempfile.NamedTemporaryFile("w", prefix="hocket-", suffix=".txt", delete=False) as file:
         traceback.print_exc(file=file)

@@ -250,13 +250,15 @@ class Parts:
         self.console.doing(f"loading {self.config.model.path} into the trainer")
         return stack.enter_context(Trainer(self.config))
 
-    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> tuple[Prompt, ...]:
+    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Sequence[Prompt]:
         """Return the prompts of a source that are short enough, and say how many were not."""
         made = self.environment()
         thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
         longest = self.longest - thought - (max_tokens or self.config.rollout.max_tokens)
         tools = made.toolbox.tools if made.toolbox else ()
-        prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
+        prompts, num_dropped = load_prompts(
+            data, self.tokenizer, max_prompt_tokens=longest, tools=tools, doing=self.console.doing
+        )
         if num_dropped:
             limit = min(longest, data.max_prompt_tokens or longest)
             self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
@@ -268,7 +270,7 @@ class Parts:
             raise ConfigError(f"{what}: no prompt of {data.source} is short enough; {advice}")
         return prompts
 
-    def held_out(self) -> tuple[Prompt, ...]:
+    def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
         settings, template = self.config.eval, self.config.data.chat_template_kwargs
         data = settings.data.model_copy(update={"chat_template_kwargs": settings.data.chat_template_kwargs or template})

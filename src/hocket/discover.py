@@ -23,7 +23,7 @@ async def find_servers(where: str) -> list[str]:
         found, problem = [], str(error)
     if not found:
         raise ServerError(f"server.discover={where} finds no server: {problem}", code="unreachable")
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _in_file(path: str) -> list[str]:

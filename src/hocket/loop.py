@@ -5,6 +5,7 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +59,8 @@ class Run:
                 await self.servers.wait_up()  # sync servers that came back; the trainer is idle now
                 with timed(metrics, "time/step"):
                     batch = await batches.batch(step, version=self.publisher.versions.current)
-                    self.folder.rollouts(f"step_{step:06d}", batch.groups)  # before anything can fail on them
+                    # before anything can fail on them
+                    await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)
                     last = step == steps or not batch.groups
                     shaped = [self.shape(group) for group in batch.groups]
                     metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
@@ -119,15 +121,16 @@ class Run:
         self.console.progress(step, "held-out evaluation")
         with timed(metrics, "time/eval"):
             measured, groups = await self.evaluation.run(f"eval {step}")
-        self.folder.rollouts(f"eval_{step:06d}", groups)
+        await run_in_thread(self.folder.rollouts, f"eval_{step:06d}", groups)
         return metrics | measured
 
     def record(self, step: int, shaped: Sequence[Shaped], metrics: Metrics) -> None:
         """Settle the prompts; write metrics, ledger and checkpoint of the step."""
-        skipped = metrics.get("train/skipped", 0.0) == 1
+        numbers = itertools.count()  # of the groups with a signal, in the trainer
         for one in shaped:
+            untrained = self.trainer.untrained.get(next(numbers)) if one.reason is None else None
             if one.group.draw is not None:  # a replay draws nothing
-                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, skipped=skipped))
+                self.stream.settle(one.group.draw, fate(one, reward=self.config.pass_reward, untrained=untrained))
         self.folder.finish(step, metrics, self.stream.entries())  # 8 records  observe/run_folder.py
         self.checkpoints.complete(step, metrics)
         self.console.step(step, metrics)

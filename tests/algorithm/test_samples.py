@@ -131,18 +131,18 @@ def scored(*parts: dict[str, float] | None) -> Group:
     return Group(id="g", rollouts=tuple(make_rollout(-0.5) for _ in parts), scores=tuple(scores))
 
 
-def fate_of(group: Group, *, skipped: bool = False) -> Outcome:
-    return fate(shaped([group])[0], reward="right", skipped=skipped)
+def fate_of(group: Group, untrained: str | None = None) -> Outcome:
+    return fate(shaped([group])[0], reward="right", untrained=untrained)
 
 
 def test_a_fate_has_the_pass_rate_of_one_reward_and_a_reason_if_it_is_not_trained() -> None:
     right = {"format": 1.0, "right": 1.0}
     rows = [{"format": 1.0, "right": 0.0}, right, {"format": 0.0, "right": 1.0}, None]
     assert fate_of(scored(*rows)) == Outcome(state="trained", pass_rate=pytest.approx(2 / 3))
-    skipped = fate_of(scored(*rows[:2]), skipped=True)
-    assert skipped == Outcome(state="failed", why="its step was not finite", pass_rate=0.5)
+    skipped = fate_of(scored(*rows[:2]), "its update was not finite")
+    assert skipped == Outcome(state="failed", why="its update was not finite", pass_rate=0.5)
     assert fate_of(scored(right, right, None)) == Outcome(state="filtered", why="every reward is 2", pass_rate=1.0)
-    assert fate_of(scored(right, right), skipped=True).state == "filtered"
+    assert fate_of(scored(right, right), "its update was not finite").state == "filtered"
     assert fate_of(scored(None, None)) == Outcome(state="failed", why="no score")
 
 
@@ -193,9 +193,7 @@ def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -
 @pytest.mark.parametrize(
     ("preset", "rewards", "expected"),
     [
-        # centred −1 1 | −3 3: their tokens, one each, have the mean 0 and the unbiased deviation √(20/3)
-        ("reinforce_pp_baseline", ([0.0, 2.0], [4.0, 10.0]), [x / math.sqrt(20 / 3) for x in (-1, 1, -3, 3)]),
-        ("rloo", ([1.0, 2.0, 6.0],), [-3.0, -1.5, 4.5]),  # compared with the mean of the others
+        ("rloo", ([1.0, 2.0, 6.0], [0.0, 3.0]), [-3.0, -1.5, 4.5, -3.0, 3.0]),  # compared with the mean of the others
         ("dr_grpo", ([1.0, 2.0, 6.0],), [-2.0, -1.0, 3.0]),  # only centred
     ],
 )
@@ -229,13 +227,15 @@ def test_reinforce_pp_baseline_whitens_centred_rewards_over_tokens_as_the_code_o
 def test_ppo_passes_over_tokens_of_the_environment() -> None:
     groups = [of_rollouts(make_rollout(-1.0, None, None, -1.0), rewards=[3.0])]
     values = (0.0, 0.0, 2.0, 0.0, 0.0, 1.0)
-    # λ ½ over the two sampled tokens: δ = 0 + 1 − 2 = −1, 3 − 1 = 2; A = −1 + ½ · 2 = 0, 2; returns A + V = 2, 3
-    (sample,), _ = sampled(groups, settings("preset=ppo", "gae_lambda=0.5", "scale=none"), [Measured(values=values)])
-    assert sample.advantages == (0.0, 0.0, 0.0, 0.0, 0.0, 2.0)
-    assert sample.returns == (0.0, 0.0, 2.0, 0.0, 0.0, 3.0)
+    # λ ½ and discount ½ over the two sampled tokens: δ = 0 + ½ · 1 − 2 = −1.5, 3 − 1 = 2; A = −1.5 + ¼ · 2 = −1, 2;
+    # returns A + V = 1, 3
+    knobs = "preset=ppo", "gae_lambda=0.5", "discount=0.5"
+    (sample,), _ = sampled(groups, settings(*knobs, "scale=none"), [Measured(values=values)])
+    assert sample.advantages == (0.0, 0.0, -1.0, 0.0, 0.0, 2.0)
+    assert sample.returns == (0.0, 0.0, 1.0, 0.0, 0.0, 3.0)
     assert sample.values == values
-    # whitened: mean 1, unbiased deviation √2; the critic's targets stay
-    (white,), _ = sampled(groups, settings("preset=ppo", "gae_lambda=0.5"), [Measured(values=values)])
+    # whitened: mean ½, deviations ∓1.5, the unbiased one √4.5; the critic's targets stay
+    (white,), _ = sampled(groups, settings(*knobs), [Measured(values=values)])
     assert white.advantages == pytest.approx((0.0, 0.0, -1 / math.sqrt(2), 0.0, 0.0, 1 / math.sqrt(2)))
     assert white.returns == sample.returns
 

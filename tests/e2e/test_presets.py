@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import fakes
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import shape
+from hocket.batcher import Turn
 from hocket.checkpoints import Checkpoints
 from hocket.commands import Parts
 from hocket.config import Config
@@ -25,11 +27,11 @@ from hocket.config.algorithm import PRESETS, PresetName
 from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
+from hocket.protocol import Completion
 from hocket.rewards import RewardScorer
-from hocket.rollout.collect import Seat
+from hocket.rollout.episode import single_turn
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
-from hocket.types import Prompt, Rollout, TokenSequence
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")]
 
@@ -48,7 +50,7 @@ class Copy:
         self.model = AutoModelForCausalLM.from_pretrained(path)
         self.current = 0
         self.versions = self
-        self.waiting: list[tuple[Prompt, Seat, asyncio.Future[Rollout]]] = []
+        self.waiting: list[Turn] = []
 
     async def wait_up(self) -> None:
         if self.current == 0:
@@ -70,20 +72,19 @@ class Copy:
     def save(self) -> None:
         """Nothing is written."""
 
-    async def play(self, prompt: Prompt, seat: Seat) -> Rollout:
-        """Plays episodes that begin at the same moment as one batch."""
-        loop = asyncio.get_running_loop()
+    async def ask(self, turn: Turn) -> Completion:
+        """Plays turns that begin at the same moment as one batch."""
         if not self.waiting:
-            loop.call_later(0.01, self._generate)
-        self.waiting.append((prompt, seat, loop.create_future()))
-        return await self.waiting[-1][2]
+            asyncio.get_running_loop().call_later(0.01, self._generate)
+        self.waiting.append(turn)
+        return await turn.answer
 
     @torch.no_grad()
     def _generate(self) -> None:
         waiting, self.waiting = self.waiting, []
-        sampling = waiting[0][1].sampling
+        sampling = waiting[0].sampling
         torch.manual_seed(sampling.seed or 0)
-        prompts = [prompt.token_ids for prompt, _, _ in waiting]
+        prompts = [turn.token_ids for turn in waiting]
         width = max(map(len, prompts))
         tokenizer = self.trainer.tokenizer
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
@@ -98,22 +99,16 @@ class Copy:
             **options,
         )
         sampled = output.sequences[:, width:]
-        scores = torch.stack(output.scores, dim=1).log_softmax(dim=-1)
-        logprobs = scores.gather(-1, sampled[..., None]).squeeze(-1)
-        for (prompt, seat, answer), token_ids, values in zip(waiting, sampled.tolist(), logprobs.tolist(), strict=True):
+        logprobs = self.model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
+        for turn, token_ids, values in zip(waiting, sampled.tolist(), logprobs.tolist(), strict=True):
             ended = tokenizer.eos_token_id in token_ids
             length = token_ids.index(tokenizer.eos_token_id) + 1 if ended else len(token_ids)
-            sequence = TokenSequence(
-                token_ids=(*prompt.token_ids, *token_ids[:length]),
-                mask=(*[False] * len(prompt.token_ids), *[True] * length),
-                logprobs=(*[0.0] * len(prompt.token_ids), *values[:length]),
-                finish_reason="stop" if ended else "length",
-                version_min=self.current,
-                version_max=self.current,
-                text=tokenizer.decode(token_ids[:length], skip_special_tokens=True),
+            text = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
+            done = fakes.completion(
+                *token_ids[:length], logprobs=tuple(values[:length]), version=self.current, text=text
             )
-            if not answer.done():
-                answer.set_result(Rollout(id=seat.id, prompt=prompt, sequences=(sequence,)))
+            if not turn.answer.done():
+                turn.answer.set_result(done if ended else done.model_copy(update={"finish_reason": "length"}))
 
 
 @pytest.fixture(scope="module")
@@ -133,17 +128,17 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         Checkpoints(config, trainer.state, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)
-        parts = Parts(config, console)
+        parts, play = Parts(config, console), functools.partial(single_turn, ask=copy.ask)
         return await Run(
             config=config,
             trainer=trainer,
             servers=copy,
             stream=parts.stream(parts.prompts("train", config.data)),
-            play=copy.play,
+            play=play,
             scorer=scorer,
             shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
             batches=parts.pipeline,
-            evaluation=parts.evaluation(parts.held_out(), copy.play, scorer),
+            evaluation=parts.evaluation(parts.held_out(), play, scorer),
             publisher=copy,
             kl=KlController(config.algorithm),
             folder=folder,

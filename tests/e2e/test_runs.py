@@ -194,16 +194,6 @@ def test_a_trainer_started_first_waits_for_the_server_and_both_end_cleanly(tmp_p
     assert metrics_of(run_dir)[-1]["step"] == 2
 
 
-def test_a_trainer_without_a_server_gives_up_at_its_deadline_with_the_reason(tmp_path: Path) -> None:
-    settings = [f"run.dir={tmp_path}/runs/a", f"server.port={free_port()}", "server.start_timeout_s=1"]
-    with running("train", tmp_path / "log", *settings) as trainer:
-        assert trainer.wait_end(START_S) == 1
-    out = (tmp_path / "log").read_text()
-    assert "gave up after" in out
-    assert "run.py serve" in out
-    assert "Traceback" not in out
-
-
 def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "runs" / "a", tmp_path / "log"
     with running("quickstart", log, f"run.dir={run_dir}") as process:

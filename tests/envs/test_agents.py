@@ -9,13 +9,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hocket.envs import Agent, Task, agent
 from hocket.envs.base import bind
 from hocket.errors import ConfigError
-from processes import wait_for
+from processes import is_gone, wait_for
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TASK = Task(
@@ -102,13 +101,8 @@ print()
     answer = await program(tmp_path, code).run(TASK)
     assert isinstance(answer, str)
     task, environment, arguments = json.loads(answer)
-    assert task == {
-        "messages": [{"role": "user", "content": "Sort: ba"}],
-        "text": "Sort: ba",
-        "answer": "ab",
-        "meta": {"level": 3},
-        "seed": 9,
-    }
+    chat = [{"role": "user", "content": "Sort: ba"}]
+    assert task == {"messages": chat, "text": "Sort: ba", "answer": "ab", "meta": {"level": 3}, "seed": 9}
     assert environment == [TASK.base_url, "secret", "m", "example.org,10.0.0.7"]
     assert arguments == ["--fast"]
 
@@ -181,10 +175,4 @@ async def test_a_program_that_writes_without_end_has_failed(tmp_path: Path, monk
 
 
 def gone(pids: str) -> None:
-    def runs(pid: str) -> bool:
-        try:
-            return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    wait_for(lambda: not any(map(runs, pids.split())), "all processes have ended")
+    wait_for(lambda: all(map(is_gone, pids.split())), "all processes have ended")

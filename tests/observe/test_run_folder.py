@@ -158,7 +158,7 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
 
 def test_groups_come_back_as_they_were_and_the_sequences_of_an_agent_s_episode_stay_together() -> None:
     scores = (Score(total=0.1, parts={"math": 0.1}), Score(total=1.0))
-    others = (BASE, replace(BASE, turns=1, dialogue=(), text="other"))
+    others = (BASE, replace(BASE, turns=1, dialogue=(), text="half a surrogate pair: \ud800"))
     first = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=scores)
     second = Group(id="step 1/1", rollouts=(rollout("step 1/1", 0),), scores=(Score(total=-2.5),))
     lines = lines_of([first, second]).split("\n")[:-1]

@@ -1,7 +1,6 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy
 import pytest
@@ -61,19 +60,3 @@ def test_numbers_of_any_kind_are_values_and_a_dict_adds_up_and_a_score_has_its_t
     assert as_score({"style": 0.25, "sense": 1}) == Score(total=1.25, parts={"style": 0.25, "sense": 1.0})
     assert as_score(Score(total=3.0, parts={"style": 0.5})) == Score(total=3.0, parts={"style": 0.5})
     assert as_score(Score(total=math.nan, error="the judge refused")).error == "the judge refused"
-
-
-@pytest.mark.parametrize(
-    ("returned", "error"),
-    [
-        (None, "returned None instead of a number"),
-        ("1", "returned str instead of a number"),
-        (1j, "returned complex instead of a number"),
-        (-math.inf, "returned -inf, which is not a finite number"),
-        ({"style": math.inf}, "returned inf, which is not a finite number"),
-        ({}, "returned no parts"),
-    ],
-)
-def test_what_is_no_finite_number_is_an_error(returned: Any, error: str) -> None:
-    assert as_score(returned).error == error
-    assert math.isnan(as_score(returned).total)

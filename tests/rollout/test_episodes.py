@@ -439,12 +439,8 @@ async def test_other_episodes_go_on_while_a_text_is_encoded(
 async def test_an_environment_without_rewards_leaves_them_to_the_reward_functions(renderer: Renderer) -> None:
     (group,) = await played(SingleTurn, renderer, FakeEngine(), num_prompts=1)
     assert await played(None, renderer, FakeEngine(), num_prompts=1) == [group]  # the short way gives the same
-    (rollout,), (sequence,), told = group.rollouts, group.rollouts[0].sequences, group.rollouts[0].prompt.token_ids
-    assert (rollout.id, rollout.reward, sequence.turns, group.scores[0].total) == ("s/0/0", None, 1, 1.0)
-    done = sampled(seed_of(77, 0, 1), 8)
-    assert sequence.token_ids == (*told, *done.token_ids)
-    assert sequence.mask == (*[False] * len(told), *[True] * len(done.token_ids))
-    assert sequence.logprobs == (*[0.0] * len(told), *done.logprobs)
+    (rollout,), done = group.rollouts, sampled(seed_of(77, 0, 1), 8)
+    assert (rollout.id, rollout.reward, rollout.sequences[0].turns, group.scores[0].total) == ("s/0/0", None, 1, 1.0)
     assert (rollout.text, rollout.finish_reason) == (done.text, done.finish_reason)
 
 
@@ -457,6 +453,16 @@ async def test_a_budget_is_first_come_first_served_and_forgets_who_has_given_up_
     budget.change(-8)
     await asyncio.gather(second, third)
     assert budget.held == 10
+
+
+async def one_episode(make: Callable[[], Environment], ask: Any, renderer: Renderer, opening: str = "") -> Rollout:
+    """Play an episode whose prompt has two tokens."""
+    seat = Seat(id="s/0/0", group="s/0", number=0, sampling=SAMPLING, deadline=Deadline(5))
+    limits = Limits(max_turns=16, max_length=256, timeout_s=5.0)
+    prompt = Prompt(id="p", token_ids=(7, 8), opening=opening)
+    rollout = await Episode(prompt, seat, make, ask, renderer, limits, TokenBudget()).play()
+    assert rollout.error is None
+    return rollout
 
 
 @pytest.mark.parametrize(
@@ -483,12 +489,7 @@ async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_traine
         logprobs = (-0.5,) * len(token_ids)
         return Completion(token_ids=token_ids, logprobs=logprobs, text=text, finish_reason=finish, versions=versions)
 
-    prompt = Prompt(id="p", token_ids=(7, 8), opening=opening)
-    seat = Seat(id="s/0/0", group="s/0", number=0, sampling=SAMPLING, deadline=Deadline(5))
-    limits = Limits(max_turns=16, max_length=256, timeout_s=5.0)
-    episode = Episode(prompt, seat, lambda: SingleTurn(thinking_tokens=3), ask, renderer, limits, TokenBudget())
-    rollout = await episode.play()
-    assert rollout.error is None
+    rollout = await one_episode(lambda: SingleTurn(thinking_tokens=3), ask, renderer, opening)
     assert rollout.text == (inserted or "").join(text for text, _ in said)
     assert rollout.finish_reason == said[-1][1]
     (sequence,) = rollout.sequences
@@ -507,9 +508,5 @@ async def test_an_environment_may_begin_the_models_first_turn(renderer: Renderer
         async def reset(self, prompt: Prompt, seed: int) -> Observation:
             return Observation(text="<think>", goes_on=True)
 
-    seat = Seat(id="s/0/0", group="s/0", number=0, sampling=SAMPLING, deadline=Deadline(5))
-    limits = Limits(max_turns=2, max_length=64, timeout_s=5.0)
-    prompt = Prompt(id="p", token_ids=(7, 8))
-    rollout = await Episode(prompt, seat, Begins, FakeEngine().ask, renderer, limits, TokenBudget()).play()
-    assert rollout.error is None
+    rollout = await one_episode(Begins, FakeEngine().ask, renderer)
     assert rollout.text.startswith("<think>text of ")

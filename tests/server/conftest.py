@@ -160,6 +160,15 @@ def make_engine(llm: Any, *overrides: str) -> Any:
     return engine
 
 
+def idle_engine() -> Any:
+    """An engine that must not be asked anything."""
+    from hocket.server.engine import Engine
+
+    engine = Engine.__new__(Engine)
+    engine.model, engine.require_ready = "m", lambda **how: None  # type: ignore[method-assign]
+    return engine
+
+
 def wrap(app: Any, engine: Any, *, token: str | None = None, max_body_bytes: int = 64 << 20) -> Any:
     """The whole app around a fake engine."""
     from hocket.server.app import assemble

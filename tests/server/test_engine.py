@@ -16,13 +16,11 @@ pytestmark = pytest.mark.engine
 
 def test_health_tells_what_is_served(server: Any) -> None:
     health = Health.model_validate(server.health())
-    assert (health.status, health.dtype, health.error) == ("ready", "float32", None)
     # The model has more embeddings (96) than the tokenizer has tokens (93).
-    assert (health.vocab_size, health.max_length) == (96, 512)
+    assert (health.dtype, health.vocab_size, health.max_length) == ("float32", 96, 512)
     assert health.root == str(server.root.resolve())
-    path = server.client.get("/v1/models").json()["data"][0]["id"]
-    assert health.model == path
-    assert health.tokenizer_sha256 == tokenizer.fingerprint(tokenizer.load(path))
+    assert health.model == server.client.get("/v1/models").json()["data"][0]["id"]
+    assert health.tokenizer_sha256 == tokenizer.fingerprint(tokenizer.load(health.model))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -43,17 +41,12 @@ def test_text_ids_and_chat_are_the_same_prompt(server: Any) -> None:
 
 def test_each_completion_ends_as_it_says(server: Any) -> None:
     done = server.generate(prompts=[[5, 6]], n=64, sampling={"max_tokens": 60})["completions"][0]
-    by_reason = {reason: [c for c in done if c["finish_reason"] == reason] for reason in ("stop", "length")}
-    assert len(by_reason["stop"]) + len(by_reason["length"]) == 64
-    assert by_reason["stop"], "with 96 tokens some of 64 completions must have met the end token within 60"
+    assert {completion["finish_reason"] for completion in done} == {"stop", "length"}, "of 96 tokens one is the end"
     for completion in done:
-        assert len(completion["logprobs"]) == len(completion["token_ids"])
-        assert all(-50 < value <= 0 for value in completion["logprobs"])
-    for completion in by_reason["stop"]:
-        assert completion["token_ids"][-1] == 1  # the end token is in the ids, not in the text
+        stopped = completion["finish_reason"] == "stop"
+        assert (completion["token_ids"][-1] == 1) is stopped  # the end token is in the ids, not in the text
         assert "<eos>" not in completion["text"]
-    for completion in by_reason["length"]:
-        assert len(completion["token_ids"]) == 60
+        assert stopped or len(completion["token_ids"]) == 60
 
 
 def test_stop_strings_and_stop_ids_end_a_completion(server: Any) -> None:
@@ -86,17 +79,10 @@ def test_many_seeded_prompts_at_once_leave_the_engine_alive(server: Any) -> None
 
 
 def test_a_stream_has_every_completion_once_and_an_end(server: Any) -> None:
-    seen = set()
-    with server.client.stream(
-        "POST", "/generate", json={"prompts": [[5], [6], [7]], "n": 4, "stream": True, "sampling": {"max_tokens": 9}}
-    ) as response:
-        *lines, last = list(response.iter_lines())
-    for line in lines:
-        item = StreamLine.model_validate_json(line)
-        seen.add((item.prompt, item.index))
-        assert item.completion.versions[0][1] == 0
-        assert item.completion.versions[-1][2] == len(item.completion.token_ids)
-    assert seen == {(prompt, index) for prompt in range(3) for index in range(4)}
+    body = {"prompts": [[5], [6], [7]], "n": 4, "stream": True, "sampling": {"max_tokens": 9}}
+    *lines, last = server.client.post("/generate", json=body).text.splitlines()
+    found = [StreamLine.model_validate_json(line) for line in lines]
+    assert sorted((item.prompt, item.index) for item in found) == [(i, j) for i in range(3) for j in range(4)]
     assert StreamEnd.model_validate_json(last).error is None
 
 
@@ -128,41 +114,10 @@ def test_an_openai_client_gets_the_sampled_distribution_too(server: Any, kit: An
     assert plain["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_server_works_for_one_trainer_and_for_those_who_are_none(server: Any) -> None:
-    group = {"session": "g", "host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
-    session = {"sampling": {}, "max_length": 9, "max_calls": 1, "idle_timeout_s": 9.0}
-    bodies = {
-        "/generate": {"prompts": [[5]], "sampling": {"max_tokens": 1}},
-        "/sessions": session,
-        "/reload_weights": {"version": 9000, "source": {"kind": "disk", "name": "nothing"}},
-        "/init_weight_group": group,
-        "/sleep": {},
-        "/wake_up": {},
-    }
-
-    def ask(route: str, trainer: str | None, **more: Any) -> tuple[int, str]:
-        answer = server.client.post(route, json={**bodies.get(route, {}), "trainer": trainer, **more})
-        return answer.status_code, (answer.json().get("error") or {}).get("code", "")
-
-    assert ask("/heartbeat", "first") == (200, "")
-    try:
-        for route in (*bodies, "/heartbeat"):
-            assert ask(route, "second") == (409, "other_trainer"), route
-        for trainer in ("first", None):
-            assert ask("/generate", trainer) == ask("/sessions", trainer) == (200, "")
-            assert ask("/reload_weights", trainer) == (404, "no_such_version")
-        assert ask("/heartbeat", "second", take_over=True) == ask("/generate", "second") == (200, "")
-        assert ask("/generate", "first") == (409, "other_trainer")
-    finally:
-        assert ask("/heartbeat", "second", leaving=True) == (200, "")
-    assert ask("/generate", "first") == ask("/heartbeat", "first", leaving=True) == (200, "")
-
-
 @pytest.mark.parametrize(
     ("wanted", "matches"),
     [
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
-        ({"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
         ({"structured_outputs": {"grammar": 'root ::= "x" | "yy"'}}, "x|yy"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 5}}}}, "5"),
     ],
@@ -183,11 +138,8 @@ def test_what_vllm_can_not_begin_is_refused_with_the_cause(server: Any) -> None:
         ("/v1/completions", {"prompt": "a", "stop": "\ud800"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": {"a": []}}]}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": []}]}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [[]]}]}),
         ("/v1/chat/completions", {"messages": [{"role": [], "content": {}}]}),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}),
-        ("/v1/completions", {"prompt": "a", "n": 10_000}),
-        ("/v1/completions", {"prompt": [[5]] * 1000, "n": 20}),
     ):
         answer = server.client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert 400 <= answer.status_code < 500, (body, answer.text)

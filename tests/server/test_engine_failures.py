@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from hocket import manifest
-from hocket.protocol import DiskSource, ReloadRequest, SleepRequest, WakeRequest
+from hocket.protocol import (
+    DiskSource,
+    GenerateRequest,
+    GroupRequest,
+    HeartbeatRequest,
+    ReloadRequest,
+    SamplingParams,
+    SessionRequest,
+    SleepRequest,
+    WakeRequest,
+)
 from hocket.server import worker
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
@@ -275,3 +285,36 @@ async def test_an_engine_that_dies_asleep_is_dead(engine: Engine, llm: FakeLLM) 
     assert engine.health().status == "failed"
     with pytest.raises(ApiError, match="the engine's process ended"):
         engine.require_ready(admits={"asleep"})
+
+
+async def test_an_engine_works_for_one_trainer_and_for_those_who_are_none(engine: Engine, llm: FakeLLM) -> None:
+    sampling, group = SamplingParams(), {"host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None}
+    session = {"sampling": sampling, "max_length": 9, "max_calls": 1, "idle_timeout_s": 9.0}
+
+    def calls(trainer: str | None) -> list[Any]:
+        async def check() -> None:
+            engine.check(SessionRequest(trainer=trainer, **session))
+
+        async def heartbeat() -> None:
+            engine.heartbeat(HeartbeatRequest(trainer=trainer or "none"))
+
+        return [
+            engine.read(GenerateRequest(trainer=trainer, prompts=[[5]]).model_dump_json().encode()),
+            check(),
+            engine.join_group(GroupRequest(trainer=trainer, session="g", timeout_s=1.0, **group)),
+            engine.reload(request().model_copy(update={"trainer": trainer})),
+            engine.sleep(SleepRequest(trainer=trainer)),
+            engine.wake_up(WakeRequest(trainer=trainer)),
+            heartbeat(),
+        ]
+
+    engine.heartbeat(HeartbeatRequest(trainer="first"))
+    refused = await asyncio.gather(*calls("second"), return_exceptions=True)
+    assert [error.body.code for error in refused] == ["other_trainer"] * 7
+    assert llm.calls == []
+    engine.heartbeat(HeartbeatRequest(trainer="second", take_over=True))
+    with pytest.raises(ApiError, match="works for trainer second"):
+        await engine.reload(request().model_copy(update={"trainer": "first"}))
+    engine.heartbeat(HeartbeatRequest(trainer="second", leaving=True))
+    for trainer in (None, "first"):
+        assert (await engine.reload(request().model_copy(update={"trainer": trainer}))).version == 1

@@ -8,19 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from hocket.server.engine import Engine
-
 MESSAGE = {"role": "user", "content": "hi"}
-
-
-class Idle(Engine):
-    """An engine that is not asked anything."""
-
-    def __init__(self) -> None:
-        self.model = "m"
-
-    def require_ready(self, **how: Any) -> None:
-        pass
 
 
 @pytest.fixture
@@ -35,7 +23,7 @@ async def http(kit: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
         return len(body)
 
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(kit.wrap(app, Idle())), base_url="http://localhost"
+        transport=httpx.ASGITransport(kit.wrap(app, kit.idle_engine())), base_url="http://localhost"
     ) as c:
         yield c
 

@@ -8,7 +8,7 @@ import json
 import math
 import multiprocessing
 import os
-import threading
+import signal
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,6 @@ from hocket import tokenizer
 from hocket.config import load
 from hocket.protocol import Completion, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api, vllm_weights
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
@@ -131,17 +130,6 @@ def test_calls_take_the_arguments_we_give() -> None:
     assert {"weights", "kv_cache"} == SLEEP_TAGS
 
 
-def test_vllm_is_imported_in_two_files_only() -> None:
-    folder = Path(inspect.getfile(vllm_api)).parents[1]
-    importing = {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.strip().startswith(("import vllm", "from vllm"))
-    }
-    assert importing == {"server/vllm_api.py", "server/vllm_weights.py"}
-
-
 def test_what_is_at_fault_in_a_prompt_that_is_too_long_has_the_names_we_know() -> None:
     from vllm.renderers import params
 
@@ -169,13 +157,16 @@ def test_a_session_s_call_is_sampled_as_we_want_and_answered_as_its_agent_does()
     )
 
 
+TIED: list[Any] = []
+"""(process, signal) that this process was tied to."""
+
+
 class FakeCore:
     """What vLLM runs in the engine's process."""
 
     @staticmethod
     def run_engine_core(*, answer: Any, dp_rank: int) -> None:
-        tied = any(thread.name == "die_with_server" for thread in threading.enumerate())
-        answer.send((dp_rank, os.getpgid(0) == os.getpid(), tied))
+        answer.send((dp_rank, os.getpgid(0) == os.getpid(), [(os.getppid(), signal.SIGKILL)] == TIED))
 
 
 class FakeLLM:
@@ -195,6 +186,7 @@ class FakeLLM:
 
 
 def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_api, "die_with_parent", lambda *what: TIED.append(what))
     monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", Mock())
     monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", FakeLLM)
     monkeypatch.setattr("vllm.v1.engine.core.EngineCoreProc", FakeCore)
@@ -259,20 +251,10 @@ def test_sampling_reaches_vllm_unchanged() -> None:
     assert (made.logprobs, made.flat_logprobs, made.presence_penalty, made.min_p) == (0, True, 0.0, 0.0)
 
 
-class Absent(Engine):
-    """An engine that must not be asked anything."""
-
-    def __init__(self) -> None:
-        self.model = "m"
-
-    def require_ready(self, **how: Any) -> None:
-        pass
-
-
 async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(kit: Any, model: str) -> None:
     args = vllm_api.engine_arguments(load(None, [f"model.path={model}"]))
     app = vllm_api.app_without_engine(args, ("generate",), None)
-    door = kit.wrap(app, Absent(), token=kit.TOKEN)
+    door = kit.wrap(app, kit.idle_engine(), token=kit.TOKEN)
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
     ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/init_weight_group", "/sessions")}
@@ -351,7 +333,7 @@ def test_what_ends_the_engine_s_process_is_kept_for_the_server(
     def fail() -> None:
         raise RuntimeError("Unsupported CPU attention configuration\nand more")
 
-    for name in ("die_with_server", "allow_amx", "os.setpgid"):
+    for name in ("die_with_parent_process", "allow_amx", "os.setpgid"):
         monkeypatch.setattr(f"hocket.server.vllm_api.{name}", lambda *_: None)
     monkeypatch.setattr(EngineCoreProc, "vllm_run_engine_core", fail, raising=False)
     llm = SimpleNamespace(last_words=tmp_path / "words")

@@ -123,7 +123,7 @@ def test_a_folder_keeps_the_newest_batches(tmp_path: Path) -> None:
 CPU_FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes. Error code 12"
 
 
-@pytest.mark.parametrize(("place", "what"), [("backward", "backward pass"), ("step", "step")])
+@pytest.mark.parametrize(("place", "what"), [("backward", "backward pass"), ("step", "update")])
 def test_a_full_memory_names_what_it_was_for_and_the_setting(
     ranks: Ranks, tied_model: str, place: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.trainer.builders import make_rollouts, sample_of
 
+from batches import preset_loss
 from hocket.algorithm.losses import LossConfig
 from hocket.config import ModelConfig
 from hocket.errors import ConfigError
@@ -48,7 +49,7 @@ def loss_and_gradient(
     "config",
     [
         LossConfig(),
-        LossConfig.preset("gspo"),
+        preset_loss("gspo"),
         LossConfig(
             correction="sequence_mask", correction_low=0.0, correction_high=0.05, aggregate="seq_mean_token_sum"
         ),

@@ -184,3 +184,25 @@ def test_a_step_counts_as_skipped_only_if_all_of_its_updates_were(ranks: Ranks, 
         assert [trainer.step(samples, number=n)["train/skipped"] for n in range(4)] == [1.0] * 4
         with pytest.raises(TrainerError, match="5 steps in a row"):
             trainer.step(samples, number=4)
+
+
+def test_a_group_that_no_update_trained_is_named_with_the_reason(ranks: Ranks, untied_model: str) -> None:
+    samples = make_groups(untied_model)
+    with make_trainer(ranks, untied_model, "algorithm.minibatches=4", "algorithm.stop_kl=1e-12") as trainer:
+        samples = measured(trainer, samples)
+        assert trainer.step(samples)["train/updates"] == 2
+        assert list(trainer.untrained.values()) == ["stop_kl ended the step before its update"] * 2
+    samples[4] = dataclasses.replace(samples[4], advantages=(float("nan"),) * len(samples[4].advantages))
+    with make_trainer(ranks, untied_model, "algorithm.minibatches=4", "algorithm.epochs=2") as trainer:
+        trainer.step(samples)
+        assert trainer.untrained == {1: "its update was not finite"}
+
+
+def test_the_gap_between_engine_and_trainer_is_that_of_the_whole_batch(ranks: Ranks, untied_model: str) -> None:
+    found = []
+    for parts in (1, 4):
+        with make_trainer(ranks, untied_model, f"algorithm.minibatches={parts}") as trainer:
+            metrics = trainer.step(measured(trainer, make_groups(untied_model)))
+            names = ("logprob_gap", "mismatch_kl", "importance_mean", "importance_capped", "ess")
+            found.append([metrics[f"train/{name}"] for name in names])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

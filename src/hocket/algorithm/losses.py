@@ -33,18 +33,16 @@ def policy_loss(
     config: LossConfig,
     num_tokens: int,  # N, trained tokens of the whole optimiser step; 0 gives a loss of 0
     num_sequences: int,  # S, sequences with a trained token in the whole optimiser step
+    entropy_bt: Tensor,  # of the next-token distribution, with gradient for entropy_coef
+    sample_bt: Tensor,  # number of the sequence of each position; -1: none
     old_logprobs_bt: Tensor | None = None,  # the trainer's, before the step
     ref_logprobs_bt: Tensor | None = None,  # the reference policy's, for a KL in the loss and its metric
-    entropy_bt: Tensor | None = None,  # of the next-token distribution, with gradient for entropy_coef
-    sample_bt: Tensor | None = None,  # number of the sequence of each position; default: each row is one
 ) -> LossOutput:
     """Return Σ share · (−w · objective + kl_coef · kl − entropy_coef · entropy), to be minimised, and its metrics.
 
     r = exp(logprobs − old), with its gradient; w = exp(old − rollout), detached and bounded by the correction. Without
     old_logprobs_bt: a correction takes old = logprobs, so r = 1; correction "none" takes old = rollout, so w = 1.
     """
-    if sample_bt is None:
-        sample_bt = torch.arange(len(mask_bt), device=mask_bt.device)[:, None].expand_as(mask_bt)
     trainer_bt = (logprobs_bt if old_logprobs_bt is None else old_logprobs_bt).detach()
     old_bt = rollout_logprobs_bt if old_logprobs_bt is None and config.correction == "none" else trainer_bt
     log_ratio_bt = log_policy_bt = masked_log_ratio(logprobs_bt, old_bt, mask_bt)
@@ -58,12 +56,9 @@ def policy_loss(
     terms_bt = -weight_bt * _objective(ratio_bt, advantages_bt, logprobs_bt.where(mask_bt, 0.0), config)
     log_reference_bt = None if ref_logprobs_bt is None else masked_log_ratio(logprobs_bt, ref_logprobs_bt, mask_bt)
     if config.kl != "off" and config.kl_in == "loss":
-        if log_reference_bt is None:
-            raise ValueError(f"kl={config.kl} in the loss needs ref_logprobs_bt")
+        assert log_reference_bt is not None, "a KL in the loss needs ref_logprobs_bt"
         terms_bt = terms_bt + config.kl_coef * kl_penalty(log_reference_bt, config.kl)
     if config.entropy_coef:
-        if entropy_bt is None:
-            raise ValueError("entropy_coef needs entropy_bt")
         terms_bt = terms_bt - config.entropy_coef * entropy_bt
     shares_bt = _shares(mask_bt.to(ratio_bt.dtype), sample_bt, config, max(num_tokens, 1), max(num_sequences, 1))
     metrics = policy_metrics(
@@ -87,8 +82,7 @@ def _objective(ratio_bt: Tensor, advantages_bt: Tensor, logprobs_bt: Tensor, con
         return ratio_bt * advantages_bt
     if config.clip == "cispo":
         return clipped_bt.detach() * advantages_bt * logprobs_bt
-    if config.clip != "ppo":
-        raise ValueError(f"clip={config.clip} has no objective here")
+    assert config.clip == "ppo", f"clip={config.clip} has no objective here"
     smaller_bt = torch.minimum(ratio_bt * advantages_bt, clipped_bt * advantages_bt)
     if config.dual_clip is None:
         return smaller_bt
@@ -103,6 +97,5 @@ def _shares(trained_bt: Tensor, sample_bt: Tensor, config: LossConfig, num_token
         return trained_bt / (sequence_sums(trained_bt, sample_bt).clamp(min=1).to(trained_bt.dtype) * num_sequences)
     if config.aggregate == "seq_mean_token_sum":
         return trained_bt / num_sequences
-    if config.constant_length is None:
-        raise ValueError("aggregate=constant needs constant_length, the longest completion")
+    assert config.constant_length is not None, "aggregate=constant needs constant_length, the longest completion"
     return trained_bt / (num_sequences * config.constant_length)

@@ -1,7 +1,5 @@
 """Compare log-probabilities: log-ratios, importance weights and their metrics, sums over sequences packed into rows."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -82,6 +80,6 @@ def policy_metrics(
     return {name: (value_bt * share_bt).sum() for name, value_bt in values.items()}
 
 
-def effective_sample_size(metrics: Mapping[str, float]) -> float:
-    """Return (Σw)² / (n·Σw²) of the importance weights w before the correction; 1 means all equal."""
-    return metrics["importance_mean"] ** 2 / metrics["importance_square"]
+def effective_sample_size(mean: float, mean_square: float) -> float:
+    """Return (Σw)² / (n·Σw²) of the importance weights w before the correction, by their means; 1: all are equal."""
+    return mean**2 / mean_square

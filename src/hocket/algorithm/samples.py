@@ -10,10 +10,11 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.algorithm.advantages import group_advantages, zero_variance_groups
+from hocket.algorithm.advantages import are_equal, group_advantages
 from hocket.algorithm.kl import kl_penalty
 from hocket.algorithm.ratios import masked_log_ratio
 from hocket.config import AlgorithmConfig
@@ -54,7 +55,7 @@ def shape(group: Group, algorithm: AlgorithmConfig, max_tokens: int) -> Shaped:
     rollouts = tuple(rollout for rollout, _ in scored)
     penalties = tuple(overlong_penalty(rollout, algorithm.overlong_share, max_tokens) for rollout in rollouts)
     rewards = tuple(score.total - penalty for (_, score), penalty in zip(scored, penalties, strict=True))
-    equal = bool(zero_variance_groups(rewards, [0] * len(rewards)).all())
+    equal = are_equal(rewards)
     by_group, reason = algorithm.kl_in == "loss" and algorithm.scale != "tokens", None
     if not rewards:
         reason = NO_SCORE
@@ -101,14 +102,14 @@ def values_of(group: Group, reward: str) -> list[float]:
     return [score.parts[reward] for score in group.scores if score.error is None and reward in score.parts]
 
 
-def fate(shaped: Shaped, *, reward: str, skipped: bool) -> Outcome:
-    """Return the fate of a group's prompt; `reward` has the pass rate, `skipped`: the group's step was not taken."""
+def fate(shaped: Shaped, *, reward: str, untrained: str | None) -> Outcome:
+    """Return the fate of a group's prompt; `reward` has the pass rate, `untrained`: why no update trained the group."""
     values, reason = values_of(shaped.group, reward), shaped.reason
     pass_rate = statistics.fmean(values) if values else None
     if reason is not None:
         return Outcome(state="failed" if reason == NO_SCORE else "filtered", why=reason, pass_rate=pass_rate)
-    if skipped:
-        return Outcome(state="failed", why="its step was not finite", pass_rate=pass_rate)
+    if untrained is not None:
+        return Outcome(state="failed", why=untrained, pass_rate=pass_rate)
     return Outcome(state="trained", pass_rate=pass_rate)
 
 
@@ -198,13 +199,14 @@ def _by_token(
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
     """Return the values at the sampled tokens, float64 [n]; IndexError if nothing was measured."""
-    return torch.tensor(values_t, dtype=torch.float64)[torch.tensor(sequence.mask)]
+    return torch.from_numpy(np.array(values_t, np.float64)[np.array(sequence.mask)])
 
 
 def _whole(values_n: Tensor, sequence: TokenSequence) -> tuple[float, ...]:
     """Return one value per token of the sequence, 0.0 where none was sampled."""
-    values_t = torch.zeros(len(sequence.mask), dtype=torch.float64)
-    return tuple(values_t.masked_scatter(torch.tensor(sequence.mask), values_n).tolist())
+    values_t = np.zeros(len(sequence.mask))
+    values_t[np.array(sequence.mask)] = values_n.numpy()
+    return tuple(values_t.tolist())
 
 
 def discounted_returns(rewards_t: Tensor, *, discount: float) -> Tensor:

@@ -5,7 +5,7 @@ No torch here, so that a mistake is reported within a second. Formulas: docs/alg
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -148,12 +148,6 @@ class LossConfig(LossKnobs):
     """The policy loss alone: its knobs, and the length that aggregate=constant divides by."""
 
     constant_length: int | None = Field(None, ge=1)
-
-    @classmethod
-    def preset(cls, name: PresetName, **changes: Any) -> Self:
-        """Return the loss of a published algorithm, with changes."""
-        row = {key: value for key, value in PRESETS[name].knobs.items() if key in cls.model_fields}
-        return cls(**{**row, **changes})
 
 
 class AlgorithmConfig(LossKnobs, AdvantageConfig):

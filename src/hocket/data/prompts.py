@@ -5,22 +5,28 @@ without adding any; plain text gets the one that the tokenizer puts before text,
 """
 
 import functools
+import itertools
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hocket import tokenizer as tokenizers
 from hocket.config import DataConfig
-from hocket.data.sources import read_rows
+from hocket.data import cache
+from hocket.data.sources import identity, read_rows
 from hocket.errors import DataError
 from hocket.types import Message, Prompt
 
 PROBE = "hocket-0123456789"  # the text of a made-up model turn, to find the template's text around it
 TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 NUM_SHOWN = 5  # rows that an error names
+PART = 1024  # rows that are encoded together
+QUIET_S = 2.0  # that the preparation takes before it is shown
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
 
 log = logging.getLogger(__name__)
@@ -31,54 +37,87 @@ class TooLongError(ValueError):
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
-) -> tuple[tuple[Prompt, ...], int]:
-    """Return the prompts of `data.source`, and how many were too long; none is cut. Raise DataError for a bad row."""
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+    doing: Callable[[str, float], None] = lambda what, seconds: None,
+) -> tuple[Sequence[Prompt], int]:
+    """Return the prompts of `data.source`, and how many were too long; none is cut. Raise DataError for a bad row.
+
+    Those of a large source come from the cache. `doing` shows what takes long.
+    """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
-    prompts = _load(data, Renderer(data, tokenizer, tools))
-    kept = tuple(prompt for prompt in prompts if len(prompt.token_ids) <= longest)
+    renderer = Renderer(data, tokenizer, tools)
+    if (content := identity(data)) is not None:
+        key = cache.key(content, data.model_dump_json(exclude={"max_prompt_tokens"}), *renderer.identity())
+
+        def parts() -> Iterator[list[Prompt]]:
+            yield from _parts(data, renderer, doing)
+            if identity(data) != content:
+                raise OSError(f"{data.source} changed while it was read")
+
+        if (found := cache.load(key, longest, parts)) is not None:
+            return found, found.num_dropped
+    prompts = list(itertools.chain.from_iterable(_parts(data, renderer, doing)))
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
     return kept, len(prompts) - len(kept)
 
 
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:
     """Return (prompt ids, response ids, ended as a turn) of every row of at most max_length tokens."""
     renderer = Renderer(data, tokenizer)
-    end = renderer.end_of_turn()
-    prompts = _load(data, renderer, with_response=True)
-    responses = renderer.encode([prompt.meta[data.response_column] for prompt in prompts])
-    rows = [([*prompt.token_ids], [*response, end]) for prompt, response in zip(prompts, responses, strict=True)]
-    kept = [(prompt, response) for prompt, response in rows if len(prompt) + len(response) <= max_length]
+    end, kept, num_rows = renderer.end_of_turn(), [], 0
+    for prompts in _parts(data, renderer, with_response=True):
+        responses = renderer.encode([prompt.meta[data.response_column] for prompt in prompts])
+        rows = [([*prompt.token_ids], [*response, end]) for prompt, response in zip(prompts, responses, strict=True)]
+        kept += [(prompt, response) for prompt, response in rows if len(prompt) + len(response) <= max_length]
+        num_rows += len(rows)
     if not kept:
         raise DataError(f"no row of {data.source} has at most {max_length} tokens; raise model.max_length")
-    if num := len(rows) - len(kept):
-        log.warning("left out %d of %d demonstrations: more than %d tokens", num, len(rows), max_length)
+    if num := num_rows - len(kept):
+        log.warning("left out %d of %d demonstrations: more than %d tokens", num, num_rows, max_length)
     return kept
 
 
-def _load(data: DataConfig, renderer: "Renderer", *, with_response: bool = False) -> list[Prompt]:
-    rows, problems = [], {}
-    for place, columns in read_rows(data):
-        try:
-            rows.append((place, *renderer.row(columns, with_response=with_response)))
-        except ValueError as error:
-            problems[place] = str(error)
+def _parts(
+    data: DataConfig,
+    renderer: "Renderer",
+    doing: Callable[[str, float], None] = lambda what, seconds: None,
+    *,
+    with_response: bool = False,
+) -> Iterator[list[Prompt]]:
+    """Yield the prompts in parts, as encoding all at once takes gigabytes; raise DataError at the end for bad rows."""
+    rows, num_rows, problems, start = read_rows(data), 0, dict[str, str](), time.monotonic()
+    is_file = not data.source.startswith(("task:", "hf:"))
+    while part := list(itertools.islice(rows, PART)):
+        if (seconds := time.monotonic() - start) > QUIET_S:
+            doing(f"preparing the prompts of {data.source}", seconds)
+        rendered, num_rows = [], num_rows + len(part)
+        for place, columns in part:
+            try:
+                rendered.append((place, *renderer.row(columns, with_response=with_response)))
+            except ValueError as error:
+                problems[place] = str(error)
+        if problems:
+            continue  # to name the others
+        prompts = []
+        token_ids = renderer.encode_prompts([text for _, text, _ in rendered])
+        for (place, _, fields), ids in zip(rendered, token_ids, strict=True):
+            prompts.append(Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields))
+            if not ids:
+                problems[place] = "the tokenizer makes no token of it"
+        yield prompts
     if problems:
         unit = "line" if data.source.endswith(".jsonl") else "row, from 0"
-        what = f"{len(problems)} of {len(rows) + len(problems)} rows of {data.source}"
+        what = f"{len(problems)} of {num_rows} rows of {data.source}"
         lines = [f"  {place}: {problem}" for place, problem in problems.items()]
         if len(lines) > NUM_SHOWN:
             lines[NUM_SHOWN:] = [f"  ... and {len(lines) - NUM_SHOWN} more"]
         raise DataError("\n".join([f"{what} can't be used; repair or remove them ({unit}):", *lines]))
-    if not rows:
+    if not num_rows:
         raise DataError(f"{data.source} has no rows")
-    token_ids = renderer.encode_prompts([text for _, text, _ in rows])
-    if empty := [place for (place, *_), ids in zip(rows, token_ids, strict=True) if not ids]:
-        raise DataError(f"the tokenizer makes no token of {', '.join(empty[:NUM_SHOWN])}; remove these rows")
-    is_file = not data.source.startswith(("task:", "hf:"))
-    return [
-        Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields)
-        for (place, _, fields), ids in zip(rows, token_ids, strict=True)
-    ]
 
 
 class Renderer:
@@ -91,6 +130,12 @@ class Renderer:
             raise DataError("tools are shown by the chat template; set data.chat_template: true")
         self._data, self._tokenizer = data, tokenizer
         self._tools = list(tools) or None
+
+    def identity(self) -> tuple[object, ...]:
+        """Return what texts and token ids follow from, besides the rows and the settings."""
+        template = self._tokenizer.chat_template
+        today = time.strftime("%F") if "strftime_now" in str(template) else None
+        return tokenizers.fingerprint(self._tokenizer), template, self._tools, today
 
     def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
         """Return a row's text and Prompt fields; `with_response`: a demonstration's. ValueError names its fault."""

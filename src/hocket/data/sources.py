@@ -1,5 +1,6 @@
 """Read rows from files, Hugging Face data sets and built-in tasks. Each row comes with the place to look at."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import DataConfig
+from hocket.data.cache import sha256_of
 from hocket.errors import DataError
 from hocket.registry import Registry
 
@@ -17,6 +19,7 @@ from hocket.registry import Registry
 TASKS: Registry[Callable[[str, int], Iterator[dict[str, Any]]]] = Registry("task")
 
 NUM_ROWS = 2048  # without data.limit
+SMALL = 1 << 20  # bytes of a source whose prompts are not cached
 GUESS = "Guess: 1 to 20"
 HIGHEST = 20
 _MISTAKES = 0.75
@@ -45,6 +48,17 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     return ((f"{place}:{number}", columns) for number, columns in itertools.islice(rows, limit))
 
 
+def identity(data: DataConfig) -> str | None:
+    """Return what identifies the content of a source; None if its prompts are made faster than found in a cache."""
+    kind, _, name = data.source.partition(":")
+    path = Path(data.source).expanduser()
+    if data.limit is not None and data.limit <= NUM_ROWS:
+        return None
+    if kind == "hf" and (loaded := _hugging_face(name, data.subset, data.split)).data.nbytes > SMALL:
+        return str(loaded._fingerprint)
+    return sha256_of(path) if path.is_file() and path.stat().st_size > SMALL else None
+
+
 def _jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -59,7 +73,7 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path} is not valid JSON: {error}; a file of one object per line ends in .jsonl") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} must be a JSON list of objects, got {type(rows).__name__}")
-    return enumerate(rows)
+    yield from enumerate(rows)
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -73,6 +87,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
 
 
+@functools.lru_cache(1)  # asked for its identity, then for its rows
 def _hugging_face(name: str, subset: str | None, split: str) -> Any:
     import datasets
 

@@ -7,11 +7,11 @@ flight, so that a resumed run repeats those first.
 import collections
 import copy
 import dataclasses
-import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from hocket.data import cache
 from hocket.data.curriculum import Candidates, Curriculum, PassRates, Shuffle
 from hocket.errors import DataError
 from hocket.types import Prompt
@@ -45,8 +45,8 @@ class PromptStream:
     ) -> None:
         if not prompts:
             raise DataError("there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens")
-        self._prompts = tuple(prompts)
-        self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": _fingerprint(prompts)}
+        self._prompts, self._difficulties = prompts, cache.difficulties(prompts)
+        self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": cache.fingerprint(prompts)}
         self._curriculum = curriculum or Shuffle()
         self._retire_after, self._prompts_per_step = retire_after, prompts_per_step
         self._measured = PassRates(len(prompts))
@@ -147,7 +147,13 @@ class PromptStream:
         random.Random(f"{self._identity['seed']}:{self._epoch}").shuffle(shuffled)
         members = [index for index in shuffled if not self._is_retired(index)]
         plan = self._curriculum.plan(
-            Candidates(epoch=self._epoch, prompts=self._prompts, members=members, measured=self._measured)
+            Candidates(
+                epoch=self._epoch,
+                prompts=self._prompts,
+                members=members,
+                measured=self._measured,
+                given=self._difficulties,
+            )
         )
         name, played = type(self._curriculum).__name__, set(plan.order)
         if len(played) < len(plan.order) or not played.issubset(members):
@@ -168,12 +174,3 @@ class PromptStream:
     def _recall(self, learnt: Mapping[str, Any]) -> None:
         self._measured = PassRates(len(self._prompts), learnt["pass_rates"])
         self._curriculum.restore(learnt["curriculum"])
-
-
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(f"{prompt.id}\n{prompt.token_ids}\n{prompt.answer}\n".encode())
-        if prompt.difficulty is not None:
-            digest.update(f"{prompt.difficulty}\n".encode())
-    return digest.hexdigest()[:16]

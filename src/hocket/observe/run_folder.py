@@ -14,6 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.errors import ConfigError
@@ -169,7 +171,14 @@ def _read(path: Path) -> str:
 def lines_of(groups: Iterable[Group]) -> str:
     """Format scored rollouts as the lines of a file, one JSON object per rollout."""
     rows = (_row(group, *pair) for group in groups for pair in zip(group.rollouts, group.scores, strict=True))
-    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    return "".join(_line(row) + "\n" for row in rows)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    try:
+        return to_json(row, fallback=str).decode()  # six times as fast as json with numbers
+    except PydanticSerializationError:  # half a surrogate pair
+        return json.dumps(row, ensure_ascii=False, default=str)
 
 
 def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
@@ -191,7 +200,7 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
 
 def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
     copied = {field: value for field in COPIED if (value := getattr(sequence, field)) != ()}
-    return {"id": name, "completion": sequence.text, "mask": [int(sampled) for sampled in sequence.mask], **copied}
+    return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **copied}
 
 
 def groups_of(lines: Iterable[str]) -> list[Group]:

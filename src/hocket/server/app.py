@@ -11,7 +11,6 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from hocket.protocol import (
@@ -123,10 +122,7 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
     @router.put("/upload/{name}/{file}")
     async def upload(name: str, file: str, request: Request) -> DiskSource:
         """Receive one file of a weight version, for servers that do not see the trainer's disk; COMPLETE comes last."""
-        try:
-            return await engine.upload(name, file, request.stream())
-        except ClientDisconnect as error:
-            raise HTTPException(CLIENT_CLOSED_REQUEST) from error
+        return await engine.upload(name, file, request.stream())
 
     @router.post("/sessions")
     async def open_session(request: SessionRequest) -> SessionResponse:

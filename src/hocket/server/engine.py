@@ -4,7 +4,7 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -76,6 +76,7 @@ class Engine:
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._root = root.resolve()
         self._timeout_s = timeout_s
+        self._reading = functools.partial(versions.reading, timeout_s)
         self._share_gpu = share_gpu
         self._session = secrets.token_hex(8)
         self._workers = int(llm.vllm_config.parallel_config.world_size)
@@ -83,9 +84,10 @@ class Engine:
         self._max_rank = 0 if lora is None else int(lora.max_lora_rank)
         self._status: Status = "loading"
         self._failure: ErrorBody | None = None
-        self._held: tuple[str, ReloadResponse] | None = None  # where a version came from, and the answer to it
+        first = ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self._session)
+        # Where the weights came from, and the answer to that; None where the model holds no version whole.
+        self._held: tuple[str, ReloadResponse] | None = ("", first)
         self._asleep: tuple[Memory, ...] = ()
-        self._has_weights = True
         self._group: str | None = None
         self._joining: str | None = None  # the group that the workers are joining
         self._copy = versions.PatchedCopy()
@@ -205,15 +207,15 @@ class Engine:
                 hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
                 raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
             start = time.perf_counter()
-            shapes = await self._reading_files(versions.model_shapes, self.model)
+            shapes = await self._reading(versions.model_shapes, self.model)
             uploaded, source = self._uploads.present(), request.source
             if isinstance(source, DiskSource):
                 key = source.name
-                folder, described, adapter = await self._reading_files(versions.read, self._root, key)
+                folder, described, adapter = await self._reading(versions.read, self._root, key)
                 if held := self._holds(request, key, described.checksum):
                     return held
                 expected = self._expected(adapter, shapes)
-                folder = await self._reading_files(self._copy.whole, folder, described, request.version, expected)
+                folder = await self._reading(self._copy.whole, folder, described, request.version, expected)
                 call, checksum = "hocket_load_disk", described.checksum
                 arguments: tuple[str, ...] = (str(folder), adapter.model_dump_json() if adapter else "")
             else:
@@ -223,12 +225,7 @@ class Engine:
                 adapter = source.adapter
                 if key != self._group:
                     raise ApiError(409, "no_group", f"there is no weight group {key}", "POST /init_weight_group")
-                # Each bucket is verified on its arrival, by the checksums that came with it.
-                layout = [item for bucket in source.buckets for item in bucket]
-                expected, names = self._expected(adapter, shapes), {item.name for item in layout}
-                versions.check_layout(layout, expected)
-                if twice := [name for name, other in expected.tied.items() if {name, other} <= names]:
-                    raise ApiError(409, "bad_version", f"the model ties {twice[0]}", "send it once")
+                versions.check_buckets(source.buckets, self._expected(adapter, shapes))
                 call, arguments = "hocket_load_group", (source.model_dump_json(),)
                 checksum = self._held[1].checksum if request.compare and self._held else ""
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
@@ -236,12 +233,11 @@ class Engine:
             self._status = "updating"
             self._base_replaced |= adapter is None
             loaded = await self._load(request, call, arguments, checksum)
-            self._has_weights, self.version = True, request.version
+            self.version = request.version
             self.require_ready(admits=CURABLE)  # it may be shutting down
             self._status, self._failure = "ready", None
             seconds = time.perf_counter() - start
-            known: dict[str, Any] = {name: loaded[name] for name in ("num_tensors", "checksum")}
-            response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **known)
+            response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
             self._held = (key, response)
             self._uploads.hold(key)
             await asyncio.to_thread(self._uploads.remove, uploaded)
@@ -262,7 +258,7 @@ class Engine:
                 # Nothing runs any more; any other mode than keep would end paused requests.
                 await self._move(self.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
-                    self._has_weights, self._held, self._base_replaced = False, None, True
+                    self._held, self._base_replaced = None, True
             return SleepResponse(asleep=list(self._asleep), session=self._session)
 
     async def wake_up(self, request: WakeRequest) -> SleepResponse:
@@ -272,7 +268,7 @@ class Engine:
             self.require_ready(admits=CURABLE)
             waking = [part for part in PARTS if part in request.tags and part in self._asleep]
             left = tuple(part for part in self._asleep if part not in waking)
-            if waking and not left and not self._has_weights:
+            if waking and not left and self._held is None:
                 hint = 'POST /wake_up {"tags": ["weights"]}, then /reload_weights, then wake up the rest'
                 raise ApiError(409, "no_weights", "the engine dropped its weights when it fell asleep", hint)
             if waking:
@@ -317,16 +313,8 @@ class Engine:
 
     async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
         """Receive one file of a version."""
-        shapes = await self._reading_files(versions.model_shapes, self.model)
+        shapes = await self._reading(versions.model_shapes, self.model)
         return await self._uploads.receive(name, file, chunks, versions.max_bytes(shapes))
-
-    async def _reading_files(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(function, *arguments), self._timeout_s)
-        except TimeoutError as error:
-            message = f"files were not read within sync.timeout_s={self._timeout_s:g}; is the disk they are on alive?"
-            raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     def _holds(self, request: ReloadRequest, key: str, checksum: str | None = None) -> ReloadResponse | None:
         """Return the earlier answer where the model holds this version from this source, and it is not to be compared.
@@ -364,7 +352,7 @@ class Engine:
             if not request.compare:
                 await self.llm.update_weight_version(str(request.version))
             await self._resume()
-            return answers[0]
+            return {name: answers[0][name] for name in ("checksum", "num_tensors")}
 
         try:
             return await self._in_time(load())
@@ -379,7 +367,7 @@ class Engine:
                 self._status = "ready"
                 await self._resume()
                 raise ApiError(500, "compare_failed", message, "the engine goes on as before") from error
-            self._held, self._has_weights = None, False
+            self._held = None
             await asyncio.to_thread(self._copy.discard)  # it may be what was wrong
             if self.llm.errored:
                 message = f"the engine's process ended while it loaded version {request.version}"

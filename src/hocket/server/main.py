@@ -99,7 +99,6 @@ def prepare_environment(tensor_parallel_size: int) -> None:
             defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
-    os.environ[vllm_api.SERVER_PID] = str(os.getpid())
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 

@@ -44,11 +44,6 @@ class SampledCall:
     sampling: SamplingParams
     completion: Completion | None = None  # None until it has ended well
 
-    def recorded(self) -> AgentCall:
-        """Return the call for the trainer."""
-        prompt = tuple(self.prompt_token_ids)
-        return AgentCall(prompt_token_ids=prompt, seed=self.sampling.seed, completion=self.completion)
-
 
 class OpenSession:
     """The calls of one episode."""
@@ -111,7 +106,11 @@ class OpenSession:
 
     def record(self) -> AgentRecord:
         """Return the calls for the trainer."""
-        return AgentRecord(calls=tuple(call.recorded() for call in self.calls), cut_off=self.cut_off)
+        calls = [
+            AgentCall(prompt_token_ids=tuple(c.prompt_token_ids), seed=c.sampling.seed, completion=c.completion)
+            for c in self.calls
+        ]
+        return AgentRecord(calls=tuple(calls), cut_off=self.cut_off)
 
     @contextlib.contextmanager
     def serving(self, call: SampledCall) -> Iterator[None]:

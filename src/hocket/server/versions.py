@@ -1,5 +1,6 @@
 """Find published weight versions under one root, check their headers, and apply deltas."""
 
+import asyncio
 import dataclasses
 import functools
 import json
@@ -9,17 +10,22 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from hocket import manifest
 from hocket.protocol import AdapterConfig, Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid, parse
 
+T = TypeVar("T")
+
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Precisions that weights can have: safetensors' names and torch's."""
 UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in old checkpoints of any architecture that transformers ignores."""
+# A leading dot marks versions that are being written or removed.
+_NAME = re.compile(r"[^./\\\0][^/\\\0]*(/[^./\\\0][^/\\\0]*)*")
 OVERHEAD_BYTES = 64 << 20
 """Most bytes of a version besides its tensors: the manifest and the headers of its files."""
 REPUBLISH = "publish the version again, under a new name; the old weights keep serving"
@@ -100,12 +106,10 @@ def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
 def find(root: Path, name: str) -> Path:
     """Return the complete version called `name`, a plain relative path, under `root`; raise ApiError for any other."""
     hint = "send the folder's name relative to the server's root, which /health tells"
-    parts = name.split("/")
-    # A leading dot marks versions that are being written or removed.
-    if "\\" in name or "\0" in name or any(part in ("", "..") or part.startswith(".") for part in parts):
+    if not _NAME.fullmatch(name):
         raise invalid(f"source.name: {name!r} is not the name of a version under the root", hint, code="bad_name")
     try:
-        folder = root.joinpath(*parts).resolve(strict=True)
+        folder = (root / name).resolve(strict=True)
     except (OSError, RuntimeError) as error:
         raise ApiError(404, "no_such_version", f"there is no {name!r} under {root}", hint) from error
     if not folder.is_relative_to(root):
@@ -246,6 +250,24 @@ def check_layout(layout: Sequence[TensorLayout], expected: ModelShapes) -> None:
     missing = sorted(expected.shapes.keys() - names - expected.tied.keys())
     if missing:
         raise _refused(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
+
+
+def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShapes) -> None:
+    """Raise ApiError unless tensors to come are the model's, without a copy of one; their bytes have checksums."""
+    layout = [item for bucket in buckets for item in bucket]
+    check_layout(layout, expected)
+    names = {item.name for item in layout}
+    if twice := [name for name, other in expected.tied.items() if {name, other} <= names]:
+        raise ApiError(409, "bad_version", f"the model ties {twice[0]}", "send it once")
+
+
+async def reading(timeout_s: float, function: Callable[..., T], *arguments: Any) -> T:
+    """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(function, *arguments), timeout_s)
+    except TimeoutError as error:
+        message = f"files were not read within sync.timeout_s={timeout_s:g}; is the disk they are on alive?"
+        raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
 
 def _refused(reason: str) -> ApiError:

@@ -13,11 +13,9 @@ import math
 import multiprocessing
 import os
 import secrets
-import select
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -27,6 +25,7 @@ from typing import Any, get_args
 from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.errors import TRACEBACK
+from hocket.processes import die_with_parent
 from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall
@@ -35,8 +34,6 @@ from hocket.types import InFlight, VersionSpan
 
 logger = logging.getLogger("hocket")
 
-SERVER_PID = "HOCKET_SERVER_PID"
-"""Environment variable with the pid of the server: when it ends, the engine's processes are killed."""
 CPU_KV_CACHE_MIB = 256
 CPU_BATCHED_TOKENS = 8192
 ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
@@ -64,21 +61,10 @@ if TRACEBACK not in os.environ:  # what ends an engine is in `last_words`
         logging.getLogger(f"vllm.v1.engine.{_name}").addFilter(lambda record: record.exc_info is None)
 
 
-def die_with_server() -> None:
-    """Kill this process as soon as the server is gone: vLLM's own would outlive a killed one and keep its memory."""
-    server_pid = int(os.environ.get(SERVER_PID, "0"))
-    if server_pid in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
-        return
-    try:
-        server = os.pidfd_open(server_pid)
-    except ProcessLookupError:
-        os._exit(1)
-
-    def wait_and_die() -> None:
-        select.select([server], [], [])  # returns when the server has ended
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait_and_die, name="die_with_server", daemon=True).start()
+def die_with_parent_process() -> None:
+    """Kill this child process as soon as its parent is gone: vLLM's own would outlive it and keep its memory."""
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        die_with_parent(parent.pid, signal.SIGKILL)
 
 
 def allow_amx() -> None:
@@ -237,7 +223,7 @@ def run_engine(last_words: Path, *args: Any, **kwargs: Any) -> None:
     """Run vLLM's own function in the engine's process, tied to the server; what ends it goes to a file."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    die_with_server()
+    die_with_parent_process()
     allow_amx()
     os.setpgid(0, 0)  # a terminal's Ctrl-C is for the server, which ends this process after answering its requests
     try:

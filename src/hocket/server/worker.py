@@ -182,5 +182,5 @@ def _tensors(parts: Iterator[Part], specs: dict[str, TensorSpec]) -> Iterator[tu
         yield from named
 
 
-vllm_api.die_with_server()
+vllm_api.die_with_parent_process()
 vllm_api.allow_amx()

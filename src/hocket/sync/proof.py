@@ -7,6 +7,7 @@ moved them as they moved the trainer's.
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,7 +73,8 @@ class Proof:
         answer = await self._ask(member)
         last, before = self._before.get(member.session, (-1, []))
         self._before[member.session] = version, answer
-        gap, bound = mean_gap(answer), self.bound(member.dtype)
+        gap = statistics.fmean(abs(scored.server - scored.trainer) for row in answer for scored in row)
+        bound = self.bound(member.dtype)
         metrics = {"sync/logprob_gap": gap, "sync/max_gap": bound}
         if not gap <= bound:
             self.fail(
@@ -82,9 +84,8 @@ class Proof:
                 f"attention or rotary setting in the engine. Compare model.dtype on both sides, and restart the server"
             )
         elif last < 0:
-            self._noise = max(
-                self._noise, gap
-            )  # not of later ones: weights that are ever further behind would raise it
+            # Not of later ones: weights that are ever further behind would raise it.
+            self._noise = max(self._noise, gap)
         if last < 0:
             self._due = max(self._due, 1)  # only at its second version can a server be seen to be behind
         if last == version - 1:
@@ -144,12 +145,6 @@ class Proof:
             columns = (sample.sequence.token_ids, sample.sequence.logprobs, own)
             answer.append([Scored(*row) for row in zip(*(column[len(context) :] for column in columns), strict=True)])
         return answer
-
-
-def mean_gap(answer: Answer) -> float:
-    """Return the mean |server − trainer log-prob|."""
-    gaps = [abs(scored.server - scored.trainer) for row in answer for scored in row]
-    return math.fsum(gaps) / len(gaps)
 
 
 def missing_share(before: Answer, now: Answer, noise: float) -> tuple[float, float]:

@@ -6,10 +6,12 @@ segments of a micro-batch share one row without padding. Which samples share a m
 
 import dataclasses
 import heapq
+import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +49,14 @@ class TrainBatch:
 _Numbered = tuple[int, TrainSample]  # with its place among the packed ones
 
 
+class Row(NamedTuple):
+    """The samples of one micro-batch, which any rank can build without the others'."""
+
+    samples: list[_Numbered]  # empty: one fully masked position, so that every rank has something to run
+    optional: list[str]  # those of COLUMNS that the samples have
+    counts: dict[str, Any]  # num_tokens_global, num_sequences_global and max_tokens of the TrainBatch
+
+
 def num_positions(sample: TrainSample) -> int:
     """Return how many tokens the sample predicts: all but its first."""
     return len(sample.sequence.token_ids) - 1
@@ -78,9 +88,9 @@ def minibatches(groups: Sequence[int], *, epochs: int, count: int, seed: int) ->
     return parts
 
 
-def pack(
+def divide(
     samples: Sequence[TrainSample], *, micro_batch_tokens: int, num_ranks: int, cost: Callable[[int], float] = float
-) -> list[list[TrainBatch]]:
+) -> list[list[Row]]:
     """Return the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
     Ranks get about the same cost; within a rank, sequences go longest first into the first micro-batch with room
@@ -95,13 +105,43 @@ def pack(
     trained = [sum(sample.sequence.mask[1:]) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": sum(count > 0 for count in trained)}
     optional = [name for name in COLUMNS if getattr(samples[0], name)]
-    result: list[list[TrainBatch]] = [[] for _ in range(num_ranks)]
-    for index in range(max(len(plan) for plan in plans)):
-        members = [plan[index] if index < len(plan) else [] for plan in plans]
-        counts["max_tokens"] = max(sum(trained[place] for place, _ in row) for row in members)
-        for rank, row in enumerate(members):
-            result[rank].append(_tensors(row, optional, counts))
+    result: list[list[Row]] = [[] for _ in range(num_ranks)]
+    for members in itertools.zip_longest(*plans, fillvalue=[]):
+        max_tokens = max(sum(trained[place] for place, _ in row) for row in members)
+        for rows, row in zip(result, members, strict=True):
+            rows.append(Row(row, optional, {**counts, "max_tokens": max_tokens}))
     return result
+
+
+def pack(samples: Sequence[TrainSample], **how: Any) -> list[list[TrainBatch]]:
+    """Return the batches of `divide`: result[rank][micro-batch]."""
+    return [list(map(build, rows)) for rows in divide(samples, **how)]
+
+
+def build(row: Row) -> TrainBatch:
+    """Return the tensors of a micro-batch."""
+    places, samples = [place for place, _ in row.samples], [sample for _, sample in row.samples]
+    lengths = [num_positions(sample) for sample in samples]
+    token_ids = [np.array(sample.sequence.token_ids) for sample in samples]
+
+    def joined(columns: Iterable[Sequence[Any] | np.ndarray], dtype: type, empty: int = 0) -> Tensor:
+        parts: list[Any] = [np.array(column, dtype) for column in columns] or [np.array([empty], dtype)]
+        return torch.from_numpy(np.concatenate(parts))[None]
+
+    def numbers(name: str) -> Tensor:
+        return joined((getattr(sample, name)[1:] for sample in samples), np.float32)
+
+    return TrainBatch(
+        segment_lengths=tuple(lengths) or (1,),
+        input_ids_bt=joined((ids[:-1] for ids in token_ids), np.int64),
+        target_ids_bt=joined((ids[1:] for ids in token_ids), np.int64),
+        position_ids_bt=joined(map(np.arange, lengths), np.int64),
+        sample_bt=joined(map(np.full, lengths, places), np.int64, -1),
+        mask_bt=joined((sample.sequence.mask[1:] for sample in samples), np.bool_),
+        rollout_logprobs_bt=joined((sample.sequence.logprobs[1:] for sample in samples), np.float32),
+        advantages_bt=numbers("advantages"),
+        **row.counts | {f"{name}_bt": numbers(name) for name in row.optional},
+    )
 
 
 def unpack(
@@ -110,11 +150,12 @@ def unpack(
     """Return one number per token and column [b, t] of every packed sample, by its place; 0.0 for the first token."""
     found: dict[int, dict[str, tuple[float, ...]]] = {}
     for index, batch in enumerate(batches):
-        sample_bt = batch.sample_bt.cpu()
-        values = {name: tensors[index].cpu() for name, tensors in columns.items()}
-        for sample in set(sample_bt.flatten().tolist()) - {-1}:
-            own_bt = sample_bt == sample  # consecutive positions of one row
-            found[sample] = {name: (0.0, *values_bt[own_bt].tolist()) for name, values_bt in values.items()}
+        lengths = list(batch.segment_lengths)
+        starts = [0, *itertools.accumulate(lengths[:-1])]
+        parts = {name: torch.split(tensors[index][0].cpu(), lengths) for name, tensors in columns.items()}
+        for number, place in enumerate(batch.sample_bt[0].cpu()[starts].tolist()):
+            if place >= 0:
+                found[place] = {name: (0.0, *values[number].tolist()) for name, values in parts.items()}
     return found
 
 
@@ -145,27 +186,3 @@ def _fill(samples: Sequence[_Numbered], micro_batch_tokens: int, cost: Callable[
         micro_batches[index].append(numbered)
         room[index] -= length
     return sorted(micro_batches, key=lambda row: -sum(cost(num_positions(sample)) for _, sample in row))
-
-
-def _tensors(row: Sequence[_Numbered], optional: Sequence[str], counts: dict[str, Any]) -> TrainBatch:
-    """Return the batch of this row; without samples, one masked position, so that every rank has something to run."""
-    lengths = tuple(num_positions(sample) for _, sample in row)
-
-    def tensor(values: list[Any], dtype: torch.dtype, empty: Any = 0) -> Tensor:
-        return torch.tensor([values or [empty]], dtype=dtype)
-
-    def numbers(name: str) -> Tensor:
-        return tensor([value for _, sample in row for value in getattr(sample, name)[1:]], torch.float32)
-
-    logprobs = [value for _, sample in row for value in sample.sequence.logprobs[1:]]
-    return TrainBatch(
-        segment_lengths=lengths or (1,),
-        input_ids_bt=tensor([i for _, sample in row for i in sample.sequence.token_ids[:-1]], torch.long),
-        target_ids_bt=tensor([i for _, sample in row for i in sample.sequence.token_ids[1:]], torch.long),
-        position_ids_bt=tensor([t for length in lengths for t in range(length)], torch.long),
-        sample_bt=tensor([index for index, sample in row for _ in range(num_positions(sample))], torch.long, -1),
-        mask_bt=tensor([m for _, sample in row for m in sample.sequence.mask[1:]], torch.bool),
-        rollout_logprobs_bt=tensor(logprobs, torch.float32),
-        advantages_bt=numbers("advantages"),
-        **counts | {f"{name}_bt": numbers(name) for name in optional},
-    )

@@ -12,8 +12,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,15 @@ class Ranks:
         with self.deadline("waiting for work from rank 0"):
             dist.broadcast_object_list(box, src=0, group=self._commands)
         return box[0]
+
+    def scatter(self, values: Sequence[T]) -> T:
+        """Return this rank's value of those that rank 0 has, in the order of ranks; the others give none."""
+        if self.size == 1:
+            return values[0]
+        box: list[Any] = [None]
+        others = [None, *values[1:]] if self.is_main else None  # rank 0 need not pickle its own
+        dist.scatter_object_list(box, others, src=0, group=self._reports)
+        return values[0] if self.is_main else cast(T, box[0])
 
     def gather(self, value: T) -> list[T]:
         """Return on rank 0 every rank's value, in the order of ranks; [] elsewhere."""

@@ -20,7 +20,7 @@ from hocket.config import Config
 from hocket.errors import ServerError, TrainerError
 from hocket.protocol import Health, TensorLayout, TensorSpec
 from hocket.trainer import flops, guards, offload
-from hocket.trainer.batching import TrainBatch, check_fits, num_positions, pack
+from hocket.trainer.batching import Row, TrainBatch, build, check_fits, divide, num_positions
 from hocket.trainer.critic import critic_metrics
 from hocket.trainer.models import BatchLoss, Models
 from hocket.trainer.ranks import Ranks
@@ -36,20 +36,20 @@ EXPORT_BYTES = 64 << 20  # ZeRO-3 gathers parameters for export in groups of thi
 
 SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions", "seconds_at_peak"})
 """Metrics of an update that a step has the sum of, not the mean."""
-OF_FIRST = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_capped", "ess"})
-"""Metrics that compare the engine with the policy before the step, which only the first update has."""
+OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"})
+"""Metrics that compare the engine with the policy before the step."""
 
 
 def on_all_ranks(method: F) -> F:
-    """Make a method run on every rank when rank 0 calls it; the others get None for an argument that is a function."""
+    """Make a method run on every rank when rank 0 calls it; the others get None for a function and for samples."""
     name = method.__name__
     _METHODS[name] = method
 
     @functools.wraps(method)
     def call(trainer: "Trainer", /, *args: Any) -> Any:
-        trainer._check(name, args)  # before the others start: its error leaves all ranks usable
+        trainer._check(name)  # before the others start: its error leaves all ranks usable
         trainer._broken = True  # until the work has ended well
-        trainer.ranks.send((name, [None if callable(value) else value for value in args]))
+        trainer.ranks.send((name, [None if callable(value) or isinstance(value, tuple) else value for value in args]))
         return trainer._run(name, args)
 
     return cast(F, call)
@@ -71,6 +71,8 @@ class Trainer:
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
         self._skipped_in_row = 0
+        self._longest = 0  # positions of the longest sequence of the work that is being done
+        self.untrained: dict[int, str] = {}  # groups of the last step that no update has trained, with the reason
         self._away: offload.Offloaded | None = None
         self._failure: Exception | None = None  # of rank 0's disk, or of its sink
         try:
@@ -112,8 +114,8 @@ class Trainer:
             self.ranks.close()
         self._closed = True
 
-    def _check(self, name: str, args: Sequence[Any]) -> None:
-        """Raise TrainerError where the method can't run now, or samples don't fit."""
+    def _check(self, name: str) -> None:
+        """Raise TrainerError where the method can't run now."""
         problem = None
         if self._closed or self._broken:
             problem = "it is closed, or broke in an earlier call"
@@ -123,12 +125,10 @@ class Trainer:
             problem = "it is off the GPU; call onload() first"
         if problem is not None:
             raise TrainerError(f"the trainer can't {name.strip('_')}: {problem}")
-        if args and isinstance(args[0], Sequence):
-            check_fits(args[0], self.micro_batch_tokens)
 
     def _run(self, name: str, args: Sequence[Any]) -> Any:
         """Run this rank's part of a method `on_all_ranks`."""
-        self._broken = True
+        self._broken, self._longest = True, 0
         self.ranks.use_this_thread()
         with self.ranks.deadline(f"doing the common {name.strip('_')}"):
             try:
@@ -136,13 +136,12 @@ class Trainer:
             except Exception as error:
                 if not guards.is_out_of_memory(error):
                     raise
-                samples = args[0] if args and isinstance(args[0], Sequence) else ()
                 raise guards.out_of_memory(
                     error,
                     self._config,
                     micro_batch_tokens=self.micro_batch_tokens,
                     work=name.strip("_"),
-                    longest=max(map(num_positions, samples), default=0),
+                    longest=self._longest,
                     on_gpu=self.device.type == "cuda",
                 ) from error
         self._broken = False
@@ -192,51 +191,56 @@ class Trainer:
         An update is an optimiser step on one mini-batch; one that is not finite is skipped. `keep`: file for the
         samples of the last skipped one. Raise TrainerError after too many steps without an update.
         """
-        metrics, skipped = self._step(tuple(samples), number)
-        if skipped is not None:
-            part, fault = skipped
-            if keep is not None:
-                guards.keep_batch(keep, [samples[place] for place in part], fault, self.tokenizer.decode)
-            if self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
-                kept = f" (the samples: {keep})" if keep is not None else ""
-                raise TrainerError(
-                    f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
-                    f"not finite in the last one{kept}: {fault}"
-                )
-        return metrics
-
-    @on_all_ranks
-    def _step(
-        self, samples: Sequence[TrainSample], number: int
-    ) -> tuple[dict[str, float], tuple[Sequence[int], str] | None]:
-        start, skipped, learning_rate = time.perf_counter(), None, self.engine.learning_rate
-        learners = [learner for learner in self.models.learners if learner.learns()]
+        check_fits(samples, self.micro_batch_tokens)
+        start, learning_rate = time.perf_counter(), self.engine.learning_rate
+        learners, groups = [one for one in self.models.learners if one.learns()], [sample.group for sample in samples]
         updates: list[dict[str, Update]] = []
         metrics: list[dict[str, float]] = []
-        for part in self.models.minibatches([sample.group for sample in samples], number):
-            done, measured = self._update([samples[place] for place in part])
+        fault, self.untrained = "", dict.fromkeys(groups, "stop_kl ended the step before its update")
+        for places in self.models.minibatches(groups, number):
+            part = tuple(samples[place] for place in places)
+            done, measured = self._update(part)
             updates.append(done)
             metrics.append(measured)
+            for group in self.untrained.keys() & {sample.group for sample in part}:
+                self.untrained[group] = "its update was not finite"
+                if done[POLICY].grad_norm is not None:
+                    del self.untrained[group]
             if any(update.is_faulty for update in done.values()):
-                skipped = part, guards.first_fault([samples[place] for place in part], done)
+                fault = guards.first_fault(part, done)
+                if keep is not None:
+                    guards.keep_batch(keep, part, fault, self.tokenizer.decode)
             if self._algorithm.stop_kl is not None and measured.get("train/policy_kl", 0.0) > self._algorithm.stop_kl:
                 break
+        stepped = [one.name for one in learners if any(done[one.name].grad_norm is not None for done in updates)]
+        self._end_step(stepped)
         if all(any(update.is_faulty for update in done.values()) for done in updates):
             self._skipped_in_row += 1
         elif any(done[POLICY].grad_norm is not None for done in updates):
             self._skipped_in_row = 0
-        for learner in learners:
-            if any(done[learner.name].grad_norm is not None for done in updates):
-                learner.engine.end_step()
+        if fault and self._skipped_in_row >= guards.MAX_SKIPPED_STEPS:
+            kept = f" (the samples: {keep})" if keep is not None else ""
+            raise TrainerError(
+                f"the optimiser skipped {self._skipped_in_row} steps in a row, as loss or gradient was not finite; "
+                f"not finite in the last one{kept}: {fault}"
+            )
         rate = learning_rate if self.models.learners[0] in learners else 0.0
         seconds = time.perf_counter() - start
-        return {**over_updates(metrics, seconds), "train/learning_rate": rate, "time/train": seconds}, skipped
+        by_batch = "old_logprobs" in self.models.columns
+        return {**over_updates(metrics, seconds, by_batch), "train/learning_rate": rate, "time/train": seconds}
 
-    def _update(self, samples: Sequence[TrainSample]) -> tuple[dict[str, Update], dict[str, float]]:
-        """Take an optimiser step of every learner on one mini-batch."""
+    @on_all_ranks
+    def _end_step(self, names: Sequence[str]) -> None:
+        for learner in self.models.learners:
+            if learner.name in names:
+                learner.engine.end_step()
+
+    @on_all_ranks
+    def _update(self, samples: Sequence[TrainSample] | None) -> tuple[dict[str, Update], dict[str, float]]:
+        """Take an optimiser step of every learner on one mini-batch; return its metrics, whole on rank 0 alone."""
         batches, loss_scale = self._pack(samples), self.engine.loss_scale
         done = {learner.name: update(learner, batches, self.ranks) for learner in self.models.learners}
-        policy, lengths = done[POLICY], [num_positions(sample) for sample in samples]
+        policy, lengths = done[POLICY], [num_positions(sample) for sample in samples or ()]
         num_tokens = batches[0].num_tokens_global
         metrics = {
             **policy.totals,
@@ -251,9 +255,6 @@ class Trainer:
         }
         if loss_scale is not None:
             metrics["loss_scale"] = loss_scale
-        if "importance_square" in metrics:
-            metrics["ess"] = effective_sample_size(metrics)
-            del metrics["importance_square"]
         of_critic = critic_metrics(done["critic"]) if "critic" in done else {}
         return done, {f"train/{name}": value for name, value in metrics.items()} | of_critic
 
@@ -264,30 +265,39 @@ class Trainer:
         used = [is_measured(sequence, self._algorithm) for sequence in sequences]
         own = itertools.compress(sequences, used)
         samples = tuple(TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in own)
+        if samples:
+            check_fits(samples, self.micro_batch_tokens)
         numbers = self._measure(samples) if samples else {}
         found = (Measured(**numbers[place]) for place in range(len(samples)))
         return [next(found) if is_used else Measured() for is_used in used]
 
     @on_all_ranks
-    def _measure(self, samples: Sequence[TrainSample]) -> dict[int, dict[str, tuple[float, ...]]]:
+    def _measure(self, samples: Sequence[TrainSample] | None) -> dict[int, dict[str, tuple[float, ...]]]:
         return self.models.numbers(self._pack(samples), self.models.columns)
 
-    def _pack(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
-        """Return this rank's micro-batches."""
-        return pack(
-            samples,
-            micro_batch_tokens=self.micro_batch_tokens,
-            num_ranks=self.ranks.size,
-            cost=lambda length: flops.step_flops(self.models.flops, [length], length),
-        )[self.ranks.rank]
+    def _pack(self, samples: Sequence[TrainSample] | None) -> list[TrainBatch]:
+        """Return this rank's micro-batches of the samples, which rank 0 has and divides."""
+        shares: list[tuple[int, list[Row]]] = []
+        if samples is not None:
+            rows = divide(
+                samples,
+                micro_batch_tokens=self.micro_batch_tokens,
+                num_ranks=self.ranks.size,
+                cost=lambda length: flops.step_flops(self.models.flops, [length], length),
+            )
+            longest = max(map(num_positions, samples))
+            shares = [(longest, own) for own in rows]
+        self._longest, own = self.ranks.scatter(shares)
+        return list(map(build, own))
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Return the log-probs of each sample's tokens, 0 for those that its mask leaves out."""
+        check_fits(samples, self.micro_batch_tokens)
         numbers = self._logprobs(tuple(samples))
         return [numbers[place]["logprobs"] for place in range(len(samples))]
 
     @on_all_ranks
-    def _logprobs(self, samples: Sequence[TrainSample]) -> dict[int, dict[str, tuple[float, ...]]]:
+    def _logprobs(self, samples: Sequence[TrainSample] | None) -> dict[int, dict[str, tuple[float, ...]]]:
         return self.models.numbers(self._pack(samples), {"logprobs": lambda batch: self.engine.forward(batch)[0]})
 
     @on_all_ranks
@@ -356,19 +366,25 @@ class Trainer:
             self._away = None
 
 
-def over_updates(updates: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
-    """Return the metrics of a step of the run from those of its updates, which took `seconds`."""
+def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batch: bool) -> dict[str, float]:
+    """Return the metrics of a step of the run from those of its updates, which took `seconds`.
+
+    `by_batch`: every update compares the engine with the policy before the step, not only the first one.
+    """
     metrics = {}
     for name in updates[0]:
-        values = [update[name] for update in updates]
-        kind = name.removeprefix("train/")
+        values, kind = [update[name] for update in updates], name.removeprefix("train/")
+        finite = [place for place, value in enumerate(values) if math.isfinite(value)] or range(len(values))
         if kind in SUMS:
             metrics[name] = sum(values)
-        elif kind in OF_FIRST:
+        elif kind in OF_ENGINE and not by_batch:
             metrics[name] = values[0]
         else:
-            finite = [value for value in values if math.isfinite(value)]
-            metrics[name] = statistics.fmean(finite or values)
+            weights = [updates[place]["train/tokens"] for place in finite] if kind in OF_ENGINE else None
+            metrics[name] = statistics.fmean([values[place] for place in finite], weights)
+    if "train/importance_square" in metrics:
+        square = metrics.pop("train/importance_square")
+        metrics["train/ess"] = effective_sample_size(metrics["train/importance_mean"], square)
     positions, at_peak = metrics.pop("train/positions"), metrics.pop("train/seconds_at_peak")
     rates = {"tokens_per_s": metrics["train/tokens"], "positions_per_s": positions, "mfu": at_peak}
     return metrics | {f"train/{name}": amount / seconds for name, amount in rates.items()}

@@ -1,0 +1,221 @@
+"""Prompts are prepared once: a second start gets the same ones from the cache, and nothing but time depends on it."""
+
+import datetime
+import json
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoTokenizer
+
+from hocket.config import DataConfig
+from hocket.data import cache, sources
+from hocket.data.cache import Prompts
+from hocket.data.prompts import Renderer, load_prompts
+from hocket.data.stream import PromptStream
+from hocket.errors import DataError
+from hocket.types import Prompt
+
+ROOT = Path(__file__).parents[2]
+CHAT = [{"role": "system", "content": "be"}, {"role": "user", "content": "c"}]
+ROWS = [
+    {"prompt": "a", "answer": "1", "level": 2, "more": {"x": [1, 1.0, None, True]}},
+    {"prompt": CHAT, "answer": 2.5, "level": 0.5, "more": "\ud800 é"},
+    {"prompt": "a longer one", "answer": "3", "level": 1, "more": float("nan")},
+]
+PAIRS = pyarrow.scalar([("k", 1)], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+Load = Callable[..., Sequence[Prompt]]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "hocket" / "prompts"
+
+
+@pytest.fixture
+def load(folder: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Load:
+    def load(
+        source: object,
+        *,
+        cached: bool = True,
+        tok: Any = tokenizer,
+        longest: int = 99,
+        tools: Any = (),
+        **settings: Any,
+    ) -> Sequence[Prompt]:
+        """Load prompts; without `cached`, prepare them as those of a small source."""
+        monkeypatch.setattr(sources, "SMALL", 0 if cached else 1 << 40)
+        data = DataConfig(source=str(source), difficulty_column="level").model_copy(update=settings)
+        return load_prompts(data, tok, max_prompt_tokens=longest, tools=tools)[0]
+
+    return load
+
+
+def test_a_second_start_has_the_same_prompts_without_rendering_one(
+    load: Load, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, first = load(rows, cached=False), load(rows)
+    monkeypatch.setattr(Renderer, "row", None)
+    second = load(rows)
+    assert (type(plain), type(first), type(second)) == (list, Prompts, Prompts)
+    for prompts in (first, second):
+        assert list(map(repr, prompts)) == list(map(repr, plain))  # NaN is not equal to itself
+        assert prompts[-1].id == plain[-1].id
+        assert [prompt.id for prompt in prompts[1:9]] == ["rows.jsonl:2", "rows.jsonl:3"]
+        state, expected = PromptStream(prompts, 7).state(), PromptStream(plain, 7).state()
+        assert state == expected
+        assert cache.difficulties(prompts) == [2.0, 0.5, 1.0]
+
+
+def test_prompts_of_another_length_come_from_the_same_file(load: Load, rows: Path, folder: Path) -> None:
+    for longest in (99, 5, 99):
+        prompts, expected = load(rows, longest=longest), load(rows, cached=False, longest=longest)
+        assert list(map(repr, prompts)) == list(map(repr, expected))
+        assert cache.fingerprint(prompts) == cache.fingerprint(expected)
+    assert len(load(rows, longest=5)) == 1
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_what_the_prompts_follow_from_is_in_the_key(
+    load: Load, rows: Path, bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shouting = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+    shouting.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    tools = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-tools")
+    other = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-sort")
+    other.add_tokens("ab")
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"answer_column": None},
+        {"difficulty_column": None},
+        {"prompt_column": "answer", "answer_column": None, "limit": 2},
+        {"system_prompt": "Be brief."},
+        {"chat_template": False, "limit": 1},
+        {"tok": shouting},
+        {"tok": bos_tokenizer},
+        {"tok": other},
+        {"tok": tools},
+        {"tok": tools, "tools": (tool,)},
+    ]
+    monkeypatch.setattr(sources, "NUM_ROWS", 0)  # `limit` of a few rows is for a few
+    rows.write_text(json.dumps({"prompt": "ab", "answer": "b c", "level": 1}) + "\n", encoding="utf-8")
+    found = [[str(list(load(rows, cached=cached, **change))) for change in changes] for cached in (False, True, True)]
+    assert found[0] == found[1] == found[2]
+    rows.write_text(rows.read_text().replace("b c", "d"), encoding="utf-8")
+    assert load(rows)[0].answer == "d"
+
+
+@pytest.mark.parametrize("hurt", [lambda b: b[:-9], lambda b: b[:400] + b"\xff" + b[401:], lambda b: b""])
+def test_a_damaged_file_is_not_used_and_written_again(
+    load: Load, rows: Path, folder: Path, hurt: Callable[[bytes], bytes]
+) -> None:
+    load(rows)
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(hurt(whole))
+    assert list(map(repr, load(rows))) == list(map(repr, load(rows, cached=False)))
+    assert [path.read_bytes() for path in folder.iterdir()] == [whole]
+
+
+def test_a_cache_that_can_not_be_written_costs_a_warning_and_nothing_else(
+    load: Load, rows: Path, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))  # as a full disk
+    try:
+        prompts = load(rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (len(prompts), list(folder.iterdir())) == (3, [])
+    folder.parent.parent.rename(folder.parents[2] / "before")
+    folder.parents[1].touch()  # a file where the folder should be
+    assert len(load(rows)) == 3
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parents[2] / "other"))
+    for column, value in ("day", pyarrow.scalar(datetime.date(2026, 1, 2))), ("map", PAIRS):
+        columns = {"prompt": ["a"], "answer": ["b"], "level": [1], column: pyarrow.array([value], value.type)}
+        pyarrow.parquet.write_table(pyarrow.table(columns), rows.with_suffix(".parquet"))
+        assert load(rows.with_suffix(".parquet"))[0].meta == {"level": 1, column: value.as_py()}
+    said = "File too large", "Not a directory", "date is not JSON serializable", "a column that JSON can't hold"
+    for record, why in zip(caplog.records, said, strict=True):
+        assert record.message.startswith("can't keep the prepared prompts")
+        assert why in record.message
+
+
+def test_two_starts_at_once_and_one_that_fails_leave_one_file(
+    load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = cache._write
+
+    def another_is_faster(*arguments: Any) -> None:
+        monkeypatch.setattr(cache, "_write", write)
+        load(rows)
+        write(*arguments)
+
+    monkeypatch.setattr(cache, "_write", another_is_faster)
+    assert isinstance(load(rows), Prompts)
+    rows.write_text("{}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no column 'prompt'"):
+        load(rows)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_data_that_changes_while_it_is_read_is_not_kept(
+    load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = Renderer.row
+
+    def change(self: Renderer, columns: Any, **settings: Any) -> Any:
+        with rows.open("a") as file:
+            file.write("\n")
+        return row(self, columns, **settings)
+
+    monkeypatch.setattr(Renderer, "row", change)
+    assert len(load(rows)) == 3
+    assert "rows.jsonl changed while it was read" in caplog.text
+    assert list(folder.iterdir()) == []
+
+
+def test_files_that_nobody_used_for_a_month_are_removed(load: Load, rows: Path, folder: Path) -> None:
+    load(rows)
+    (used,) = folder.iterdir()
+    killed = folder / f"{cache.PARTIAL}x"
+    killed.touch()
+    for file in (used, killed):
+        os.utime(file, (0, time.time() - cache.UNUSED_S - 60))
+    load(rows)  # is used again
+    load(rows, limit=sources.NUM_ROWS + 1)
+    left = list(folder.iterdir())
+    assert (len(left), used in left, killed in left) == (2, True, False)
+
+
+def test_a_hugging_face_data_set_is_known_by_its_content(
+    load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    source = tmp_path / "source"
+    for kind in ("files", "saved"):
+        for answer in ("x", "y"):
+            sources._hugging_face.cache_clear()  # of one process
+            source.mkdir(exist_ok=True)
+            made = datasets.Dataset.from_list([{"prompt": "a", "answer": answer, "level": 1}])
+            made.to_json(str(source / "train.jsonl")) if kind == "files" else made.save_to_disk(str(source))
+            for _ in range(2):
+                (prompt,) = load(f"hf:{source}")
+                assert (prompt.answer, prompt.id) == (answer, f"hf:{source}/train:0")
+    assert len(list(folder.iterdir())) == 4
