@@ -1,15 +1,15 @@
 """hocket beside TRL: the same model, prompts, lengths, reward and mathematics, in turns on one machine.
 
-    python benchmarks/peer.py [--layers 8 --hidden 512] [--tokens 128] [--mean 32] [--staleness 0,1] [--updates 1] [--rounds 2]
+    python benchmarks/peer.py [--layers 8 --hidden 512] [--tokens 128] [--mean 32] [--staleness 0,1] [--rounds 2] ...
 
-The model is a Qwen2 with random weights. Every token of it ends the completion with the same probability, 1 / `--mean`;
-without --mean completions are cut off at `--tokens`. The reward is random, the loss GRPO's with the tokens of the batch as
-denominator, clip 0.2, no KL, AdamW at 1e-6, gradients clipped to 1, float32, no activation checkpointing.
+The model is a Qwen2 with random weights. Every token ends the completion with the same probability, 1 / `--mean`;
+without --mean completions are cut off at `--tokens`. The reward is random, the loss GRPO's with the tokens of the
+batch as denominator, clip 0.2, no KL, AdamW at 1e-6, gradients clipped to 1, float32, no activation checkpointing.
 
 TRL is installed into an environment of its own, which borrows torch and the other packages from this one. It generates
 with transformers, as it does by default; micro-batches have `--trl-batch` completions. hocket is started by the
-command `quickstart` with its defaults. Medians of the steps after the first two; memory is the largest resident set of
-all processes together.
+command `quickstart` with its defaults. Medians of the steps after the first two; memory is what all processes together
+have in RAM at most, with shared pages counted once.
 """
 
 import argparse
@@ -72,7 +72,9 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[0] = 0.0
         logits_bv = model(torch.arange(2, 202)[:, None]).logits[:, -1]
-        wanted = logits_bv[:, 1:].logsumexp(-1).mean() - (torch.tensor(options.mean - 1.0).log() if options.mean else 20)
+        wanted = logits_bv[:, 1:].logsumexp(-1).mean() - (
+            torch.tensor(options.mean - 1.0).log() if options.mean else 20
+        )
         state = model.model(torch.arange(2, 202)[:, None]).last_hidden_state[:, -1, 0].mean()
         model.lm_head.weight[0, 0] = wanted / state
     model.save_pretrained(folder)
@@ -81,7 +83,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
 
 
 def watched(command: list[str], log: Path, env: dict[str, str]) -> float:
-    """Run a command to its end, and return the largest resident set of its processes together in GiB."""
+    """Run a command to its end, and return the most GiB of RAM that its processes had together."""
     with log.open("wb") as output:
         child = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
@@ -92,8 +94,8 @@ def watched(command: list[str], log: Path, env: dict[str, str]) -> float:
             sizes = []
             for process in [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]:
                 try:
-                    sizes.append(process.memory_info().rss)
-                except psutil.NoSuchProcess:
+                    sizes.append(process.memory_full_info().pss)
+                except psutil.Error:
                     continue
             largest = max(largest, sum(sizes))
             time.sleep(0.5)

@@ -60,7 +60,7 @@ ARGUMENTS = {
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Any:
     before = dict(os.environ)
-    main.prepare_environment(1)
+    main.prepare_environment(1, threads=1)
     yield
     os.environ.clear()
     os.environ.update(before)
