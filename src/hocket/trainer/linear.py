@@ -15,7 +15,8 @@ MIN_PRODUCTS = 1 << 27  # of a layer's call; for fewer, a kernel for one more sh
 
 def use_onednn(model: nn.Module) -> None:
     """Make the linear layers of a model compute with oneDNN where they run in float32 on an x86 processor."""
-    if platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available():
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if has_onednn and platform.machine() in ("x86_64", "AMD64"):
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
@@ -39,7 +40,7 @@ class _Linear(torch.autograd.Function):
         return _product(inputs, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         of_inputs, of_weight, of_bias = ctx.needs_input_grad
         inputs_nh, gradient_nk = inputs.flatten(0, -2), gradient.flatten(0, -2)
