@@ -59,6 +59,7 @@ def fuzz(server: Server, folder: Path, requests: int, *only: str) -> collections
 
 def main() -> int:
     """Print the figures and return 0 where all is well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the `finally` below
     requests = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
     started: list[Process] = []
     with tempfile.TemporaryDirectory() as name:
