@@ -17,6 +17,7 @@ import struct
 import sys
 import tempfile
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -37,7 +38,7 @@ from hocket.protocol import Completion, GenerateRequest, SamplingParams, StreamE
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import single_turn
 from hocket.system import write_atomically
-from hocket.trainer.batching import TrainBatch, build, divide, unpack
+from hocket.trainer.batching import TrainBatch, divide, unpack
 from hocket.types import Group, Prompt, Score
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 64, 16, 200, 150_000
@@ -74,14 +75,14 @@ def encode(sampled: Sequence[Sampled]) -> list[bytes]:
     lines = []
     for number, (token_ids, logprobs, text) in enumerate(sampled):
         completion = Completion(
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
+            token_ids=array("I", token_ids),
+            logprobs=array("d", logprobs),
             text=text,
             finish_reason="stop",
             versions=((1, 0, len(token_ids)),),
         )
         line = StreamLine(prompt=number // GROUP_SIZE, index=number % GROUP_SIZE, completion=completion)
-        lines.append((line.model_dump_json() + "\n").encode())
+        lines.append((line.model_dump_json(context=True) + "\n").encode())
     return lines
 
 
@@ -154,10 +155,10 @@ def step(port: int, sampled: Sequence[Sampled], num_ranks: int, folder: Path) ->
         for share in shares[1:]:
             pickle.dumps(share)
     with stage("build"):
-        own = [build(row) for row in shares[0]]
+        own = [make() for make in shares[0]]
     with stage("measured columns"):
         unpack(own, measured(own))
-    for batches in ([build(row) for row in share] for share in shares[1:]):
+    for batches in ([make() for make in share] for share in shares[1:]):
         sent = pickle.dumps(unpack(batches, measured(batches)))
         with stage("measured columns"):
             pickle.loads(sent)

@@ -63,23 +63,22 @@ def play_lies(chosen: Sequence[str]) -> None:
     dtypes, kinds, rates = ([x for x in xs if x in chosen] or xs for xs in (DTYPES, KINDS, RATES))
     for dtype, kind in itertools.product(dtypes, kinds):
         model = (f"model.dtype={dtype}", *(["model.lora.rank=4"] if kind == "lora" else []))
-        with tempfile.TemporaryDirectory() as folder:
-            server = lies.start(Path(folder) / "server", *SMALL, *SETTINGS, *model)
-            try:
-                for rate, (lie, begins) in itertools.product(rates, LIES.items()):
-                    name = lie.split(" ")[0]
-                    if kind == "lora" and name in lies.WHOLE_MODEL:
-                        continue
-                    settings = (*SMALL, *SETTINGS, *model, f"trainer.learning_rate={rate}")
-                    settings += ("trainer.steps=9", "sync.check_every=5")
-                    found = [server.train(lie, *settings)]
-                    if name in lies.OF_WEIGHTS and name != "missing_matrix":
-                        found.append(server.train(lie, *settings, exact=False))
-                    cells = " / ".join(cell(one, begins) for one in found)
-                    gaps = [step.get("train/logprob_gap") or 0.0 for step in found[-1].metrics]
-                    print(f"| {lie} | {dtype} {kind} {rate} | {cells} | {max(gaps, default=0.0):.1e} |", flush=True)
-            finally:
-                server.stop()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            lies.LyingServer(Path(folder) / "server", *SMALL, *SETTINGS, *model) as server,
+        ):
+            for rate, (lie, begins) in itertools.product(rates, LIES.items()):
+                name = lie.split(" ")[0]
+                if kind == "lora" and name in lies.WHOLE_MODEL:
+                    continue
+                settings = (*SMALL, *SETTINGS, *model, f"trainer.learning_rate={rate}")
+                settings += ("trainer.steps=9", "sync.check_every=5")
+                found = [server.train(lie, *settings)]
+                if name in lies.OF_WEIGHTS and name != "missing_matrix":
+                    found.append(server.train(lie, *settings, exact=False))
+                cells = " / ".join(cell(one, begins) for one in found)
+                gaps = [step.get("train/logprob_gap") or 0.0 for step in found[-1].metrics]
+                print(f"| {lie} | {dtype} {kind} {rate} | {cells} | {max(gaps, default=0.0):.1e} |", flush=True)
 
 
 def play_clean(dtypes: Sequence[str]) -> None:
@@ -87,12 +86,11 @@ def play_clean(dtypes: Sequence[str]) -> None:
     for dtype in dtypes or DTYPES:
         settings = (*SMALL, *SETTINGS, f"model.dtype={dtype}", "rollout.temperature=1.0", "trainer.learning_rate=5e-5")
         settings += ("trainer.steps=200", "sync.check_every=1", "rollout.prompts_per_step=4", "rollout.group_size=4")
-        with tempfile.TemporaryDirectory() as folder:
-            server = lies.start(Path(folder) / "server", *settings)
-            try:
-                outcome = server.train("truth", *settings)
-            finally:
-                server.stop()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            lies.LyingServer(Path(folder) / "server", *settings) as server,
+        ):
+            outcome = server.train("truth", *settings)
         steps = [step for step in outcome.metrics if "train/loss" in step]
         rang = [name for step in outcome.metrics for name in alarms(_without_null(step)).keys() & SUSPICIOUS]
         print(f"{dtype}: {len(steps)} trained steps, stopped by {outcome.said or 'nothing'}, alarms {sorted(rang)}")
@@ -118,11 +116,8 @@ def play_cost() -> None:
             settings = (*SETTINGS, f"model.path={path}", f"model.dtype={dtype}", "rewards.functions={random: 1}")
             settings += ("trainer.steps=4", "sync.check_every=1")
             name = Path(path).name
-            server = lies.start(Path(folder) / f"server-{name}", *settings)
-            try:
+            with lies.LyingServer(Path(folder) / f"server-{name}", *settings) as server:
                 steps = server.train("truth", *settings).metrics[1:]
-            finally:
-                server.stop()
             proof, whole = (statistics.median(s[key] for s in steps) for key in ("sync/proof_s", "time/step"))
             print(
                 f"{name} {dtype}: check {proof:.2f} s, step without it {whole - proof:.2f} s; with 2 checks in 20 steps"

@@ -16,11 +16,12 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from processes import Process, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -187,17 +188,27 @@ class Outcome:
         return next((part for said, part in parts.items() if said in self.said), self.said)
 
 
-@dataclasses.dataclass
-class LyingServer:
-    """A lying server in a process of its own, on which real runs train."""
+class LyingServer(Process):
+    """A lying server in a process of its own, on which real runs train; its versions lie below folder/runs."""
 
-    folder: Path
-    url: str
-    process: subprocess.Popen[bytes]
-    runs: int = 0
+    def __init__(self, folder: Path, *settings: str) -> None:
+        (folder / "runs").mkdir(parents=True)
+        (folder / "lie").write_text("")
+        port, self.folder, self.runs = free_port(), folder, 0
+        self.url = f"http://127.0.0.1:{port}"
+        command = ["serve", *settings, f"run.dir={folder / 'runs' / 'server'}", f"server.port={port}"]
+        super().__init__(command, folder / "log", program=[__file__], **{FILE: str(folder / "lie")})
+
+    def __enter__(self) -> Self:
+        try:
+            self.wait_for(lambda: "ready on" in self.output(), "the lying server is ready")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
     def train(self, lie: str, *settings: str, exact: bool = True) -> Outcome:
-        """Trains in this process on the server that tells `lie`, until the run ends or is stopped.
+        """Trains in this process on the server while it tells `lie`, until the run ends or is stopped.
 
         Without `exact`, comparisons of parameters find nothing, as if they lied, too.
         """
@@ -234,53 +245,12 @@ class LyingServer:
         shutil.rmtree(run_dir)
         return outcome
 
-    def stop(self) -> None:
-        """Ends the server."""
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(20)
-
 
 async def _version(url: str) -> int:
     from hocket.client import ServerClient
 
     async with ServerClient(url) as server:
         return (await server.health()).version
-
-
-def start(folder: Path, *settings: str) -> LyingServer:
-    """Starts a lying server that tells the truth at first; its versions lie below folder/runs."""
-    from processes import free_port, wait_for
-
-    (folder / "runs").mkdir(parents=True)
-    (folder / "lie").write_text("")
-    port = free_port()
-    command = [
-        sys.executable,
-        __file__,
-        "serve",
-        *settings,
-        f"run.dir={folder / 'runs' / 'server'}",
-        f"server.port={port}",
-    ]
-    with (folder / "log").open("wb") as log:
-        env = os.environ | {FILE: str(folder / "lie")}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env)
-    server = LyingServer(folder, f"http://127.0.0.1:{port}", process)
-
-    def output() -> str:
-        return (folder / "log").read_text(encoding="utf-8", errors="replace")
-
-    try:
-        wait_for(lambda: process.poll() is not None or "ready on" in output(), "the lying server is ready")
-        assert process.poll() is None, output()
-    except BaseException:
-        server.stop()
-        raise
-    return server
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -296,12 +266,9 @@ def serve(arguments: Sequence[str]) -> None:
 
 def play(folder: Path, settings: Sequence[str], runs: Sequence[Sequence[str]]) -> Iterator[Outcome]:
     """Starts a lying server, and yields the outcome of each run: a lie, and further settings."""
-    server = start(folder, *settings)
-    try:
+    with LyingServer(folder, *settings) as server:
         for told, *further in runs:
             yield server.train(told, *settings, *further)
-    finally:
-        server.stop()
 
 
 def main(command: str, *arguments: str) -> None:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -45,14 +46,17 @@ def is_gone(pid: int | str) -> bool:
 
 
 class Process:
-    """One hocket command with all it starts; `log` has its output."""
+    """One hocket command with all it starts, or one of another `program`; `log` has its output."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, *, program: Sequence[str] = ("run.py",), **environment: str
+    ) -> None:
         self.log = log
         with log.open("ab") as output:
             self.popen = subprocess.Popen(
-                [sys.executable, "run.py", *command],
+                [sys.executable, *program, *command],
                 cwd=ROOT,
+                env=os.environ | environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -11,10 +11,11 @@ import stat
 import subprocess
 import sys
 import threading
-import types
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import jsonschema
 import pytest
@@ -197,95 +198,68 @@ def test_the_liveness_probe_ends_a_server_whose_engine_is_lost_and_no_other(
         server.shutdown()
 
 
-class FakeRay(types.ModuleType):
-    """Runs a job's remote functions at once; `outcomes` are the ends of the trainer's nodes, in the order of ends."""
+class NodeDiedError(Exception):
+    pass
 
-    class RayError(Exception):
-        pass
 
-    def __init__(self, outcomes: list[list[tuple[int, object]]]) -> None:
-        super().__init__("ray")
-        self.outcomes, self.cancelled = iter(outcomes), list[object]()
-        self.exceptions = types.SimpleNamespace(RayError=self.RayError)
-        self.actor = types.SimpleNamespace(ActorHandle=object)
-        self.util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+def fake_ray(ends: Sequence[tuple[int, object]] = ()) -> MagicMock:
+    """Returns a Ray in which the trainer's nodes end one after the other, each with a status or an error, or hang."""
+    ray, left, outcomes = MagicMock(), iter(ends), dict[int, object]()
+    ray.exceptions.RayError = NodeDiedError
+    # Whatever is decorated gives as its reference the first argument of the call: of `train`, the node.
+    ray.remote.return_value.return_value.options.return_value.remote = lambda *given: given[0] if given else MagicMock()
 
-    def init(self) -> None:
-        pass
-
-    def remote(self, *functions: object, **options: object) -> object:
-        """Makes what is decorated give a reference for any call: the first argument of `train`, else its name."""
-        if not functions:
-            return self.remote
-        (function,) = functions
-        name = getattr(function, "__name__", "")
-        if name == "train":
-            call: object = lambda node, *_: node  # noqa: E731
-        else:
-            call = lambda *_: types.SimpleNamespace(serve=types.SimpleNamespace(remote=lambda *_: None))  # noqa: E731
-        bound = types.SimpleNamespace(remote=call)
-        bound.options = lambda **_: bound
-        return bound
-
-    def wait(self, nodes: list[int], *, num_returns: int = 1, timeout: float = 0.0) -> tuple[list[int], list[int]]:
+    def wait(nodes: list[int], *, timeout: float = 0.0, **_: int) -> tuple[list[int], list[int]]:
         if timeout:
-            return [], nodes  # they hang
-        if len(nodes) == 2:
-            self.ends = iter(next(self.outcomes))
-        node, self.outcome = next(self.ends)
+            return [], nodes
+        node, outcomes[node] = next(left)
         return [node], [other for other in nodes if other != node]
 
-    def get(self, reference: object, timeout: float = 0.0) -> object:
-        if not isinstance(reference, int):
-            return "10.0.0.1", 29500
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
+    def get(reference: object, timeout: float = 0.0) -> object:
+        found = outcomes[reference] if isinstance(reference, int) else ("10.0.0.1", 29500)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    def cancel(self, node: int, *, force: bool) -> None:
-        assert force  # the worker's process ends, and with it what it runs
-        self.cancelled.append(node)
+    ray.wait, ray.get = wait, get
+    return ray
 
 
-def job_of(ray: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def job_of(ray: MagicMock, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the names of a Ray job that runs in this checkout, and writes into a folder."""
     settings = [*CASES["ray"][1], f"run.dir={folder}/run"]
     _, files = engines.render("ray", settings, output=folder, root=ROOT, python=sys.executable)
-    group = types.SimpleNamespace(wait=lambda seconds: True)
-    placing = types.SimpleNamespace(placement_group=lambda bundles, strategy: group)
-    scheduling = types.SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: 0)
-    modules = {"": ray, ".util": ray, ".util.placement_group": placing, ".util.scheduling_strategies": scheduling}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, f"ray{name}", module)
+    for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, ray)
     job: dict[str, Any] = {"__name__": "job"}
     exec(compile(files[folder / "ray_job.py"], "ray_job.py", "exec"), job)
     return job
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "status", "cancelled"),
+    ("ends", "status", "cancelled"),
     [
-        ([[(1, 0), (0, 0)]], 0, []),
-        ([[(1, 3)]], 3, [0]),
-        ([[(1, FakeRay.RayError("node died"))], [(0, 0), (1, 0)]], 0, [0]),  # all once more
+        ([(1, 0), (0, 0)], 0, []),
+        ([(1, 3)], 3, [0]),
+        ([(1, NodeDiedError("node died")), (0, 0), (1, 0)], 0, [0]),  # all once more
     ],
 )
 def test_the_ray_job_starts_all_ranks_again_as_soon_as_one_node_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: Any, status: int, cancelled: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Any, status: int, cancelled: list[int]
 ) -> None:
-    ray = FakeRay(outcomes)
+    ray = fake_ray(ends)
     job = job_of(ray, tmp_path, monkeypatch)
     sizes = ("NUM_SERVERS", "GPUS_PER_SERVER", "FIRST_PORT", "NUM_NODES", "RANKS_PER_NODE")
     assert [job[size] for size in sizes] == [4, 2, 8000, 2, 4]
     assert job["main"]() == status
-    assert ray.cancelled == cancelled
+    assert ray.cancel.mock_calls == [call(node, force=True) for node in cancelled]  # with what their workers run
 
 
 def test_the_ray_job_keeps_and_shows_whatever_a_program_prints_and_returns_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = "import os, sys; os.write(1, os.environb[b'HOCKET_TOKEN'] + b' \\xff\\n'); sys.exit(3)"
-    run = job_of(FakeRay([]), tmp_path, monkeypatch)["run"]
+    run = job_of(fake_ray(), tmp_path, monkeypatch)["run"]
     assert run(["-c", code], "t0ken", tmp_path / "log", show=True) == 3
     assert (tmp_path / "log").read_text(encoding="utf-8") == capsys.readouterr().out == "t0ken \ufffd\n"
 
@@ -344,8 +318,3 @@ def test_submit_runs_the_engines_command_in_the_folder_and_reports_its_failure(
     sbatch.write_text(f"#!{sys.executable}\nraise SystemExit(3)\n")
     assert cli.main(arguments) == 1
     assert "`sbatch job.sh`" in capsys.readouterr().err
-
-
-def test_output_and_submit_need_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["launch", "--submit"]) == 1
-    assert "--engine" in capsys.readouterr().err

@@ -49,3 +49,15 @@ def test_of_a_list_of_wrong_things_only_the_first_is_explained(message: type[Str
     with pytest.raises(pydantic.ValidationError) as caught:
         message.model_validate_json(body % ",".join(["-1.5"] * MANY))
     assert caught.value.error_count() < 10
+
+
+def test_numbers_of_a_packed_stream_are_base64_of_four_bytes_each_and_checked_likewise() -> None:
+    completion = Completion.model_validate_json(json.dumps(COMPLETION))
+    packed = json.loads(completion.model_dump_json(context=True))
+    assert (packed["token_ids"], packed["logprobs"]) == ("BAAAAAIAAAA=", "AAAAv83MzL0=")  # 4, 2; −0.5, −0.1 as float32
+    read = Completion.model_validate_json(json.dumps(packed))
+    assert (list(read.token_ids), list(read.logprobs)) == ([4, 2], [-0.5, pytest.approx(-0.1)])
+    assert json.loads(read.model_dump_json())["token_ids"] == [4, 2]
+    for wrong in ("", "BAAAAA==", "BAAAAAIAAA==", "?", "AADAfwAAwH8="):  # none, one, not whole ones, no base64, NaN
+        with pytest.raises(pydantic.ValidationError):
+            Completion.model_validate_json(json.dumps({**packed, "logprobs": wrong}))

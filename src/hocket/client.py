@@ -118,7 +118,7 @@ class ServerClient:
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncIterator[StreamLine]:
         """Yield completions as the server finishes them, in any order."""
-        body = self._signed(request.model_copy(update={"stream": True})).model_dump_json()
+        body = self._signed(request.model_copy(update={"stream": True, "packed": True})).model_dump_json()
         async with (
             self._deadline(timeout_s, "/generate"),
             self._rollouts.stream("POST", "/generate", content=body, headers=JSON) as response,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.batcher import Batcher
+from hocket.checkpoints import Checkpoints
 from hocket.config import Config, DataConfig, read_settings
 from hocket.data.curriculum import bind
 from hocket.data.prompts import Renderer, load_prompts
@@ -160,9 +161,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         kl=kl,
         folder=folder,
         console=console,
-        checkpoints=stack.enter_context(
-            checkpoints.Checkpoints(config, trainer.state, kept, last=saved.step if saved else 0)
-        ),
+        checkpoints=stack.enter_context(Checkpoints(config, trainer.state, kept, last=saved.step if saved else 0)),
     )
 
 
@@ -172,8 +171,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
     with ExitStack() as stack:
         if (Path(config.model.path) / checkpoints.STATE_FILE).is_file():
             if config.server.urls or config.server.discover:
-                advice = "leave server.urls and server.discover out"
-                raise ConfigError(f"servers that run already hold other weights than a checkpoint; {advice}")
+                raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
             model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
             export(Path(config.model.path), Path(model), base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model

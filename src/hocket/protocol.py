@@ -1,14 +1,47 @@
 """Define the messages between trainer and server: JSON, validated strictly on both sides."""
 
+import base64
+from array import array
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 import pydantic
 from pydantic import Field
+from pydantic_core import CoreSchema, core_schema
 
 from hocket.types import FinishReason, InFlight, VersionSpan
 
 FAIL_FAST = Field(fail_fast=True)  # or a wrong list costs a thousand times its size: pydantic explains each item
 TokenId = Annotated[int, Field(ge=0)]
+
+
+class Column:
+    """Mark numbers that are a list in JSON or, in a `packed` stream, base64 of `dtype`, read as an array of `code`."""
+
+    def __init__(self, listed: Any, dtype: str, code: str) -> None:
+        self._listed, self._dtype, self._code = listed, dtype, code
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> CoreSchema:
+        """Accept a list of items, an array, or base64."""
+        choices: list[Any] = [handler(self._listed), core_schema.no_info_plain_validator_function(self._read)]
+        write = core_schema.plain_serializer_function_ser_schema(self._write, info_arg=True, when_used="json")
+        return core_schema.union_schema(choices, mode="left_to_right", serialization=write)
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, array):
+            return value
+        if not isinstance(value, str):
+            raise ValueError("must be a list, or base64")
+        numbers = np.frombuffer(base64.b64decode(value, validate=True), self._dtype)
+        if not np.isfinite(numbers).all():
+            raise ValueError("must be finite")
+        return array(self._code, numbers.astype(self._code).tobytes())
+
+    def _write(self, values: Sequence[float], info: pydantic.SerializationInfo) -> Any:
+        return base64.b64encode(np.array(values, self._dtype).tobytes()).decode() if info.context else tuple(values)
+
+
 PromptInput = str | Annotated[list[TokenId], FAIL_FAST] | Annotated[list[dict[str, Any]], FAIL_FAST]
 """Text (tokenized as it stands), token ids (taken as they are), or chat messages (rendered by the chat template)."""
 MAX_PROMPTS, MAX_SAMPLES, MAX_COMPLETIONS = 1024, 128, 1 << 14
@@ -78,6 +111,7 @@ class GenerateRequest(FromTrainer):
     sampling: SamplingParams = SamplingParams()
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
     stream: bool = False
+    packed: bool = False  # the stream's token_ids and logprobs are base64, little-endian uint32 and float32
     seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)
     session: str | None = None  # of the server: refused if it has restarted since and lost its weights
     tools: Toolbox | None = None
@@ -94,8 +128,10 @@ class ToolCall(Strict):
 class Completion(Strict):
     """One sampled completion. Raises ValueError unless it has one log-prob per token."""
 
-    token_ids: tuple[int, ...] = Field(min_length=1)  # the end-of-sequence token included
-    logprobs: tuple[float, ...]  # natural, under the distribution that the token was sampled from
+    # At least one, the end-of-sequence token included.
+    token_ids: Annotated[Sequence[int], Column(tuple[TokenId, ...], "<u4", "I")]
+    # Natural, under the distribution that the token was sampled from.
+    logprobs: Annotated[Sequence[float], Column(tuple[float, ...], "<f4", "d")]
     text: str  # decoded without the stop token, for rewards and people
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = Field(min_length=1)  # [weight version, start, end] over the tokens
@@ -104,8 +140,9 @@ class Completion(Strict):
 
     @pydantic.model_validator(mode="after")
     def _one_logprob_per_token(self) -> Self:
-        if len(self.token_ids) != len(self.logprobs):
-            raise ValueError(f"{len(self.token_ids)} token_ids need as many logprobs, got {len(self.logprobs)}")
+        count = len(self.token_ids)
+        if count != len(self.logprobs) or not count:
+            raise ValueError(f"{count} token_ids need as many logprobs, got {len(self.logprobs)}; at least one of each")
         return self
 
 

@@ -31,9 +31,9 @@ class Prompt:
 class TokenSequence:
     """One flat sequence, prompt first, exactly as the engine read and sampled it."""
 
-    token_ids: tuple[int, ...]  # [t]
+    token_ids: Sequence[int]  # [t] a tuple or, of what a server sampled, an array
     mask: tuple[bool, ...]  # [t] True where the policy sampled the token: only those are trained
-    logprobs: tuple[float, ...]  # [t] the engine's log-prob of each sampled token; 0.0 where the mask is False
+    logprobs: Sequence[float]  # [t] the engine's log-prob of each sampled token; 0.0 where the mask is False
     finish_reason: FinishReason = "stop"  # of the last turn; "length" where a limit cut the episode off
     version_min: int = 0  # oldest and newest weight version that sampled one of its tokens; 0 without any
     version_max: int = 0
@@ -68,7 +68,7 @@ class Rollout:
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled in the whole episode: the completion's length."""
-        return sum(sum(sequence.mask) for sequence in self.sequences)
+        return sum(sequence.mask.count(True) for sequence in self.sequences)
 
     @property
     def sequence_ids(self) -> tuple[str, ...]:
@@ -104,14 +104,14 @@ COLUMNS = ("old_logprobs", "ref_logprobs", "values", "returns")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One sequence with what it is trained on. Every tuple: [t], 0.0 where the mask is False, () if unused."""
+    """One sequence with what it is trained on. Every sequence: [t], 0.0 where the mask is False, () if unused."""
 
     sequence: TokenSequence
-    advantages: tuple[float, ...]
-    old_logprobs: tuple[float, ...] = ()  # the policy's before the step
-    ref_logprobs: tuple[float, ...] = ()  # the reference policy's
-    values: tuple[float, ...] = ()  # the critic's estimate before the step
-    returns: tuple[float, ...] = ()  # the critic's target
+    advantages: Sequence[float]
+    old_logprobs: Sequence[float] = ()  # the policy's before the step
+    ref_logprobs: Sequence[float] = ()  # the reference policy's
+    values: Sequence[float] = ()  # the critic's estimate before the step
+    returns: Sequence[float] = ()  # the critic's target
     id: str = ""  # of the sequence, for reports
     group: int = 0  # number in the batch of its prompt's group, which no mini-batch divides
 

@@ -146,9 +146,9 @@ async def test_a_thousand_random_episodes_are_what_the_engine_saw_and_sampled_an
         for context, completion in turns:
             # Every context is the sequence up to there, and what was sampled follows it just as it was sampled.
             start, end = len(context), len(context) + len(completion.token_ids)
-            assert sequence.token_ids[:start] == context
-            assert sequence.token_ids[start:end] == completion.token_ids
-            assert sequence.logprobs[start:end] == completion.logprobs
+            assert tuple(sequence.token_ids[:start]) == context
+            assert tuple(sequence.token_ids[start:end]) == completion.token_ids
+            assert tuple(sequence.logprobs[start:end]) == completion.logprobs
             mask[start:end] = [True] * (end - start)
         assert list(sequence.mask) == mask
         assert mask[-1], "nothing is told to a model that is not asked any more"
@@ -237,7 +237,7 @@ async def test_what_an_engine_never_answers_fails_alone_at_the_deadline(renderer
     (late,) = [group.rollouts[0] for group in groups if "rollout.timeout_s" in str(group.scores[0].error)]
     error = "the episode was not over within 60 s (rollout.timeout_s): it has not finished in time"
     assert (late.prompt.id, late.error, late.sequences[0].turns, late.num_sampled) == ("p7", error, 0, 0)
-    assert late.sequences[0].token_ids == late.prompt.token_ids
+    assert tuple(late.sequences[0].token_ids) == late.prompt.token_ids
     assert closed == ({} if single else {1: 12})
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -339,7 +339,7 @@ async def test_what_an_environment_does_wrong_is_the_episodes_error(
     (group,) = await played(make, renderer, FakeEngine(), num_prompts=1, limits=limits)
     assert says in (group.scores[0].error or "")
     assert group.rollouts[0].sequences[0].turns == turns
-    assert turns or group.rollouts[0].sequences[0].token_ids == group.rollouts[0].prompt.token_ids
+    assert turns or tuple(group.rollouts[0].sequences[0].token_ids) == group.rollouts[0].prompt.token_ids
 
 
 async def test_tools_that_hang_are_told_to_the_model_however_often_they_do(
@@ -499,7 +499,7 @@ async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_traine
     assert list(sequence.mask) == mask + [True] * (len(sequence.mask) - len(mask))
     assert all((logprob == -0.5) == trained for logprob, trained in zip(sequence.logprobs, sequence.mask, strict=True))
     assert [turn.sampling.max_tokens for turn in turns] == [3, SAMPLING.max_tokens][: len(said)]
-    assert turns[-1].token_ids == sequence.token_ids[: len(turns[-1].token_ids)]
+    assert turns[-1].token_ids == tuple(sequence.token_ids[: len(turns[-1].token_ids)])
     assert len({turn.seed for turn in turns}) == len(said)
 
 

@@ -2,11 +2,8 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
-import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
 
-from processes import free_port, wait_for
+from hocket.protocol import AgentRecord
+from processes import Process, free_port, wait_for
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-COMMAND = (sys.executable, "-m", "hocket", "serve")
 VOCAB_SIZE = 96
 MAX_LENGTH = 512
 TOKEN = "correct-horse"
@@ -176,15 +174,27 @@ def wrap(app: Any, engine: Any, *, token: str | None = None, max_body_bytes: int
     return assemble(app, engine, host="127.0.0.1", token=token, max_body_bytes=max_body_bytes)
 
 
-@dataclasses.dataclass
-class Server:
-    """A running server process."""
+class Server(Process):
+    """A running server of a model, which it saves in its folder."""
 
-    process: subprocess.Popen[bytes]
-    client: httpx.Client
-    model: Any
-    root: Path
-    next_version: int = 1
+    def __init__(
+        self, folder: Path, model: Any, *overrides: str, token: str = "", program: Sequence[str] = ("-m", "hocket")
+    ) -> None:
+        self.model, self.root, self.next_version = model, folder / "runs", 1
+        model.save_pretrained(folder / "model")
+        make_tokenizer().save_pretrained(folder / "model")
+        self.root.mkdir()
+        settings = {"model.path": folder / "model", "run.dir": self.root / "a", "server.port": (port := free_port())}
+        settings |= {"rollout.max_tokens": 16, "server.kv_cache_mib": 64}
+        command = ["serve", *(f"{key}={value}" for key, value in settings.items()), *overrides]
+        super().__init__(command, folder / "log", program=program, PYTHONPATH=str(SOURCE), HOCKET_TOKEN=token)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, headers=headers)
+        try:
+            self.wait_for(lambda: "ready on" in self.output(), "the server is ready")
+        except BaseException:
+            self.__exit__()
+            raise
 
     def generate(self, **body: Any) -> dict[str, Any]:
         response = self.client.post("/generate", json=body)
@@ -194,10 +204,7 @@ class Server:
     def health(self) -> dict[str, Any]:
         return dict(self.client.get("/health").json())
 
-    def output(self) -> str:
-        return (self.root.parent / "log").read_text(errors="replace")
-
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         found = wait_for(lambda: condition(health := self.health()) and health, "the server's state", 60, 0.005)
         return dict(found)
 
@@ -240,16 +247,26 @@ class Server:
         return gaps
 
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return self.members()[1:]
 
     def engine(self) -> psutil.Process:
         """The engine's process: it is forked from one that the server has started, or started by the server itself."""
-        return next(child for child in self.children() if child.ppid() != self.process.pid or "Engine" in child.name())
+        return next(child for child in self.children() if child.ppid() != self.popen.pid or "Engine" in child.name())
 
     def stop(self, number: int = signal.SIGINT, timeout_s: float = 60) -> int:
         self.client.close()
-        self.process.send_signal(number)
-        return self.process.wait(timeout_s)
+        self.popen.send_signal(number)
+        return self.popen.wait(timeout_s)
+
+    def open_session(self, *, max_length: int = MAX_LENGTH, max_calls: int = 2, **sampling: Any) -> Any:
+        """Returns the id of a new session, and an `openai` client of it."""
+        request = {"sampling": sampling, "max_length": max_length, "max_calls": max_calls, "idle_timeout_s": 60}
+        session_id = self.client.post("/sessions", json=request).json()["id"]
+        url = f"{self.client.base_url}/sessions/{session_id}/v1"
+        return session_id, openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=120)
+
+    def record_of(self, session_id: str, method: str = "GET") -> AgentRecord:
+        return AgentRecord.model_validate_json(self.client.request(method, f"/sessions/{session_id}").content)
 
     def new_version(self) -> int:
         self.next_version += 1
@@ -344,7 +361,7 @@ def load_amid_requests(server: Server, old: Any, load: Callable[[int], Any], *, 
         with ThreadPoolExecutor(2) as threads:
             try:
                 asking = [threads.submit(ask) for _ in range(2)]
-                server.wait_for(lambda health: health["in_flight"] > 0)
+                server.wait_until(lambda health: health["in_flight"] > 0)
                 new = load(seed)
             finally:
                 done.set()
@@ -377,41 +394,6 @@ def check_spans(answers: Sequence[httpx.Response], prompt: Sequence[int], models
     return len(both)
 
 
-def start_server(
-    folder: Path, model: Any, *, overrides: Sequence[str] = (), token: str = "", command: Sequence[str] = COMMAND
-) -> Server:
-    model.save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    (folder / "runs").mkdir()
-    port = free_port()
-    settings = [
-        f"model.path={folder / 'model'}",
-        "rollout.max_tokens=16",
-        f"run.dir={folder / 'runs' / 'a'}",
-        f"server.port={port}",
-        "server.kv_cache_mib=64",
-        *overrides,
-    ]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, *settings],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # as in a terminal of its own
-            env=os.environ | {"PYTHONPATH": str(SOURCE), "HOCKET_TOKEN": token},
-        )
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, headers=headers)
-    server = Server(process, client, model, folder / "runs")
-    try:
-        wait_for(lambda: process.poll() is not None or "ready on" in server.output(), "the server is ready")
-        assert process.poll() is None, "it ended"
-    except AssertionError as error:
-        process.kill()
-        pytest.fail(f"{error}; it said:\n{server.output()}")
-    return server
-
-
 class Servers:
     """Servers by name, "tied float32", each started at its first use and shared by all tests.
 
@@ -434,7 +416,7 @@ class Servers:
                 overrides.append("launch.share_gpu=true")
             model = make_experts(seed=0) if head == "experts" else make_model(tied=head != "untied", seed=0)
             token = TOKEN if head == "untied" else ""
-            self.running[name] = start_server(folder, model, overrides=overrides, token=token)
+            self.running[name] = Server(folder, model, *overrides, token=token)
         return self.running[name]
 
     def take(self, name: str) -> Server:

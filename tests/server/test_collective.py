@@ -60,7 +60,7 @@ def break_off(server: Any, source: Any, bucket: int) -> None:
     """Loses the trainer before a bucket, as the kernel closes a killed one's connections."""
     source.before = lambda number: source.transport.close() if number == bucket else None
     assert isinstance(deliver(server, source), HocketError)
-    server.wait_for(lambda health: health["status"] == "failed")
+    server.wait_until(lambda health: health["status"] == "failed")
 
 
 def test_both_workers_of_a_tensor_parallel_engine_receive_adapters_and_after_a_failure_weights(
@@ -111,7 +111,7 @@ def test_the_engine_goes_on_while_its_workers_wait_for_a_trainer_that_never_come
     with socket.create_server(("127.0.0.1", 0)) as mute, ThreadPoolExecutor(1) as thread:
         port = mute.getsockname()[1]
         joining = thread.submit(join, port, "never", 5.0)
-        server.wait_for(lambda health: health["joining"] == "never")
+        server.wait_until(lambda health: health["joining"] == "never")
         assert len(server.generate(prompts=[[5]], n=8, sampling={"max_tokens": 20})["completions"][0]) == 8
         second = join(port, "second", 5.0)
         assert (second.status_code, second.json()["error"]["code"]) == (409, "joining")

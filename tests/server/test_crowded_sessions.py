@@ -8,11 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from hocket.protocol import AgentRecord
-
 pytestmark = pytest.mark.engine
 
 TOKENS = 180
+SAMPLING = {"max_tokens": TOKENS, "temperature": 0.9}
 ENDLESS: dict[str, Any] = {"model": "x", "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
 SIZES = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 16}
 
@@ -20,23 +19,10 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 1
 @pytest.fixture(scope="module")
 def server(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     model = kit.make_model(tied=True, seed=0, **SIZES)
-    server = kit.start_server(tmp_path_factory.mktemp("crowded"), model, overrides=["server.kv_cache_mib=16"])
+    server = kit.Server(tmp_path_factory.mktemp("crowded"), model, "server.kv_cache_mib=16")
     assert server.health()["kv_tokens"] == 4 * kit.MAX_LENGTH  # of 2 · 2 layers · 512 · 4 bytes
     yield server
     server.stop()
-
-
-def opened(server: Any) -> tuple[str, openai.OpenAI]:
-    """Returns the id of a new session, and a client of it."""
-    sampling = {"max_tokens": TOKENS, "temperature": 0.9}
-    request = {"sampling": sampling, "max_length": 512, "max_calls": 2, "idle_timeout_s": 60}
-    session_id = server.client.post("/sessions", json=request).json()["id"]
-    url = f"{server.client.base_url}/sessions/{session_id}/v1"
-    return session_id, openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=120)
-
-
-def close(server: Any, session_id: str) -> AgentRecord:
-    return AgentRecord.model_validate_json(server.client.delete(f"/sessions/{session_id}").content)
 
 
 def streamed(client: openai.OpenAI, prompt: list[int], told: list[str], begun: threading.Event) -> bool:
@@ -67,14 +53,14 @@ def check(kit: Any, models: dict[int, Any], calls: list[Any], texts: list[str]) 
 
 def test_calls_that_were_preempted_all_end_and_are_recorded_as_they_were_sampled(server: Any, kit: Any) -> None:
     def plays(number: int) -> tuple[list[Any], list[str]]:
-        session_id, client = opened(server)
+        session_id, client = server.open_session(**SAMPLING)
         prompt, told = [5 + number, *range(3, 93), 8], list[str]()
         with client:
             if number % 2:
                 assert streamed(client, prompt, told, threading.Event())
             else:
                 told.append(client.completions.create(prompt=prompt, **ENDLESS).choices[0].text)
-        return close(server, session_id).calls, ["".join(told)]
+        return server.record_of(session_id, "DELETE").calls, ["".join(told)]
 
     before = server.metric("num_preemptions_total")
     for _ in range(5):  # calls that come one after the other, as threads may have it, find room
@@ -100,7 +86,7 @@ def reloaded_amid_calls(server: Any, kit: Any) -> tuple[list[int], list[list[int
     body = {"version": version, "in_flight": "abort", "source": {"kind": "disk", "name": f"v{version:06d}"}}
     # Two blocks of 128 tokens from the start, as none is that of another prompt: seven calls run at most.
     prompts = [[3 + number, *range(3, 93), *range(3, 43)] for number in range(9)]
-    sessions = [opened(server) for _ in prompts]
+    sessions = [server.open_session(**SAMPLING) for _ in prompts]
     begun, told = threading.Event(), [list[str]() for _ in range(6)]
     with ThreadPoolExecutor(9) as threads:
         wholes = [
@@ -120,7 +106,7 @@ def reloaded_amid_calls(server: Any, kit: Any) -> tuple[list[int], list[list[int
     versions = []
     for (session_id, client), answer in zip(sessions, texts, strict=True):
         client.close()
-        versions.append(check(kit, models, close(server, session_id).calls, answer))
+        versions.append(check(kit, models, server.record_of(session_id, "DELETE").calls, answer))
     return [one for (one,) in versions[:3]], versions[3:]
 
 
@@ -139,7 +125,7 @@ def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_
 ) -> None:
     for _ in range(8):  # on a busy machine all may have been sampled before anybody has looked
         before, error = server.metric("generation_tokens_total"), ""
-        session_id, client = opened(server)
+        session_id, client = server.open_session(**SAMPLING)
         with client:
             stream = client.completions.create(prompt=[9], stream=True, **ENDLESS)
             chunks = iter(stream)
@@ -147,15 +133,15 @@ def test_nothing_more_is_sampled_for_an_agent_that_has_left_or_whose_session_is_
             if leaves:
                 stream.close()
             else:
-                (call,) = close(server, session_id).calls
+                (call,) = server.record_of(session_id, "DELETE").calls
                 try:
                     list(chunks)
                 except openai.APIError as raised:
                     error = str(raised)
         server.generate(prompts=[[5]], sampling={"max_tokens": 2})  # the engine counts when it works
-        server.wait_for(lambda _: server.metric("num_requests_running") == 0)
+        server.wait_until(lambda _: server.metric("num_requests_running") == 0)
         if leaves:
-            (call,) = close(server, session_id).calls
+            (call,) = server.record_of(session_id, "DELETE").calls
         sampled = server.metric("generation_tokens_total") - before - 2
         if call.completion is None and sampled < TOKENS:
             break

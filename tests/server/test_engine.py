@@ -92,10 +92,10 @@ def test_a_client_that_leaves_has_its_requests_aborted(server: Any, stream: bool
     url = server.client.base_url
     with socket.create_connection((url.host, url.port)) as sock:
         sock.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        server.wait_for(lambda health: health["in_flight"] >= 200)
-    server.wait_for(lambda health: health["in_flight"] == 0)
+        server.wait_until(lambda health: health["in_flight"] >= 200)
+    server.wait_until(lambda health: health["in_flight"] == 0)
     assert max(server.gaps()) < 1e-4
-    server.wait_for(lambda _: server.metric("num_requests_running") == 0)
+    server.wait_until(lambda _: server.metric("num_requests_running") == 0)
 
 
 def test_an_openai_client_gets_the_sampled_distribution_too(server: Any, kit: Any) -> None:

@@ -116,6 +116,22 @@ async def test_an_engine_that_does_not_go_on_after_a_drain_ends_its_requests_and
     assert engine.health().status == "ready"
 
 
+async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refused_changes_nothing(
+    engine: Engine, llm: FakeLLM
+) -> None:
+    held, *others = await asyncio.gather(*(engine.reload(request()) for _ in range(3)))
+    assert others == [held] * 2  # the same seconds, too
+    with pytest.raises(ApiError, match="there is no 'nowhere'"):
+        await engine.reload(request().model_copy(update={"source": DiskSource(name="nowhere")}))
+    with pytest.raises(ApiError, match="the manifest is of version 1, not 2"):
+        await engine.reload(request(version=2))
+    assert [call for (call, *_) in llm.calls] == ["pause", "hocket_load_disk", "version", "resume"]
+    assert (engine.health().status, engine.health().version) == ("ready", 1)
+    same = engine._root / "other"  # under another name it may be another run's version of the same number
+    same.symlink_to(engine._root / "v1")
+    assert await engine.reload(request().model_copy(update={"source": DiskSource(name="other")})) != held
+
+
 async def test_one_worker_that_fails_stops_the_engine_with_its_reason_until_a_load_that_all_finish(
     engine: Engine, llm: FakeLLM
 ) -> None:

@@ -65,30 +65,6 @@ def test_files_may_be_in_another_precision_than_the_engine(servers: Any, kit: An
     assert_serves(server, new, old)
 
 
-def test_a_version_already_held_is_answered_at_once(server: Any, kit: Any) -> None:
-    first = server.publish_and_load(kit.make_model(tied=True, seed=21))
-    name = f"v{first['version']:06d}"
-    assert server.reload(first["version"], name).json() == first  # the same seconds, too: nothing was loaded
-    # Another run's version of the same number is another version.
-    other = kit.make_model(tied=True, seed=22)
-    checksum = kit.publish(other, server.root / "other" / name, first["version"])
-    answer = server.reload(first["version"], f"other/{name}").json()
-    assert answer["checksum"] == checksum != first["checksum"]
-    assert_serves(server, other, server.model)
-    server.model = other
-
-
-def test_a_version_that_is_refused_leaves_the_old_weights_serving(server: Any, kit: Any) -> None:
-    before = server.health()
-    kit.publish(kit.make_model(tied=True, seed=31, vocab_size=128), server.root / "wrong", 1000)
-    kit.publish(kit.make_model(tied=True, seed=31), server.root / "unfinished", 1000)
-    (server.root / "unfinished" / "COMPLETE").unlink()
-    for name, status in (("wrong", 409), ("unfinished", 409), ("nowhere", 404), ("../runs/wrong", 422)):
-        assert server.reload(1000, name).status_code == status, name
-    assert server.health() == before
-    assert max(server.gaps()) < 1e-4
-
-
 def test_a_cached_prompt_is_computed_again_under_new_weights(server: Any, kit: Any) -> None:
     prompt = [5 + i % 80 for i in range(400)]  # three blocks of 128 tokens, which the CPU engine caches
     server.gaps(prompt=prompt)

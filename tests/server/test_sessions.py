@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from hocket.protocol import AgentRecord, SamplingParams, SessionRequest
+from hocket.protocol import SamplingParams, SessionRequest
 from hocket.server import sessions as module
 from hocket.server.errors import ApiError
 from hocket.server.middleware import Guard
@@ -164,16 +164,9 @@ async def test_what_can_not_be_recorded_is_refused(
 @pytest.fixture
 def opened(server: Any) -> Iterator[tuple[str, openai.OpenAI]]:
     """A session of a real server, and a client of it."""
-    sampling = {"max_tokens": 24, "seed": 7, "temperature": 0.8}
-    request = {"sampling": sampling, "max_length": 200, "max_calls": 6, "idle_timeout_s": 60}
-    session_id = server.client.post("/sessions", json=request).json()["id"]
-    url = f"{server.client.base_url}/sessions/{session_id}/v1"
-    with openai.OpenAI(base_url=url, api_key="anything", max_retries=0) as client:
+    session_id, client = server.open_session(max_length=200, max_calls=6, max_tokens=24, seed=7, temperature=0.8)
+    with client:
         yield session_id, client
-
-
-def record_of(server: Any, session_id: str, method: str = "GET") -> AgentRecord:
-    return AgentRecord.model_validate_json(server.client.request(method, f"/sessions/{session_id}").content)
 
 
 @pytest.mark.engine
@@ -190,7 +183,7 @@ def test_what_an_openai_client_was_given_is_recorded_with_the_policy_s_own_logpr
     plain = client.completions.create(model="x", prompt=[5, 6, 7], logprobs=2, max_tokens=200, stop="~")
     assert client.models.list().data[0].id == whole.model
 
-    calls = record_of(server, session_id).calls
+    calls = server.record_of(session_id).calls
     assert [call.completion.text for call in calls] == [
         whole.choices[0].message.content,
         streamed,
@@ -230,15 +223,15 @@ def test_constraints_are_refused_and_calls_are_counted(server: Any, opened: tupl
     for wish in refused:
         with pytest.raises(openai.BadRequestError, match=r"can't be trained|can be trained"):
             client.chat.completions.create(model="x", messages=chat, **wish)
-    assert record_of(server, session_id).calls == ()
+    assert server.record_of(session_id).calls == ()
     for _ in range(6):
         client.chat.completions.create(model="x", messages=chat, max_tokens=2)
-    assert not record_of(server, session_id).cut_off
+    assert not server.record_of(session_id).cut_off
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         client.completions.create(model="x", prompt=[5] * 9999)
-    assert record_of(server, session_id).cut_off
+    assert server.record_of(session_id).cut_off
     with pytest.raises(openai.BadRequestError, match=r"has made its 6 calls \(env.max_turns\)"):
         client.chat.completions.create(model="x", messages=chat, stream=True)
-    assert len(record_of(server, session_id, "DELETE").calls) == 6
+    assert len(server.record_of(session_id, "DELETE").calls) == 6
     with pytest.raises(openai.NotFoundError, match="there is no session"):
         client.chat.completions.create(model="x", messages=chat)

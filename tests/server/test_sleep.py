@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from hocket.protocol import AgentRecord, Health, SleepResponse
+from hocket.protocol import Health, SleepResponse
 
 pytestmark = pytest.mark.engine
 
@@ -58,14 +58,12 @@ def test_it_refuses_work_while_it_sleeps_and_after_it_dropped_its_weights_until_
 
 
 def test_an_agent_s_session_outlives_a_sleep_with_the_call_that_was_kept(server: Any, kit: Any) -> None:
-    request = {"sampling": {"max_tokens": 400}, "max_length": 512, "max_calls": 2, "idle_timeout_s": 60}
     body: dict[str, Any] = {"model": "x", "prompt": [5, 6, 7, 8], "extra_body": {"ignore_eos": True}}
     for _ in range(8):  # on a busy machine the call may have ended before the engine falls asleep
-        path = f"/sessions/{server.client.post('/sessions', json=request).json()['id']}"
-        url = f"{server.client.base_url}{path}/v1"
-        with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client, ThreadPoolExecutor(1) as thread:
+        session_id, client = server.open_session(max_tokens=400)
+        with client, ThreadPoolExecutor(1) as thread:
             answer = thread.submit(client.completions.create, max_tokens=400, **body)
-            server.wait_for(lambda _, path=path: bool(server.client.get(path).json()["calls"]))
+            server.wait_until(lambda _, session_id=session_id: bool(server.record_of(session_id).calls))
             post(server, "/sleep", level=1, in_flight="keep")
             with pytest.raises(openai.InternalServerError, match="the engine is asleep") as refused:
                 client.completions.create(max_tokens=4, **body)
@@ -74,7 +72,7 @@ def test_an_agent_s_session_outlives_a_sleep_with_the_call_that_was_kept(server:
             post(server, "/wake_up")
             text = answer.result(60).choices[0].text
             client.completions.create(max_tokens=4, **body)
-        first, second = AgentRecord.model_validate_json(server.client.delete(path).content).calls
+        first, second = server.record_of(session_id, "DELETE").calls
         assert first.completion is not None
         assert second.completion is not None
         assert [len(call.token_ids) for call in (first.completion, second.completion)] == [400, 4]

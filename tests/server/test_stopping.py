@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.engine
 
 def serve(kit: Any, *settings: str) -> subprocess.CompletedProcess[str]:
     """Runs a server that does not start."""
-    environment = os.environ | {"PYTHONPATH": str(kit.SOURCE)}
-    return subprocess.run([*kit.COMMAND, *settings], env=environment, capture_output=True, text=True, timeout=120)
+    command, environment = [sys.executable, "-m", "hocket", "serve"], os.environ | {"PYTHONPATH": str(kit.SOURCE)}
+    return subprocess.run([*command, *settings], env=environment, capture_output=True, text=True, timeout=120)
 
 
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float = 30) -> None:
@@ -36,12 +37,12 @@ def test_ctrl_c_ends_all_requests_and_processes(servers: Any, kit: Any) -> None:
     port = server.client.base_url.port
     second = serve(kit, f"server.port={port}", f"model.path={server.root.parent / 'model'}")
     assert second.returncode != 0
-    assert f"port {port} is in use by process {server.process.pid}" in second.stderr
+    assert f"port {port} is in use by process {server.popen.pid}" in second.stderr
     children = server.children()
     answer = server.in_flight()
     said = len(server.output())
-    os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-    assert server.process.wait(60) == 0
+    os.killpg(server.popen.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    assert server.popen.wait(60) == 0
     ended = answer.result(10)
     assert (ended.status_code, ended.json()["error"]["code"]) == (503, "shutting_down")
     wait_until_gone(children)
@@ -71,7 +72,7 @@ def test_a_server_that_loses_its_engine_tells_all_who_wait_and_ends_for_whoever_
         ended = answer.result(60)
         assert (ended.status_code, ended.json()["error"]["code"]) == (503, "engine_dead")
         assert other.result(60).status_code >= 500
-    assert server.process.wait(60) == 1
+    assert server.popen.wait(60) == 1
     assert server.output().splitlines()[-1].startswith("error: the engine's process ended: it was killed, perhaps for")
     wait_until_gone(children)
 
@@ -79,25 +80,15 @@ def test_a_server_that_loses_its_engine_tells_all_who_wait_and_ends_for_whoever_
 def test_ctrl_c_while_loading_ends_it_too(tmp_path: Path, kit: Any) -> None:
     kit.make_model(tied=True, seed=0).save_pretrained(tmp_path)
     kit.make_tokenizer().save_pretrained(tmp_path)
-    settings = [f"server.port={kit.free_port()}", f"model.path={tmp_path}", "model.max_length=300"]
-    process = subprocess.Popen(
-        [*kit.COMMAND, *settings],
-        env=os.environ | {"PYTHONPATH": str(kit.SOURCE)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    me = psutil.Process(process.pid)
-    deadline = time.monotonic() + 120
-    while not (children := me.children(recursive=True)):  # the engine's process has just been started
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(1)
-    children = me.children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    wait_until_gone(children)
+    command = ["serve", f"server.port={kit.free_port()}", f"model.path={tmp_path}", "model.max_length=300"]
+    how = {"program": ("-m", "hocket"), "PYTHONPATH": str(kit.SOURCE)}
+    with kit.Process(command, tmp_path / "log", **how) as server:
+        server.wait_for(lambda: len(server.members()) > 1, "the engine's process has just been started")
+        time.sleep(1)
+        server.members()
+        server.popen.send_signal(signal.SIGINT)
+        assert server.wait_end() == 0, server.output()
+        server.assert_gone()
 
 
 def test_a_model_that_the_engine_can_t_run_is_one_sentence_with_the_engine_s_own_words(

@@ -12,7 +12,6 @@ from fastapi import FastAPI
 
 from hocket.protocol import DiskSource
 from hocket.server import versions
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.uploads import FOLDER, Uploads
 
@@ -113,23 +112,16 @@ async def test_versions_that_have_served_are_removed_and_nothing_else(tmp_path: 
     assert left == {names[1], ".0123abcd-deltas-v000003.partial", "run-of-somebody"}
 
 
-class FakeEngine(Engine):
-    """An engine that has failed, which must be sent weights that work all the same."""
-
-    def __init__(self, root: Path) -> None:
-        self.model = "m"
-        self.uploads = Uploads(root)
-
-    def require_ready(self, **how: Any) -> None:
-        raise ApiError(503, "reload_failed", "half loaded", "reload")
-
-    async def upload(self, name: str, file: str, chunks: AsyncIterator[bytes]) -> DiskSource:
-        return await self.uploads.receive(name, file, chunks, 3 << 20)
-
-
 @pytest.fixture
 async def http(kit: Any, tmp_path: Path) -> AsyncGenerator[httpx.AsyncClient, None]:
-    door = kit.wrap(FastAPI(), FakeEngine(tmp_path), token=TOKEN, max_body_bytes=1 << 20)
+    engine, uploads = kit.idle_engine(), Uploads(tmp_path)
+
+    def require_ready(**how: Any) -> None:  # it has failed, and must be sent weights that work all the same
+        raise ApiError(503, "reload_failed", "half loaded", "reload")
+
+    engine.require_ready = require_ready
+    engine.upload = lambda name, file, chunks: uploads.receive(name, file, chunks, 3 << 20)
+    door = kit.wrap(FastAPI(), engine, token=TOKEN, max_body_bytes=1 << 20)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
         yield client
 

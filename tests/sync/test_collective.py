@@ -104,7 +104,7 @@ class FakeServer:
                 if self.stopped is not None:
                     for group in (worker.hocket_group for worker in self.workers if self.stopped == "receiving"):
                         assert group is not None
-                        group[1].announce(request.source.turn)
+                        group[1].result().announce(request.source.turn)
                     await asyncio.Event().wait()
                 loading = [asyncio.to_thread(value_of, worker.hocket_load_group, message) for worker in self.workers]
                 answers = await asyncio.gather(*loading)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import fakes
@@ -57,11 +56,12 @@ class FakeTrainer:
 
 
 class FakeServer:
-    """Takes versions as an engine does, into a dictionary, or fails with `error`."""
+    """Takes versions as an engine does, into a dictionary, or fails with `error`; `harms` hurt the files before."""
 
     def __init__(self, url: str, root: Path, error: ServerError | None = None) -> None:
         self.url, self.root, self.error = url, root, error
         self.copy = PatchedCopy()
+        self.harms: list[Callable[[Path], None]] = []
         self.holds: dict[str, torch.Tensor] = {}
         self.names: list[str] = []
         self.requests: list[ReloadRequest] = []
@@ -74,11 +74,15 @@ class FakeServer:
         name: str = request.source.name  # type: ignore[union-attr]
         self.names.append("/".join(name.split("/")[-2:]))
         shapes = ModelShapes(shapes=SHAPES, tied={})
+        if self.harms:
+            self.harms.pop()(self.root / name)
         try:
             described = manifest.read(self.root / name)
             folder = self.copy.whole(self.root / name, described, request.version, shapes)
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
+        except OSError as error:
+            raise ServerError(str(error), code="bad_version", status=409) from error
         holds = load_file(folder / "model.safetensors")
         if manifest.specs(holds.items()) != described.tensors:
             self.copy.discard()
@@ -157,7 +161,7 @@ async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_le
 
 
 async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken_again_are_removed(
-    tmp_path: Path,
+    tmp_path: Path, servers: Any
 ) -> None:
     disk = Disk(tmp_path, "sync.keep=9")
     for version in (3, 4, 5):
@@ -254,35 +258,18 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-class HurtingServer(FakeServer):
-    """Something harms the files of the first versions that it is to load."""
-
-    def harms(self, harm: Callable[[Path], None], times: int) -> None:
-        self.harm, self.left = harm, times
-
-    async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
-        if self.left > 0:
-            self.left -= 1
-            self.harm(self.root / request.source.name)  # type: ignore[union-attr]
-        try:
-            return await super().reload_weights(request, timeout_s=timeout_s)
-        except (OSError, SafetensorError) as error:
-            raise ServerError(str(error), code="bad_version", status=409) from error
-
-
 @pytest.mark.parametrize("delta", ["false", "true"])
 @pytest.mark.parametrize("harm", [flip, cut, remove])
 async def test_a_version_whose_files_were_hurt_is_published_once_more_before_the_run_ends(
     harm: Callable[[Path], None], delta: str, tmp_path: Path, servers: Any
 ) -> None:
-    disk, well = Disk(tmp_path, f"sync.delta={delta}"), servers()
-    server = HurtingServer("http://hurt", tmp_path / "runs")
-    server.harms(harm, times=1)
+    disk, well, server = Disk(tmp_path, f"sync.delta={delta}"), servers(), servers()
+    server.harms = [harm]
     await disk.deliver(1, server)  # which asserts that it holds the weights
     assert disk.trainer.exports == 2
     assert [*disk.names()] == ["weights/v000001"]
     (line,) = disk.said
-    assert line.startswith("version 1 goes to http://hurt in full: ")
+    assert line.startswith(f"version 1 goes to {server.url} in full: ")
     disk.trainer.step(2)
     await disk.deliver(2, server, well)
 
@@ -291,8 +278,8 @@ async def test_a_version_whose_files_were_hurt_is_published_once_more_before_the
 async def test_a_version_whose_files_are_hurt_again_ends_the_run(
     harm: Callable[[Path], None], tmp_path: Path, servers: Any
 ) -> None:
-    disk, server = Disk(tmp_path), HurtingServer("http://hurt", tmp_path / "runs")
-    server.harms(harm, times=2)
+    disk, server = Disk(tmp_path), servers()
+    server.harms = [harm] * 2
     with pytest.raises(SyncError, match="v000001 does not hold the weights that were written to it"):
         await disk.deliver(1, server)
 

@@ -80,8 +80,7 @@ class FakeTransport:
         self.answers: dict[str, HocketError | ReloadResponse] = {}
         self.sent: list[tuple[int, list[str]]] = []
         self.compared: list[tuple[int, list[str]]] = []
-        self.not_held: set[str] = set()
-        self.unable: set[str] = set()
+        self.found: dict[str, ServerError] = {}  # by comparisons
         self.running = 0
 
     async def deliver(self, version: int, servers: Sequence[Any], *, compare: bool = False) -> Delivery:
@@ -90,12 +89,9 @@ class FakeTransport:
         assert self.running == 1, "there is one trainer, which sends one version at a time"
         await asyncio.sleep(0.01)
         self.running -= 1
-        held = {server: fakes.reloaded(version, self.checksum, server.session) for server in servers}
-        answers = {server: (self.checksum, self.answers.get(server.url, held[server])) for server in servers}
-        if compare:
-            answers |= {server: (self.checksum, NOT_HELD) for server in servers if server.url in self.not_held}
-            answers |= {server: (self.checksum, UNABLE) for server in servers if server.url in self.unable}
-        return Delivery(answers, {**METRICS})
+        held = {server.url: fakes.reloaded(version, self.checksum, server.session) for server in servers}
+        known = held | self.answers | (self.found if compare else {})
+        return Delivery({server: (self.checksum, known[server.url]) for server in servers}, {**METRICS})
 
 
 @dataclasses.dataclass
@@ -263,7 +259,7 @@ async def test_a_user_may_set_another_highest_gap_and_a_stop_may_be_a_warning() 
 @pytest.mark.parametrize("policy", ["stop", "warn"])
 async def test_parameters_that_differ_stop_the_run_or_are_loaded_again_with_a_warning(policy: str) -> None:
     world = await make_up(f"sync.on_mismatch={policy}")
-    world.disk.not_held = {B}
+    world.disk.found = {B: NOT_HELD}
     said = "http://b does not hold weight version 6: layers.1.mlp.down_proj differs"
     if policy == "stop":
         with pytest.raises(SyncError, match=said):
@@ -276,7 +272,7 @@ async def test_parameters_that_differ_stop_the_run_or_are_loaded_again_with_a_wa
 
 async def test_a_comparison_that_breaks_off_is_said_and_counted_and_the_server_works_on() -> None:
     world = await make_up("sync.check_every=1")
-    world.disk.unable = {B}
+    world.disk.found = {B: UNABLE}
     metrics = await world.sync.publish()
     assert (metrics["sync/servers"], metrics["sync/mismatches"], world.up) == (2.0, 1.0, [A, B])
     assert world.said[-1] == "WARNING: http://b can't say whether it holds version 6: no memory is left"

@@ -1,1 +1,0 @@
-"""What is learned from: pure torch functions without weights, files or globals."""

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import statistics
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -173,7 +174,7 @@ def train_samples(
 def _kl_in_reward(sequence: TokenSequence, measured: Measured, algorithm: AlgorithmConfig) -> Tensor:
     """Return the KL estimate per sampled token, of the policy that sampled; 0 if it is not in the reward."""
     if algorithm.kl_in == "loss" or not is_measured(sequence, algorithm):
-        return torch.zeros(sum(sequence.mask), dtype=torch.float64)
+        return torch.zeros(sequence.mask.count(True), dtype=torch.float64)
     sampled_n, reference_n = _sampled(sequence.logprobs, sequence), _sampled(measured.ref_logprobs, sequence)
     log_ratio_n = masked_log_ratio(sampled_n, reference_n, torch.ones_like(sampled_n, dtype=torch.bool))
     return kl_penalty(log_ratio_n, algorithm.kl)
@@ -199,14 +200,14 @@ def _by_token(
 
 def _sampled(values_t: Sequence[float], sequence: TokenSequence) -> Tensor:
     """Return the values at the sampled tokens, float64 [n]; IndexError if nothing was measured."""
-    return torch.from_numpy(np.array(values_t, np.float64)[np.array(sequence.mask)])
+    return torch.from_numpy(np.array(values_t, np.float64)[np.frombuffer(bytes(sequence.mask), np.bool_)])
 
 
-def _whole(values_n: Tensor, sequence: TokenSequence) -> tuple[float, ...]:
+def _whole(values_n: Tensor, sequence: TokenSequence) -> Sequence[float]:
     """Return one value per token of the sequence, 0.0 where none was sampled."""
     values_t = np.zeros(len(sequence.mask))
-    values_t[np.array(sequence.mask)] = values_n.numpy()
-    return tuple(values_t.tolist())
+    values_t[np.frombuffer(bytes(sequence.mask), np.bool_)] = values_n.numpy()
+    return array("d", values_t.tobytes())
 
 
 def discounted_returns(rewards_t: Tensor, *, discount: float) -> Tensor:

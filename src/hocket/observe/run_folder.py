@@ -9,6 +9,7 @@ import json
 import math
 import os
 import secrets
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -199,7 +200,8 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
 
 
 def _sequence_row(name: str, sequence: TokenSequence) -> dict[str, Any]:
-    copied = {field: value for field in COPIED if (value := getattr(sequence, field)) != ()}
+    values = ((field, getattr(sequence, field)) for field in COPIED)
+    copied = {field: value.tolist() if isinstance(value, array) else value for field, value in values if value != ()}
     return {"id": name, "completion": sequence.text, "mask": list(bytes(sequence.mask)), **copied}
 
 
@@ -217,8 +219,9 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
 def _rollout(row: Mapping[str, Any]) -> Rollout:
     sequences = tuple(map(_sequence, (*row.get("others", ()), row)))
     last = sequences[-1]
-    token_ids = last.token_ids[: last.mask.index(True)] if any(last.mask) else last.token_ids
-    prompt = Prompt(id=row["prompt_id"], token_ids=token_ids, text=row["prompt"], answer=row["answer"])
+    told = last.mask.index(True) if any(last.mask) else len(last.mask)
+    known = {"text": row["prompt"], "answer": row["answer"]}
+    prompt = Prompt(id=row["prompt_id"], token_ids=tuple(last.token_ids[:told]), **known)
     return Rollout(id=row["id"], prompt=prompt, sequences=sequences)
 
 

@@ -9,6 +9,7 @@ import copy
 import ctypes
 import dataclasses
 import itertools
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -80,10 +81,8 @@ class Agents:
                         return _rollout(prompt, seat, (), returned, f"{error}what the model said is lost: {lost}")
                     again = f"; it was played again, as what the model had said was lost: {lost}"
         transcripts = join(record.calls, self.decode) or [Transcript(prompt.token_ids)]
-        if error is None:
-            return _rollout(prompt, seat, transcripts, returned)
-        if not record.cut_off:
-            return _rollout(prompt, seat, transcripts, None, error + again)
+        if error is None or not record.cut_off:
+            return _rollout(prompt, seat, transcripts, returned, error and error + again)
         # Keep truncated episodes (reward 0): dropping them would bias the group towards short answers.
         transcripts[-1].finish_reason = "length"
         return _rollout(prompt, seat, transcripts, 0.0)
@@ -147,12 +146,12 @@ def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> 
     for call in calls:
         if call.completion is None:
             continue
-        asked = list(call.prompt_token_ids)
+        asked = array("I", call.prompt_token_ids)
         begun = [transcript for transcript in transcripts if asked[: len(transcript.token_ids)] == transcript.token_ids]
         if begun:
             transcript = max(begun, key=lambda transcript: len(transcript.token_ids))
             transcripts.remove(transcript)
-            told = asked[len(transcript.token_ids) :]
+            told = asked[len(transcript.token_ids) :].tolist()
             transcript.add_observation(told, Observation(text=decode(told)))
         else:
             transcript = Transcript(asked)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -93,7 +94,7 @@ class Transcript:
     """The sequence so far, which begins with the prompt; tokens are only ever appended."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids, self.mask, self.logprobs = list[int](), list[bool](), list[float]()
+        self.token_ids, self.mask, self.logprobs = array("I"), list[bool](), array("d")
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
         self.turns = 0
@@ -103,9 +104,9 @@ class Transcript:
 
     def add_observation(self, token_ids: Sequence[int], observation: Observation | None = None) -> None:
         """Append tokens that the policy did not sample: what the environment said, or the prompt."""
-        self.token_ids += token_ids
+        self.token_ids.extend(token_ids)
         self.mask += [False] * len(token_ids)
-        self.logprobs += [0.0] * len(token_ids)
+        self.logprobs.extend(array("d", bytes(8 * len(token_ids))))
         self._goes_on = observation is not None and observation.goes_on
         if observation is not None and observation.goes_on:
             self.text += observation.text
@@ -115,9 +116,9 @@ class Transcript:
 
     def add_completion(self, completion: Completion) -> None:
         """Append a turn of the policy."""
-        self.token_ids += completion.token_ids
+        self.token_ids.extend(completion.token_ids)
         self.mask += [True] * len(completion.token_ids)
-        self.logprobs += completion.logprobs
+        self.logprobs.extend(completion.logprobs)
         self.versions |= {version for version, _, _ in completion.versions}
         self.turns += 1
         self.finish_reason = completion.finish_reason
@@ -129,9 +130,9 @@ class Transcript:
     def sequence(self) -> TokenSequence:
         """Return what there is, frozen."""
         return TokenSequence(
-            token_ids=tuple(self.token_ids),
+            token_ids=self.token_ids[:],
             mask=tuple(self.mask),
-            logprobs=tuple(self.logprobs),
+            logprobs=self.logprobs[:],
             finish_reason=self.finish_reason,
             version_min=min(self.versions, default=0),
             version_max=max(self.versions, default=0),
@@ -214,7 +215,7 @@ class Episode:
             self.transcript.add_completion(completion)
             action = Action(
                 text=completion.text,
-                token_ids=completion.token_ids,
+                token_ids=tuple(completion.token_ids),
                 finish_reason=completion.finish_reason,
                 tool_calls=completion.tool_calls,
             )

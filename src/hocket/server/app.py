@@ -103,7 +103,7 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
         """Sample completions of each prompt, with the log-prob and the weight version of every token."""
         message, jobs = await engine.read(await request.body())
         if message.stream:
-            return StreamingResponse(_stream(engine, jobs), media_type="application/x-ndjson")
+            return StreamingResponse(_stream(engine, jobs, packed=message.packed), media_type="application/x-ndjson")
         return await _unless_client_leaves(request, _all(engine, message, jobs))
 
     how: dict[str, Any] = {"methods": ["POST"], "response_model": GenerateResponse}
@@ -158,13 +158,13 @@ async def _all(engine: Engine, message: GenerateRequest, jobs: Sequence[Job]) ->
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
-async def _stream(engine: Engine, jobs: Sequence[Job]) -> AsyncIterator[str]:
+async def _stream(engine: Engine, jobs: Sequence[Job], *, packed: bool) -> AsyncIterator[str]:
     error: ErrorBody | None = None
     try:
         async with contextlib.aclosing(engine.sampler.completions(jobs)) as finished:
             async for job, completion in finished:
                 line = StreamLine(prompt=job.prompt, index=job.index, completion=completion)
-                yield line.model_dump_json() + "\n"
+                yield line.model_dump_json(context=packed) + "\n"
     except ApiError as failed:
         error = failed.body
     yield StreamEnd(version=engine.version, model=engine.model, error=error).model_dump_json() + "\n"

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import math
+from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -122,8 +123,8 @@ class Sampler:
             calls = await asyncio.get_running_loop().run_in_executor(self._reading, job.tools, token_ids, stopped)
         shown = token_ids[:-1] if stopped else token_ids  # the token that ended it is no part of the text
         completion = Completion(
-            token_ids=tuple(token_ids),
-            logprobs=tuple(output.logprobs.logprobs),
+            token_ids=array("I", token_ids),
+            logprobs=array("d", output.logprobs.logprobs),
             text=output.text if job.sampling.stop else self._tokenizer.decode(shown, skip_special_tokens=True),
             finish_reason=output.finish_reason,
             versions=vllm_api.version_spans(output),

@@ -1,4 +1,4 @@
-"""Read the bodies of vLLM's OpenAI-compatible routes before vLLM does; refuse those too large, too deep, or no text.
+"""Read the bodies of vLLM's OpenAI-compatible routes before vLLM does, and refuse those that would hurt it.
 
 Its own validation explains every wrong value, each in the words of ten kinds of messages: a body of 1 MiB took 6 GB.
 """

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -128,6 +128,27 @@ class OpenSession:
             self.used = time.monotonic()
 
 
+async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    """Yield a call's outputs; begin again where new weights abort it before the first one, raise ApiError later."""
+    streamed = False
+    while True:
+        async with contextlib.aclosing(sample()) as outputs:
+            async for output in outputs:
+                if output.outputs[0].finish_reason == "abort":
+                    break
+                streamed = True
+                yield output
+            else:
+                return
+        if streamed:
+            sample()  # raises another reason, if there is one
+            message = (
+                "generation was aborted as new weights came (sync.in_flight=abort), and what was streamed "
+                "can't be taken back: set sync.in_flight=keep"
+            )
+            raise ApiError(503, "aborted", message, "or have the agent ask again")
+
+
 class OpenSessions:
     """All sessions of a server, at most MAX_SESSIONS; idle ones are forgotten."""
 
@@ -185,8 +206,6 @@ class RouteSessions:
         if match is not None and scope["method"] == "POST":
             message = await receive()  # it has the whole body
             body = await run_in_thread(openai.read, message.get("body", b""))
-            if match["id"] is not None and isinstance(body, dict):
-                message["body"] = json.dumps(self._checked(body)).encode()
             receive = replay(message, receive)
         if match is not None and match["id"] is not None:
             session = self._sessions.get(match["id"])
@@ -194,6 +213,8 @@ class RouteSessions:
                 known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
                 text = f"a session has no {scope['method']} {match['route']}"
                 raise ApiError(404, "not_found", text, f"it has {known}")
+            if isinstance(body, dict):
+                message["body"] = json.dumps(self._checked(body)).encode()
             scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
             send = _watched(send, session)
         # None is set, too: a pipelined request would inherit the context of the one before it on its connection.

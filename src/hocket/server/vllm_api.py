@@ -28,7 +28,7 @@ from hocket.errors import TRACEBACK
 from hocket.processes import die_with_parent
 from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
 from hocket.server.errors import ApiError, cause_of
-from hocket.server.sessions import CURRENT, OpenSession, SampledCall
+from hocket.server.sessions import CURRENT, OpenSession, SampledCall, uninterrupted
 from hocket.server.vllm_weights import adapter_request
 from hocket.types import InFlight, VersionSpan
 
@@ -331,27 +331,6 @@ def call_params(params: Any, call: SampledCall) -> Any:
         seed=sampling.seed,
         logprobs=max(params.logprobs or 0, 0),
     )
-
-
-async def uninterrupted(sample: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
-    """Yield a call's outputs; begin again where new weights abort it before the first one, raise ApiError later."""
-    streamed = False
-    while True:
-        async with contextlib.aclosing(sample()) as outputs:
-            async for output in outputs:
-                if output.outputs[0].finish_reason == "abort":
-                    break
-                streamed = True
-                yield output
-            else:
-                return
-        if streamed:
-            sample()  # raises another reason, if there is one
-            message = (
-                "generation was aborted as new weights came (sync.in_flight=abort), and what was streamed "
-                "can't be taken back: set sync.in_flight=keep"
-            )
-            raise ApiError(503, "aborted", message, "or have the agent ask again")
 
 
 async def recorded(outputs: AsyncGenerator[Any, None], session: OpenSession, call: SampledCall) -> AsyncIterator[Any]:

@@ -1,7 +1,7 @@
 """Receive weights inside the engine's processes.
 
 vLLM mixes `WorkerExtension` into its worker class; its methods are called through `collective_rpc`. Importing this
-module in a process that the server has started ties it to the server.
+module in a process that was started for it ties that to its parent.
 """
 
 import functools
@@ -44,8 +44,7 @@ class WorkerExtension:
 
     rank: int
     device: torch.device | None
-    hocket_group: tuple[str, WeightGroup] | None = None
-    hocket_joining: "tuple[str, Future[WeightGroup]] | None" = None
+    hocket_group: "tuple[str, Future[WeightGroup]] | None" = None  # that it is in, or joining
 
     @_answer
     def hocket_load_disk(self, folder: str, adapter: str, compare: bool = False) -> dict[str, Any]:
@@ -64,13 +63,11 @@ class WorkerExtension:
         A thread joins, so that the engine goes on: whatever listens there may never answer.
         """
         request = GroupRequest.model_validate_json(message)
-        session, joining = self.hocket_joining or ("", None)
-        if joining is not None and session == request.session:
-            if joining.done():
-                self.hocket_group = (session, joining.result())
-            return joining.done()
-        if joining is not None:
-            joining.add_done_callback(_leave)
+        session, joined = self.hocket_group or ("", None)
+        if joined is not None and session == request.session:
+            return joined.done() and joined.result() is not None
+        if joined is not None:
+            joined.add_done_callback(_leave)
         self.hocket_group = None
         device = self.device if self.device is not None and request.backend == "nccl" else torch.device("cpu")
         if request.device is not None and weight_group.gpu_id(device) == request.device:
@@ -78,8 +75,8 @@ class WorkerExtension:
                 "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
                 "(launch.server_gpus, launch.trainer_gpus), or set sync.backend=disk"
             )
-        self.hocket_joining = (request.session, Future())
-        arguments = (self.hocket_joining[1], request, 1 + self.rank, size, device)
+        self.hocket_group = (request.session, Future())
+        arguments = (self.hocket_group[1], request, 1 + self.rank, size, device)
         threading.Thread(target=_join, args=arguments, name="join", daemon=True).start()
         return False
 
@@ -87,15 +84,16 @@ class WorkerExtension:
     def hocket_load_group(self, message: str, compare: bool = False) -> dict[str, Any]:
         """Load the tensors that the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
         source = CollectiveSource.model_validate_json(message)
-        session, group = self.hocket_group or ("", None)
-        if group is None or session != source.session:
+        session, joined = self.hocket_group or ("", None)
+        if joined is None or session != source.session:
             raise RuntimeError(f"this worker is in no weight group {source.session}; the trainer must join again")
+        group = joined.result()
         try:
             # The group is closed before the second thread has ended, which may be waiting for a bucket.
             with _ahead(_receive(group, source), give_up=group.close) as parts:
                 return self._hocket_load(parts, source.adapter, compare)
         except BaseException:
-            self.hocket_group = self.hocket_joining = None
+            self.hocket_group = None
             raise
 
     @_answer

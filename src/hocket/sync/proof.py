@@ -129,9 +129,9 @@ class Proof:
         async for line in member.server.generate(request, timeout_s=self.sync.timeout_s):
             context, sampled = contexts[line.prompt], line.completion.token_ids
             sequence = TokenSequence(
-                token_ids=context + sampled,
+                token_ids=(*context, *sampled),
                 mask=(False,) * len(context) + (True,) * len(sampled),
-                logprobs=(0.0,) * len(context) + line.completion.logprobs,
+                logprobs=(*[0.0] * len(context), *line.completion.logprobs),
             )
             samples[line.prompt] = TrainSample(sequence=sequence, advantages=(0.0,) * len(sequence.token_ids))
         if len(samples) != len(contexts):

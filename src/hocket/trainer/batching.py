@@ -5,11 +5,12 @@ segments of a micro-batch share one row without padding. Which samples share a m
 """
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,14 +48,7 @@ class TrainBatch:
 
 
 _Numbered = tuple[int, TrainSample]  # with its place among the packed ones
-
-
-class Row(NamedTuple):
-    """The samples of one micro-batch, which any rank can build without the others'."""
-
-    samples: list[_Numbered]  # empty: one fully masked position, so that every rank has something to run
-    optional: list[str]  # those of COLUMNS that the samples have
-    counts: dict[str, Any]  # num_tokens_global, num_sequences_global and max_tokens of the TrainBatch
+Make = Callable[[], TrainBatch]  # builds a micro-batch, on any rank
 
 
 def num_positions(sample: TrainSample) -> int:
@@ -90,8 +84,8 @@ def minibatches(groups: Sequence[int], *, epochs: int, count: int, seed: int) ->
 
 def divide(
     samples: Sequence[TrainSample], *, micro_batch_tokens: int, num_ranks: int, cost: Callable[[int], float] = float
-) -> list[list[Row]]:
-    """Return the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
+) -> list[list[Make]]:
+    """Return what builds the micro-batches of each rank, equally many per rank: result[rank][micro-batch].
 
     Ranks get about the same cost; within a rank, sequences go longest first into the first micro-batch with room
     (first-fit decreasing), and the costliest micro-batch comes first, so that the ranks run similar ones at the same
@@ -102,25 +96,25 @@ def divide(
         _fill([numbered[index] for index in share], micro_batch_tokens, cost)
         for share in balance([cost(num_positions(sample)) for sample in samples], num_ranks)
     ]
-    trained = [sum(sample.sequence.mask[1:]) for sample in samples]
+    trained = [sample.sequence.mask[1:].count(True) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": sum(count > 0 for count in trained)}
     optional = [name for name in COLUMNS if getattr(samples[0], name)]
-    result: list[list[Row]] = [[] for _ in range(num_ranks)]
+    result: list[list[Make]] = [[] for _ in range(num_ranks)]
     for members in itertools.zip_longest(*plans, fillvalue=[]):
         max_tokens = max(sum(trained[place] for place, _ in row) for row in members)
-        for rows, row in zip(result, members, strict=True):
-            rows.append(Row(row, optional, {**counts, "max_tokens": max_tokens}))
+        for share, row in zip(result, members, strict=True):
+            share.append(functools.partial(_build, row, optional, {**counts, "max_tokens": max_tokens}))
     return result
 
 
 def pack(samples: Sequence[TrainSample], **how: Any) -> list[list[TrainBatch]]:
-    """Return the batches of `divide`: result[rank][micro-batch]."""
-    return [list(map(build, rows)) for rows in divide(samples, **how)]
+    """Return the micro-batches of all ranks: result[rank][micro-batch]."""
+    return [[make() for make in share] for share in divide(samples, **how)]
 
 
-def build(row: Row) -> TrainBatch:
-    """Return the tensors of a micro-batch."""
-    places, samples = [place for place, _ in row.samples], [sample for _, sample in row.samples]
+def _build(row: Sequence[_Numbered], optional: Sequence[str], counts: Mapping[str, Any]) -> TrainBatch:
+    """Return the batch of this row; without samples, one masked position, so that every rank has something to run."""
+    places, samples = [place for place, _ in row], [sample for _, sample in row]
     lengths = [num_positions(sample) for sample in samples]
     token_ids = [np.array(sample.sequence.token_ids) for sample in samples]
 
@@ -137,10 +131,10 @@ def build(row: Row) -> TrainBatch:
         target_ids_bt=joined((ids[1:] for ids in token_ids), np.int64),
         position_ids_bt=joined(map(np.arange, lengths), np.int64),
         sample_bt=joined(map(np.full, lengths, places), np.int64, -1),
-        mask_bt=joined((sample.sequence.mask[1:] for sample in samples), np.bool_),
+        mask_bt=joined((np.frombuffer(bytes(sample.sequence.mask[1:]), np.bool_) for sample in samples), np.bool_),
         rollout_logprobs_bt=joined((sample.sequence.logprobs[1:] for sample in samples), np.float32),
         advantages_bt=numbers("advantages"),
-        **row.counts | {f"{name}_bt": numbers(name) for name in row.optional},
+        **{**counts, **{f"{name}_bt": numbers(name) for name in optional}},
     )
 
 

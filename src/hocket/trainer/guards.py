@@ -44,7 +44,7 @@ def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: C
         {
             "id": sample.id,
             "text": decode(list(sample.sequence.token_ids)),
-            "token_ids": sample.sequence.token_ids,
+            "token_ids": list(sample.sequence.token_ids),
             "mask": [int(trained) for trained in sample.sequence.mask],
             **_numbers(sample),
             "version_min": sample.sequence.version_min,
@@ -58,8 +58,8 @@ def keep_batch(path: Path, samples: Sequence[TrainSample], fault: str, decode: C
         old.unlink()
 
 
-def _numbers(sample: TrainSample) -> dict[str, tuple[float, ...]]:
-    return {"rollout_logprobs": sample.sequence.logprobs, **{name: getattr(sample, name) for name in NUMBERS}}
+def _numbers(sample: TrainSample) -> dict[str, list[float]]:
+    return {"rollout_logprobs": [*sample.sequence.logprobs], **{name: [*getattr(sample, name)] for name in NUMBERS}}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

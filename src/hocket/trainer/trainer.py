@@ -22,7 +22,7 @@ from hocket.errors import ServerError, TrainerError
 from hocket.protocol import Health, TensorLayout, TensorSpec
 from hocket.system import cpu_threads
 from hocket.trainer import flops, guards, offload
-from hocket.trainer.batching import Row, TrainBatch, build, check_fits, divide, num_positions
+from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, num_positions
 from hocket.trainer.critic import critic_metrics
 from hocket.trainer.models import BatchLoss, Models
 from hocket.trainer.ranks import Ranks
@@ -76,7 +76,7 @@ class Trainer:
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
         self._skipped_in_row = 0
-        self._longest = 0  # positions of the longest sequence of the work that is being done
+        self._longest = 0  # positions of this rank's longest sequence in the work that is being done
         self.untrained: dict[int, str] = {}  # groups of the last step that no update has trained, with the reason
         self._away: offload.Offloaded | None = None
         self._failure: Exception | None = None  # of rank 0's disk, or of its sink
@@ -282,18 +282,17 @@ class Trainer:
 
     def _pack(self, samples: Sequence[TrainSample] | None) -> list[TrainBatch]:
         """Return this rank's micro-batches of the samples, which rank 0 has and divides."""
-        shares: list[tuple[int, list[Row]]] = []
+        shares: list[list[Make]] = []
         if samples is not None:
-            rows = divide(
+            shares = divide(
                 samples,
                 micro_batch_tokens=self.micro_batch_tokens,
                 num_ranks=self.ranks.size,
                 cost=lambda length: flops.step_flops(self.models.flops, [length], length),
             )
-            longest = max(map(num_positions, samples))
-            shares = [(longest, own) for own in rows]
-        self._longest, own = self.ranks.scatter(shares)
-        return list(map(build, own))
+        batches = [make() for make in self.ranks.scatter(shares)]
+        self._longest = max(length for batch in batches for length in batch.segment_lengths)
+        return batches
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Return the log-probs of each sample's tokens, 0 for those that its mask leaves out."""
