@@ -23,7 +23,8 @@ from hocket.config import load
 from hocket.protocol import Completion, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api, vllm_weights
 from hocket.server.errors import ApiError
-from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
+from hocket.server.openai import TOO_LONG
+from hocket.server.sessions import OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
 
 NAMES = {

@@ -126,7 +126,7 @@ def _write(folder: Path, key: str, longest: int, parts: Iterator[list[Prompt]]) 
 
 def _fields(prompt: Prompt) -> str:
     """Return the other fields as JSON. Raise TypeError if they would not come back as they are."""
-    fields = {name: getattr(prompt, name) for name in ("id", "text", "opening", "answer", "meta")}
+    fields = {name: getattr(prompt, name) for name in ("id", "text", "opening", "options", "answer", "meta")}
     fields["messages"] = None if prompt.messages is None else list(prompt.messages)
     text = json.dumps(fields)
     if repr(json.loads(text)) != repr(fields):

@@ -29,11 +29,19 @@ PART = 1024  # rows that are encoded together
 QUIET_S = 2.0  # that the preparation takes before it is shown
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
 
+Options = Mapping[str, Any] | None
+
 log = logging.getLogger(__name__)
 
 
 class TooLongError(ValueError):
     """A text has more tokens than allowed."""
+
+
+def opening_of(prompt: str) -> str:
+    """Return the thought that a prompt ends with: opened, or opened and closed again; "" without one."""
+    found = OPENING.search(prompt)
+    return found[0] if found else ""
 
 
 def load_prompts(
@@ -50,6 +58,9 @@ def load_prompts(
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)
+    if any(token.special and token.content == "</think>" for token in tokenizer.added_tokens_decoder.values()):
+        advice = 'set "special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
+        raise DataError(f"the tokenizer has </think> as a special token: no reward would see a thought end; {advice}")
     if (content := identity(data)) is not None:
         key = cache.key(content, data.model_dump_json(exclude={"max_prompt_tokens"}), *renderer.identity())
 
@@ -146,14 +157,16 @@ class Renderer:
         data = self._data
         value = _column(columns, data.prompt_column)
         messages = self._messages(value)
-        if with_response and not (isinstance(response := _column(columns, data.response_column), str) and response):
-            raise ValueError(f"column {data.response_column!r} must be text, got {response!r:.80}")
         asked = [message["content"] for message in messages or () if message["role"] == "user"]
         text = value if messages is None else self.render(messages)
+        opening = opening_of(text)
+        if with_response:
+            columns = {**columns, data.response_column: self._response(columns, opening)}
         return text, {
             "messages": messages,
             "text": value if messages is None else (asked or [messages[-1]["content"]])[-1],
-            "opening": found[0] if (found := OPENING.search(text)) else "",
+            "opening": opening,
+            "options": data.chat_template_kwargs,
             "answer": None if with_response else self._answer(columns),
             "difficulty": None if with_response else self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
@@ -173,8 +186,11 @@ class Renderer:
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
+    def render(self, messages: Sequence[Message], options: Options = None) -> str:
+        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be.
+
+        `options` of the template are those of the section by default; `eval.data` may have others.
+        """
         from jinja2 import TemplateError
 
         if not self._data.chat_template:
@@ -185,7 +201,7 @@ class Renderer:
                 tools=self._tools,
                 add_generation_prompt=True,
                 tokenize=False,
-                **self._data.chat_template_kwargs,
+                **(self._data.chat_template_kwargs if options is None else options),
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
@@ -196,7 +212,9 @@ class Renderer:
         # A byte is written as at least one character; of four, a tokenizer may compose or leave out three.
         return 4 * max(map(len, self._tokenizer.get_vocab()))
 
-    def following(self, messages: Sequence[Message], *, ended: int | None, at_most: float = math.inf) -> list[int]:
+    def following(
+        self, messages: Sequence[Message], options: Options = None, *, ended: int | None, at_most: float = math.inf
+    ) -> list[int]:
         """Return the tokens between a turn of the model and its next one, in which it receives `messages`.
 
         They are what the template writes after a made-up turn, so that nothing of the real one is rendered or encoded
@@ -204,7 +222,7 @@ class Renderer:
         `ended` is the token with which the model ended its turn; None if it was cut off, and the template's own end of
         turn is added. Raise ValueError if the template can't render them, TooLongError as `encode` does.
         """
-        _, found, after = self.render([*TURN, *messages]).partition(PROBE)
+        _, found, after = self.render([*TURN, *messages], options).partition(PROBE)
         if not found:
             raise ValueError("the chat template does not show what the model said before")
         (token_ids,) = self.encode([after], at_most=at_most)
@@ -240,6 +258,19 @@ class Renderer:
         if value[-1]["role"] == "assistant":
             raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
         return tuple(value)
+
+    def _response(self, columns: Mapping[str, Any], opening: str) -> str:
+        """Return the demonstration from where the prompt ends: behind the opening of a thought."""
+        column = self._data.response_column
+        response = _column(columns, column)
+        if not (isinstance(response, str) and response):
+            raise ValueError(f"column {column!r} must be text, got {response!r:.80}")
+        if opening and response.lstrip().startswith(opening.strip()):
+            response = response.lstrip().removeprefix(opening.strip()).lstrip()
+        if opening and "</think>" not in opening + response:
+            what = "the chat template opens a thought in the prompt"
+            raise ValueError(f"{what}, column {column!r} never closes it: begin it with the thought and </think>")
+        return response
 
     def _answer(self, columns: Mapping[str, Any]) -> str | None:
         column, pattern = self._data.answer_column, self._data.answer_pattern
