@@ -118,20 +118,19 @@ async def test_a_call_in_a_thread_returns_or_raises_and_leaves_asyncios_threads_
 
 
 @pytest.mark.parametrize(
-    ("size", "in_turns", "processes", "expected"),
+    ("size", "processes", "expected"),
     [
-        (SMALL_MODEL, True, 1, 12),
-        (SMALL_MODEL, True, 4, 3),
-        (SMALL_MODEL, False, 1, 6),
-        (SMALL_MODEL, False, 8, 1),
-        (SMALL_MODEL - 2, True, 1, 6),
-        (0, True, 1, 12),  # on the hub
-    ],
+        (SMALL_MODEL, 1, 12),
+        (SMALL_MODEL, 4, 3),
+        (SMALL_MODEL, 16, 1),
+        (SMALL_MODEL - 2, 1, 6),
+        (0, 1, 12),
+    ],  # 0: a hub's
 )
-def test_sides_that_take_turns_use_all_cores_and_others_share_them(
-    size: int, in_turns: bool, processes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_process_gets_its_share_of_all_cores_and_a_small_model_half_of_them(
+    size: int, processes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     for name in ("model-1.safetensors", "model-2.safetensors"):
         (tmp_path / name).write_bytes(bytes(size // 2))
-    assert cpu_threads(str(tmp_path), in_turns=in_turns, processes=processes) == expected
+    assert cpu_threads(str(tmp_path), processes=processes) == expected

@@ -72,15 +72,15 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
         task.cancelled() or task.exception()  # or asyncio reports it as overlooked
 
 
-def cpu_threads(model: str, *, in_turns: bool, processes: int) -> int:
+def cpu_threads(model: str, *, processes: int) -> int:
     """Return how many threads each of the trainer's, or of the servers' `processes` computes with on this machine.
 
-    All cores are for whoever computes where server and trainer take turns; half are for each side where both compute
-    at the same time, and for a small model, which waits longer for more threads than it computes.
+    Each side uses all cores, also where both compute at the same time: a thread that waits does not spin
+    (environment.prepare). A small model, which waits longer for more threads than it computes, gets half of them.
     """
     cores, folder = len(os.sched_getaffinity(0)), Path(model)
     is_small = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL
-    return max(1, (cores if in_turns and not is_small else cores // 2) // processes)
+    return max(1, (cores // 2 if is_small else cores) // processes)
 
 
 def flush(path: Path) -> None:

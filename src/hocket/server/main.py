@@ -48,8 +48,7 @@ def serve(config: Config) -> None:
     with contextlib.closing(_bind(server.host, server.port)) as sock, _ending_children():
         os.register_at_fork(after_in_child=sock.close)  # the engine's process must not hold the port
         workers = (config.launch.servers or 1) * server.tensor_parallel_size
-        in_turns = config.pipeline.max_staleness == 0
-        threads = cpu_threads(config.model.path, in_turns=in_turns, processes=workers)
+        threads = cpu_threads(config.model.path, processes=workers)
         prepare_environment(server.tensor_parallel_size, threads)
         try:
             for number in SIGNALS:

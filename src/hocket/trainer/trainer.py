@@ -70,8 +70,7 @@ class Trainer:
     def __init__(self, config: Config, *, loss: BatchLoss | None = None, ranks: Ranks | None = None) -> None:
         self._owns_ranks, self._closed, self._broken = ranks is None, False, False
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        in_turns = config.pipeline.max_staleness == 0
-        threads = cpu_threads(config.model.path, in_turns=in_turns, processes=local_size)
+        threads = cpu_threads(config.model.path, processes=local_size)
         self.ranks = ranks or Ranks(config.trainer.collective_timeout_s, threads)
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
