@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def _of_rank(value: Any, rank: int) -> Any:
     return None if rank and callable(value) else value
 
 
-class Trainer:
+class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
     Any thread may call them, one at a time. An error within a method `on_all_ranks` ends all ranks with the same cause.
@@ -94,9 +94,6 @@ class Trainer:
         self.policy, self.engine = self.models.policy, self.models.engine
         self.micro_batch_tokens = self.models.micro_batch_tokens
         self.adapter = self.policy.adapter  # the only weights that are trained; None: all are
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
         try:
