@@ -125,6 +125,7 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("model.lora.rnk=8", "did you mean 'model.lora.rank'"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
         ("rollout.group_size=1", "nothing to compare with: set 2 or more"),
+        ("algorithm.preset=dapo env.thinking_tokens=9", "overlong_share=0.2 would punish the thoughts"),
         ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
         ("run.dir=runs/.hidden", "in no hidden folder"),
         ("server.urls=localhost:8000", "should match pattern '^https?://'"),

@@ -1,12 +1,21 @@
 """What is asked of the operating system: files that are whole, threads, free memory."""
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from hocket.system import atomic_folder, free_memory, remove_folder, run_in_thread, write_atomically
+from hocket.system import (
+    SMALL_MODEL,
+    atomic_folder,
+    cpu_threads,
+    free_memory,
+    remove_folder,
+    run_in_thread,
+    write_atomically,
+)
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +115,23 @@ async def test_a_call_in_a_thread_returns_or_raises_and_leaves_asyncios_threads_
     with pytest.raises(ZeroDivisionError):
         await run_in_thread(divmod, 7, 0)
     assert (await run_in_thread(threading.current_thread)).name.startswith("hocket")
+
+
+@pytest.mark.parametrize(
+    ("size", "in_turns", "processes", "expected"),
+    [
+        (SMALL_MODEL, True, 1, 12),
+        (SMALL_MODEL, True, 4, 3),
+        (SMALL_MODEL, False, 1, 6),
+        (SMALL_MODEL, False, 8, 1),
+        (SMALL_MODEL - 2, True, 1, 6),
+        (0, True, 1, 12),  # on the hub
+    ],
+)
+def test_sides_that_take_turns_use_all_cores_and_others_share_them(
+    size: int, in_turns: bool, processes: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        (tmp_path / name).write_bytes(bytes(size // 2))
+    assert cpu_threads(str(tmp_path), in_turns=in_turns, processes=processes) == expected

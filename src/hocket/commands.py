@@ -21,7 +21,7 @@ from hocket.data.stream import PromptStream
 from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
-from hocket.errors import ConfigError, SyncError
+from hocket.errors import ConfigError, ServerError, SyncError
 from hocket.launch import Child, free_port, stop, variables
 from hocket.observe.console import Console
 from hocket.observe.metrics import SUSPICIOUS
@@ -86,24 +86,35 @@ def _check(parts: "Parts", stack: ExitStack) -> None:
     prompts = parts.prompts("train", config.data)
     say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
     parts.stream(prompts)
-    answer = Transcript(prompts[0].token_ids)
-    answer.text = prompts[0].answer or ""
-    rollout = Rollout(id="check", prompt=prompts[0], sequences=(answer.sequence(),), reward=0.0)
+    first = prompts[0]
+    answer = Transcript(first.token_ids, first.opening)
+    answer.text = ("a thought\n</think>\n\n" if first.opening.strip() == "<think>" else "") + (first.answer or "")
+    rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
     score = asyncio.run(scorer.score(rollout))
-    say(f"rewards of {_SHORT.repr(answer.text)} for {prompts[0].id}: {score.error or dict(score.parts)}")
+    say(f"rewards of {_SHORT.repr(answer.text)} for {first.id}: {score.error or dict(score.parts)}")
+
+    async def look() -> dict[str, Health | None]:
+        urls: Sequence[str] = config.server_urls
+        if config.server.discover is not None:
+            try:
+                urls = await find_servers(config.server.discover)
+            except ServerError as error:  # there is none yet
+                say(str(error))
+        async with ServerPool(urls, token=config.token) as servers:
+            asked = [(one.url, one.server) for one in servers.members]
+            return {url: await server.health() if await server.answers() else None for url, server in asked}
+
+    found = asyncio.run(look())
+    if config.launch.share_gpu and any(found.values()):
+        raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which loads the model")
     trainer = parts.trainer(stack)
     say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
-
-    async def look() -> None:
-        async with _pool(config) as servers:
-            for member in servers.members:
-                if await member.server.answers():
-                    trainer.check_same_model(await member.server.health())
-                    say(f"server {member.url} has the same model and tokenizer")
-                else:
-                    say(f"no server answers at {member.url} yet; start one with: python3 run.py serve CONFIG")
-
-    asyncio.run(look())
+    for url, health in found.items():
+        if health is None:
+            say(f"no server answers at {url} yet; start one with: python3 run.py serve CONFIG")
+        else:
+            trainer.check_same_model(health)
+            say(f"server {url} has the same model and tokenizer")
     say("nothing stands in the way of a run" if score.error is None else "the rewards can't be computed")
 
 
@@ -254,9 +265,7 @@ class Parts:
         thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
         longest = self.longest - thought - (max_tokens or self.config.rollout.max_tokens)
         tools = made.toolbox.tools if made.toolbox else ()
-        prompts, num_dropped = load_prompts(
-            data, self.tokenizer, max_prompt_tokens=longest, tools=tools, doing=self.console.doing
-        )
+        prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
         if num_dropped:
             limit = min(longest, data.max_prompt_tokens or longest)
             self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")

@@ -108,7 +108,7 @@ def launch(config: Config, arguments: Sequence[str], run_dir: Path, *, dry_run: 
     for name, url, gpus in zip(names, urls, plan.servers, strict=True):
         print(f"{name}: {url} on {_where(gpus)}")
     print(f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}", flush=True)
-    environments = [variables(gpus, len(ports)) for gpus in plan.servers]
+    environments = [variables(gpus) for gpus in plan.servers]
     if dry_run:
         lines = [_typed(command, env) for command, env in zip(serve, environments, strict=True)]
         print("by hand:", *lines, _typed(train, variables(plan.ranks), plan.num_ranks), sep="\n")
@@ -222,14 +222,9 @@ def refuse_all_dead(servers: list[Child]) -> None:
             print(f"{error}\nservers that are left: {len(servers)}", flush=True)
 
 
-def variables(gpus: str, num_servers: int = 1) -> dict[str, str]:
-    """Return the variables that give a process its GPUs; on the CPU, a share of the cores to one of several servers."""
-    if gpus:
-        return {"CUDA_VISIBLE_DEVICES": gpus}
-    if num_servers == 1 or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    cores = len(os.sched_getaffinity(0)) - 1  # one is the trainer's
-    return {"OMP_NUM_THREADS": str(max(1, cores // num_servers))}
+def variables(gpus: str) -> dict[str, str]:
+    """Return the variables that give a process its GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
 
 
 def _names(gpus: str | None) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 _THREADS = ThreadPoolExecutor(32, "hocket")
 
+SMALL_MODEL = 16 << 20  # bytes of weights
+
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -68,6 +70,17 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
         await asyncio.wait(running)
     for task in tasks:
         task.cancelled() or task.exception()  # or asyncio reports it as overlooked
+
+
+def cpu_threads(model: str, *, in_turns: bool, processes: int) -> int:
+    """Return how many threads each of the trainer's, or of the servers' `processes` computes with on this machine.
+
+    All cores are for whoever computes where server and trainer take turns; half are for each side where both compute
+    at the same time, and for a small model, which waits longer for more threads than it computes.
+    """
+    cores, folder = len(os.sched_getaffinity(0)), Path(model)
+    is_small = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL
+    return max(1, (cores if in_turns and not is_small else cores // 2) // processes)
 
 
 def flush(path: Path) -> None:

@@ -22,6 +22,7 @@ class Prompt:
     messages: tuple[Message, ...] | None = None  # the chat it was rendered from; None for plain text
     text: str = ""  # for rewards and people: the last user message, or the plain text
     opening: str = ""  # the thought at its end that the chat template opens, maybe closes: "<think>\n"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template that rendered it
     answer: str | None = None  # the reference that rewards compare with
     difficulty: float | None = None  # of data.difficulty_column; the higher, the harder
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the row's other columns
@@ -39,6 +40,7 @@ class TokenSequence:
     version_max: int = 0
     turns: int = 1  # model turns
     text: str = ""  # what the policy wrote in its last turn
+    opening: str = ""  # of a thought, that stands before this text: "<think>\n"
     dialogue: tuple[Message, ...] = ()  # what policy and environment said after the prompt; () for a single turn
 
     def __post_init__(self) -> None:

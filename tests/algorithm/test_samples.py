@@ -193,7 +193,11 @@ def test_reinforce_pp_whitens_the_returns_of_penalised_tokens_over_the_batch() -
 @pytest.mark.parametrize(
     ("preset", "rewards", "expected"),
     [
-        ("rloo", ([1.0, 2.0, 6.0], [0.0, 3.0]), [-3.0, -1.5, 4.5, -3.0, 3.0]),  # compared with the mean of the others
+        (
+            "rloo",
+            ([1.0, 2.0, 6.0], [0.0, 3.0]),
+            [-3.0, -1.5, 4.5, -3.0, 3.0],
+        ),  # 1 − (2 + 6)/2, 2 − (1 + 6)/2, 6 − (1 + 2)/2
         ("dr_grpo", ([1.0, 2.0, 6.0],), [-2.0, -1.0, 3.0]),  # only centred
     ],
 )

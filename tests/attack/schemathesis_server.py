@@ -46,7 +46,9 @@ def fuzz(server: Server, folder: Path, requests: int, *only: str) -> collections
     command = [sys.executable, *CLI, f"--max-examples={each}", "--checks=not_a_server_error", "--request-timeout=60"]
     command += ["--report=har", f"--report-har-path={har}", "--suppress-health-check=all", *only]
     with (folder / "schemathesis.log").open("wb") as log:
-        subprocess.run([*command, f"{server.url}/openapi.json"], stdout=log, stderr=log, check=False, timeout=1800)
+        subprocess.run(
+            [*command, f"{server.url}/openapi.json"], stdout=log, stderr=log, check=False, timeout=1800, cwd=folder
+        )
     counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
     for entry in json.loads(har.read_text())["log"]["entries"]:
         path = urlsplit(entry["request"]["url"]).path
@@ -59,6 +61,7 @@ def fuzz(server: Server, folder: Path, requests: int, *only: str) -> collections
 
 def main() -> int:
     """Print the figures and return 0 where all is well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the `finally` below
     requests = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
     started: list[Process] = []
     with tempfile.TemporaryDirectory() as name:

@@ -79,7 +79,7 @@ def test_a_second_start_has_the_same_prompts_without_rendering_one(
         assert [prompt.id for prompt in prompts[1:9]] == ["rows.jsonl:2", "rows.jsonl:3"]
         state, expected = PromptStream(prompts, 7).state(), PromptStream(plain, 7).state()
         assert state == expected
-        assert cache.difficulties(prompts) == [2.0, 0.5, 1.0]
+        assert [cache.difficulty(prompts, index) for index in range(3)] == [2.0, 0.5, 1.0]
 
 
 def test_prompts_of_another_length_come_from_the_same_file(load: Load, rows: Path, folder: Path) -> None:

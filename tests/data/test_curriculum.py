@@ -24,8 +24,7 @@ def candidates(
         measured.record(index, when, rate)
     prompts = [Prompt(id=f"p{i}", token_ids=(1,), difficulty=(difficulties or {}).get(i)) for i in range(num)]
     members = [i for i in reversed(range(num)) if i not in retired]
-    given = [prompt.difficulty for prompt in prompts]
-    return Candidates(epoch=epoch, prompts=prompts, members=members, measured=measured, given=given)
+    return Candidates(epoch=epoch, prompts=prompts, members=members, measured=measured)
 
 
 def test_shuffle_keeps_the_order_of_the_members_and_sorted_goes_from_easy_to_hard() -> None:

@@ -175,7 +175,8 @@ def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, wr
     bos_tokenizer.chat_template = None
     with pytest.raises(DataError, match=r"set data\.chat_template: false"):
         load(source, bos_tokenizer)
-    plain = DataConfig(source=write_jsonl({"prompt": "a b", "key": "c d"}), chat_template=False, response_column="key")
+    source = write_jsonl({"prompt": "a b", "answer": "c d"})
+    plain = DataConfig(source=source, chat_template=False, response_column="answer")
     assert load_demonstrations(plain, bos_tokenizer, 20) == [([0, 3, 4], [5, 6, 1])]
 
 

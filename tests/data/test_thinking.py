@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hocket.config import DataConfig
 from hocket.data.prompts import Renderer, load_demonstrations, load_prompts
+from hocket.errors import DataError
 from hocket.rewards import builtin
 
 IM = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -65,7 +66,8 @@ def make_tokenizer(template: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.add_tokens(tags[2:], special_tokens=True)
+    fast.add_tokens(tags[2:4])
+    fast.add_tokens(tags[4:], special_tokens=True)
     fast.chat_template = template
     return fast
 
@@ -77,7 +79,7 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
 ) -> None:
     tokenizer, asked = make_tokenizer(TEMPLATES[name]), [{"role": "user", "content": "What is 6*7?"}]
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "What is 6*7?", "answer": "42", "response": "42"}), encoding="utf-8")
+    rows.write_text(json.dumps({"prompt": "What is 6*7?", "answer": "42", "response": WHOLE}), encoding="utf-8")
     data = DataConfig(source=str(rows), chat_template_kwargs=options)
     ((prompt,), _) = load_prompts(data, tokenizer, max_prompt_tokens=200)
     expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, **options)
@@ -88,7 +90,8 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
         assert builtin.think_format(completion, prompt.opening) == formed, completion
     ((shown, response),) = load_demonstrations(data, tokenizer, 200)
     assert shown == expected
-    assert tokenizer.decode(response) == f"42{END.get(name, '<|im_end|>')}"
+    said = CLOSED if prompt.opening == "<think>\n" else WHOLE  # what the template has begun is not said again
+    assert tokenizer.decode(response) == f"{said}{END.get(name, '<|im_end|>')}"
 
 
 @pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
@@ -104,3 +107,36 @@ def test_between_two_turns_stands_what_the_template_writes_there(name: str, opti
 def test_a_reward_may_ask_for_the_opening_and_options_that_are_hockets_are_refused() -> None:
     with pytest.raises(ValueError, match="chat_template_kwargs: tokenize can't be set"):
         DataConfig(chat_template_kwargs={"tokenize": True})
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "response", "trained"),
+    [
+        ("Qwen3-Thinking", {}, "<think>\n6*7</think>42", "6*7</think>42"),
+        ("Qwen3-Thinking", {}, "6*7</think>42", "6*7</think>42"),
+        ("Qwen3-Thinking", {}, "42", None),
+        ("Qwen3", OFF, "<think>\n\n</think>\n\n42", "42"),
+        ("Qwen3", OFF, "42", "42"),
+        ("Qwen3", {}, "42", "42"),
+    ],
+)
+def test_a_demonstration_goes_on_from_the_thought_that_the_template_opens_and_closes_it(
+    template: str, options: dict[str, Any], response: str, trained: str | None, tmp_path: Path
+) -> None:
+    rows, tokenizer = tmp_path / "rows.jsonl", make_tokenizer(TEMPLATES[template])
+    rows.write_text(json.dumps({"prompt": "What is 6*7?", "response": response}), encoding="utf-8")
+    data = DataConfig(source=str(rows), chat_template_kwargs=options)
+    if trained is None:
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: .* column 'response' never closes it: begin it with"):
+            load_demonstrations(data, tokenizer, 200)
+    else:
+        assert tokenizer.decode(load_demonstrations(data, tokenizer, 200)[0][1]) == f"{trained}<|im_end|>"
+
+
+def test_a_tokenizer_that_hides_the_end_of_a_thought_from_rewards_is_refused() -> None:
+    tokenizer = make_tokenizer(TEMPLATES["Qwen3"])
+    assert load_prompts(DataConfig(limit=1), tokenizer, max_prompt_tokens=200)
+    tokenizer.add_tokens("</think>", special_tokens=True)
+    assert tokenizer.decode(tokenizer(WHOLE)["input_ids"], skip_special_tokens=True) == "<think>6*742"
+    with pytest.raises(DataError, match='set "special": false'):
+        load_prompts(DataConfig(limit=1), tokenizer, max_prompt_tokens=200)

@@ -84,6 +84,8 @@ class FakeServers:
             self.open -= 1
 
 
+THINK = 99
+"""A token that opens a thought."""
 Plays = Callable[[Task, FakeSession], Awaitable[float | str | None]]
 
 
@@ -104,7 +106,7 @@ async def played(
         agent=agent,
         pool=servers,  # type: ignore[arg-type]
         limits=Limits(max_turns=6, max_length=64, timeout_s=most_s),
-        decode=lambda token_ids: " ".join(map(str, token_ids)),
+        decode=lambda token_ids: " ".join(map(str, token_ids)).replace(str(THINK), "<think>\n"),
         budget=TokenBudget(lambda: budget),
     )
     prompts = [
@@ -165,7 +167,7 @@ async def test_a_number_is_the_reward_text_is_scored_and_whom_a_limit_cut_off_ha
 ) -> None:
     async def plays(task: Task, session: FakeSession) -> float | str | None:
         if asks:
-            session.ask(5)
+            session.ask(5, THINK)
         session.cut_off = cut_off
         if isinstance(result, Exception):
             raise result
@@ -176,6 +178,8 @@ async def test_a_number_is_the_reward_text_is_scored_and_whom_a_limit_cut_off_ha
     assert (score.error, rollout.reward, rollout.finish_reason) == (error, reward, reason)
     assert error or score.total == (1.0 if reward is None else reward)
     assert rollout.text == (result if isinstance(result, str) else "said 0" * asks)
+    # What a call's prompt ends with stands before the model's text, not before the agent's own.
+    assert sequence.opening == ("<think>\n" if asks and not isinstance(result, str) else "")
     assert (rollout.num_sampled, sequence.turns) == (3 * asks, asks)
     assert asks or tuple(sequence.token_ids) == (0, 1)
 

@@ -23,6 +23,7 @@ from hocket.envs.tools import Tools
 from hocket.errors import ServerError
 from hocket.pool import Deadline
 from hocket.protocol import Completion, ToolCall
+from hocket.rewards.base import bind
 from hocket.rollout.collect import Seat
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.system import seed_of
@@ -455,14 +456,59 @@ async def test_a_budget_is_first_come_first_served_and_forgets_who_has_given_up_
     assert budget.held == 10
 
 
-async def one_episode(make: Callable[[], Environment], ask: Any, renderer: Renderer, opening: str = "") -> Rollout:
+async def one_episode(make: Callable[[], Environment], ask: Any, renderer: Renderer, **fields: Any) -> Rollout:
     """Play an episode whose prompt has two tokens."""
     seat = Seat(id="s/0/0", group="s/0", number=0, sampling=SAMPLING, deadline=Deadline(5))
     limits = Limits(max_turns=16, max_length=256, timeout_s=5.0)
-    prompt = Prompt(id="p", token_ids=(7, 8), opening=opening)
+    prompt = Prompt(id="p", token_ids=(7, 8), **fields)
     rollout = await Episode(prompt, seat, make, ask, renderer, limits, TokenBudget()).play()
     assert rollout.error is None
     return rollout
+
+
+async def test_later_turns_are_rendered_with_the_options_of_their_own_prompt() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny-tools")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mark }}"
+    turns = list[Turn]()
+
+    class Asks(Environment):
+        async def step(self, action: Action) -> Step:
+            return Step(messages=[{"role": "user", "content": "more"}]) if len(turns) == 1 else Step(done=True)
+
+    async def ask(turn: Turn) -> Completion:
+        turns.append(turn)
+        return fakes.completion(9, END, logprobs=(-0.5, -0.5))
+
+    training = Renderer(DataConfig(chat_template_kwargs={"mark": "+"}), tokenizer)
+    await one_episode(Asks, ask, training, options={"mark": "-"})  # as a prompt of eval.data
+    assert tokenizer.decode(turns[1].token_ids).endswith("more-")
+
+
+@pytest.mark.parametrize(
+    ("told", "said", "opening"),
+    [
+        (None, "42", "<think>\n"),  # the first turn: as the template begins it
+        (Step(messages=[{"role": "user", "content": "go"}]), "a</think>42", "<think>\n"),  # the template's again
+        (Step(text="so"), "a</think>42", ""),  # text alone, after a thought that was closed
+        (Step(text="so"), "a, b", "<think>"),  # or was not
+        (Step(text="so</think>"), "a, b", ""),
+    ],
+)
+async def test_a_reward_learns_which_thought_stands_open_before_the_last_turn(
+    renderer: Renderer, told: Step | None, said: str, opening: str
+) -> None:
+    steps = [told] if told else []
+
+    class Tells(Environment):
+        async def step(self, action: Action) -> Step:
+            return steps.pop() if steps else Step(done=True)
+
+    async def ask(turn: Turn) -> Completion:
+        return fakes.completion(9, END, logprobs=(-0.5, -0.5), text=said)
+
+    rollout = await one_episode(Tells, ask, renderer, opening="<think>\n")
+    assert bind("math", 1.0, {}).arguments(rollout)["opening"] == opening
+    assert rollout.text == said
 
 
 @pytest.mark.parametrize(
@@ -489,7 +535,7 @@ async def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_traine
         logprobs = (-0.5,) * len(token_ids)
         return Completion(token_ids=token_ids, logprobs=logprobs, text=text, finish_reason=finish, versions=versions)
 
-    rollout = await one_episode(lambda: SingleTurn(thinking_tokens=3), ask, renderer, opening)
+    rollout = await one_episode(lambda: SingleTurn(thinking_tokens=3), ask, renderer, opening=opening)
     assert rollout.text == (inserted or "").join(text for text, _ in said)
     assert rollout.finish_reason == said[-1][1]
     (sequence,) = rollout.sequences

@@ -15,7 +15,8 @@ from hocket.protocol import SamplingParams, SessionRequest
 from hocket.server import sessions as module
 from hocket.server.errors import ApiError
 from hocket.server.middleware import Guard
-from hocket.server.sessions import CURRENT, OpenSessions, RouteSessions
+from hocket.server.openai import RouteSessions
+from hocket.server.sessions import CURRENT, OpenSessions
 
 REQUEST = SessionRequest(sampling=SamplingParams(max_tokens=8, seed=5), max_length=20, max_calls=3, idle_timeout_s=60)
 

@@ -23,7 +23,8 @@ from hocket.config import load
 from hocket.protocol import Completion, SamplingParams, SessionRequest, Toolbox
 from hocket.server import main, vllm_api, vllm_weights
 from hocket.server.errors import ApiError
-from hocket.server.sessions import TOO_LONG, OpenSession, SampledCall
+from hocket.server.openai import TOO_LONG
+from hocket.server.sessions import OpenSession, SampledCall
 from hocket.server.worker import WorkerExtension
 
 NAMES = {
@@ -60,7 +61,7 @@ ARGUMENTS = {
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Any:
     before = dict(os.environ)
-    main.prepare_environment(1)
+    main.prepare_environment(1, threads=1)
     yield
     os.environ.clear()
     os.environ.update(before)

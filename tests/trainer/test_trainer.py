@@ -1,7 +1,6 @@
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -24,7 +23,7 @@ from hocket import tokenizer as tokenizers
 from hocket.config import TrainerConfig
 from hocket.errors import ConfigError, ServerError, TrainerError
 from hocket.trainer.engine import default_zero_stage
-from hocket.trainer.ranks import FAILURE, Ranks, _share_cores
+from hocket.trainer.ranks import FAILURE, Ranks
 from hocket.trainer.trainer import Trainer
 
 
@@ -195,16 +194,19 @@ def test_every_thread_computes_on_as_many_cores_as_the_ranks_agreed_on(trainer: 
     assert seen == [cores]
 
 
-def test_the_ranks_of_a_machine_share_half_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS")  # which is for all tests, and overrides it
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    cores = torch.get_num_threads()
-    try:
-        _share_cores()
-        assert torch.get_num_threads() == 12 // 2 // 2
-    finally:
-        torch.set_num_threads(cores)
+def test_a_trainer_computes_with_the_threads_of_its_share_unless_the_user_set_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", fail := Mock(side_effect=ValueError("far enough")))
+    with pytest.raises(ValueError, match="far enough"):
+        Ranks(timeout_s=60, cpu_threads=5)
+    monkeypatch.delenv("OMP_NUM_THREADS")  # which is for all tests
+    with pytest.raises(ValueError, match="far enough"):
+        Ranks(timeout_s=60, cpu_threads=5)
+    assert fail.call_count == 2
+    assert chosen.count(5) == 1
 
 
 @pytest.mark.parametrize(

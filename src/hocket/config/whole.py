@@ -42,6 +42,9 @@ class Config(Section):
         baseline = self.algorithm.baseline
         message = f"rollout.group_size=1 leaves algorithm.baseline={baseline} nothing to compare with: set 2 or more"
         yield rollout.group_size == 1 and baseline in ("mean", "leave_one_out"), message
+        thinks, share = (self.env.model_extra or {}).get("thinking_tokens"), self.algorithm.overlong_share
+        message = f"algorithm.overlong_share={share:g} would punish the thoughts that env.thinking_tokens allows: set 0"
+        yield bool(thinks and share), message
         run_dir, root = self.run_dir.resolve(), self.sync_root.resolve()
         inside = run_dir.is_relative_to(root) and run_dir != root
         message = f"run.dir={run_dir} must lie under sync.root={root}, where the server looks, in no hidden folder"

@@ -1,7 +1,8 @@
 """Keep prepared prompts in $XDG_CACHE_HOME/hocket/prompts (default: ~/.cache): a second start maps them into memory.
 
-A file is an Arrow table, named by a key of all that its prompts follow from and by the SHA-256 of its content, so that
-a damaged one is never used. The cache only saves time: where it fails, the prompts are prepared in memory.
+A file is an Arrow table, KEY-NUMBER-FINGERPRINT-SHA256.arrow: the key of all that its prompts follow from, how many
+were short enough, their fingerprint, and the hash of its content, so that a damaged one is never used. The cache only
+saves time: where it fails, the prompts are prepared in memory.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,14 @@ log = logging.getLogger(__name__)
 class Prompts(Sequence[Prompt]):
     """The prompts of an Arrow table that have at most `longest` tokens; each is made when it is asked for."""
 
-    def __init__(self, table: Any, longest: int, facts: Mapping[bytes, bytes]) -> None:
+    def __init__(self, table: Any, longest: int, known: tuple[str, str]) -> None:
         import pyarrow.compute as pc
 
         self._table = table
         self._rows = pc.indices_nonzero(pc.less_equal(pc.list_value_length(table["token_ids"]), longest)).to_numpy()
         self.num_dropped = len(table) - len(self._rows)
         self.difficulties: list[float | None] = table["difficulty"].take(self._rows).to_pylist()
-        known = int(facts[b"num_prompts"]) == len(self)  # were as many short enough, they were the same
-        self.fingerprint = facts[b"fingerprint"].decode() if known else None
+        self.fingerprint = known[1] if int(known[0]) == len(self) else None  # as many are short enough: the same ones
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -56,9 +56,9 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return known or _add(hashlib.sha256(), prompts)
 
 
-def difficulties(prompts: Sequence[Prompt]) -> list[float | None]:
-    """Return the difficulty of each prompt."""
-    return prompts.difficulties if isinstance(prompts, Prompts) else [prompt.difficulty for prompt in prompts]
+def difficulty(prompts: Sequence[Prompt], index: int) -> float | None:
+    """Return the difficulty of a prompt, without making it."""
+    return prompts.difficulties[index] if isinstance(prompts, Prompts) else prompts[index].difficulty
 
 
 def sha256_of(path: Path) -> str:
@@ -92,12 +92,12 @@ def _read(folder: Path, key: str, longest: int) -> Prompts | None:
     import pyarrow
 
     for path in folder.glob(f"{key}-*.arrow"):
-        if path.stem == f"{key}-{sha256_of(path)}":
+        _, num_prompts, fingerprint, content = path.stem.split("-")
+        if content == sha256_of(path):
             with suppress(OSError):  # another user's
                 path.touch()
-            reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
-            _, facts = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
-            return Prompts(reader.read_all(), longest, facts)
+            table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+            return Prompts(table, longest, (num_prompts, fingerprint))
     return None
 
 
@@ -117,16 +117,14 @@ def _write(folder: Path, key: str, longest: int, parts: Iterator[list[Prompt]]) 
                 fingerprint, num_prompts = _add(digest, short), num_prompts + len(short)
                 rows = [{"token_ids": p.token_ids, "difficulty": p.difficulty, "fields": _fields(p)} for p in part]
                 writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema))
-            facts = {"fingerprint": fingerprint, "num_prompts": str(num_prompts)}
-            writer.write_batch(pyarrow.RecordBatch.from_pylist([], schema), custom_metadata=facts)
-        os.replace(name, folder / f"{key}-{sha256_of(Path(name))}.arrow")
+        os.replace(name, folder / f"{key}-{num_prompts}-{fingerprint}-{sha256_of(Path(name))}.arrow")
     finally:
         Path(name).unlink(missing_ok=True)
 
 
 def _fields(prompt: Prompt) -> str:
     """Return the other fields as JSON. Raise TypeError if they would not come back as they are."""
-    fields = {name: getattr(prompt, name) for name in ("id", "text", "opening", "answer", "meta")}
+    fields = {name: getattr(prompt, name) for name in ("id", "text", "opening", "options", "answer", "meta")}
     fields["messages"] = None if prompt.messages is None else list(prompt.messages)
     text = json.dumps(fields)
     if repr(json.loads(text)) != repr(fields):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hocket.config import CurriculumConfig
+from hocket.data.cache import difficulty
 from hocket.registry import Registry
 from hocket.types import Prompt
 
@@ -41,11 +42,10 @@ class Candidates:
     prompts: Sequence[Prompt]
     members: Sequence[int]  # the prompts that are not retired, shuffled by (seed, epoch)
     measured: PassRates  # of all prompts
-    given: Sequence[float | None]  # the number of data.difficulty_column, of all prompts
 
     def difficulty(self, index: int) -> float | None:
         """Return the number of data.difficulty_column, else 1 - pass rate; None if neither is known."""
-        given, rate = self.given[index], self.measured.rates[index]
+        given, rate = difficulty(self.prompts, index), self.measured.rates[index]
         return given if given is not None or rate is None else 1 - rate
 
 

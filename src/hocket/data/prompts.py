@@ -11,9 +11,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from hocket import tokenizer as tokenizers
 from hocket.config import DataConfig
@@ -26,8 +28,9 @@ PROBE = "hocket-0123456789"  # the text of a made-up model turn, to find the tem
 TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 NUM_SHOWN = 5  # rows that an error names
 PART = 1024  # rows that are encoded together
-QUIET_S = 2.0  # that the preparation takes before it is shown
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
+
+Options = Mapping[str, Any] | None
 
 log = logging.getLogger(__name__)
 
@@ -36,31 +39,37 @@ class TooLongError(ValueError):
     """A text has more tokens than allowed."""
 
 
+def opening_of(prompt: str) -> str:
+    """Return the thought that a prompt ends with: opened, or opened and closed again; "" without one."""
+    found = OPENING.search(prompt)
+    return found[0] if found else ""
+
+
 def load_prompts(
-    data: DataConfig,
-    tokenizer: Any,
-    *,
-    max_prompt_tokens: int,
-    tools: Sequence[Mapping[str, Any]] = (),
-    doing: Callable[[str, float], None] = lambda what, seconds: None,
+    data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Sequence[Prompt], int]:
     """Return the prompts of `data.source`, and how many were too long; none is cut. Raise DataError for a bad row.
 
-    Those of a large source come from the cache. `doing` shows what takes long.
+    Those of a large source come from the cache.
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)
+    if any(token.special and token.content == "</think>" for token in tokenizer.added_tokens_decoder.values()):
+        advice = 'set "special": false for <think> and </think> in tokenizer.json and tokenizer_config.json'
+        raise DataError(f"the tokenizer has </think> as a special token: no reward would see a thought end; {advice}")
     if (content := identity(data)) is not None:
-        key = cache.key(content, data.model_dump_json(exclude={"max_prompt_tokens"}), *renderer.identity())
+        settings, template = data.model_dump_json(exclude={"max_prompt_tokens"}), tokenizer.chat_template
+        today = time.strftime("%F") if "strftime_now" in str(template) else None
+        key = cache.key(content, settings, template, today, list(tools), tokenizers.fingerprint(tokenizer))
 
         def parts() -> Iterator[list[Prompt]]:
-            yield from _parts(data, renderer, doing)
+            yield from _parts(data, renderer)
             if identity(data) != content:
                 raise OSError(f"{data.source} changed while it was read")
 
         if (found := cache.load(key, longest, parts)) is not None:
             return found, found.num_dropped
-    prompts = list(itertools.chain.from_iterable(_parts(data, renderer, doing)))
+    prompts = list(itertools.chain.from_iterable(_parts(data, renderer)))
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
     return kept, len(prompts) - len(kept)
 
@@ -70,7 +79,7 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
     renderer = Renderer(data, tokenizer)
     end, kept, num_rows = renderer.end_of_turn(), [], 0
     for prompts in _parts(data, renderer, with_response=True):
-        responses = renderer.encode([prompt.meta[data.response_column] for prompt in prompts])
+        responses = renderer.encode([prompt.answer or "" for prompt in prompts])
         rows = [([*prompt.token_ids], [*response, end]) for prompt, response in zip(prompts, responses, strict=True)]
         kept += [(prompt, response) for prompt, response in rows if len(prompt) + len(response) <= max_length]
         num_rows += len(rows)
@@ -81,19 +90,12 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
     return kept
 
 
-def _parts(
-    data: DataConfig,
-    renderer: "Renderer",
-    doing: Callable[[str, float], None] = lambda what, seconds: None,
-    *,
-    with_response: bool = False,
-) -> Iterator[list[Prompt]]:
+def _parts(data: DataConfig, renderer: "Renderer", *, with_response: bool = False) -> Iterator[list[Prompt]]:
     """Yield the prompts in parts, as encoding all at once takes gigabytes; raise DataError at the end for bad rows."""
-    rows, num_rows, problems, start = read_rows(data), 0, dict[str, str](), time.monotonic()
+    num_rows, problems = 0, dict[str, str]()
+    rows = iter(tqdm(read_rows(data), f"encoding {data.source}", unit=" rows", delay=2, mininterval=5))
     is_file = not data.source.startswith(("task:", "hf:"))
     while part := list(itertools.islice(rows, PART)):
-        if (seconds := time.monotonic() - start) > QUIET_S:
-            doing(f"preparing the prompts of {data.source}", seconds)
         rendered, num_rows = [], num_rows + len(part)
         for place, columns in part:
             try:
@@ -131,14 +133,11 @@ class Renderer:
         self._data, self._tokenizer = data, tokenizer
         self._tools = list(tools) or None
 
-    def identity(self) -> tuple[object, ...]:
-        """Return what texts and token ids follow from, besides the rows and the settings."""
-        template = self._tokenizer.chat_template
-        today = time.strftime("%F") if "strftime_now" in str(template) else None
-        return tokenizers.fingerprint(self._tokenizer), template, self._tools, today
-
     def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
-        """Return a row's text and Prompt fields; `with_response`: a demonstration's. ValueError names its fault."""
+        """Return a row's text and Prompt fields, or `with_response` a demonstration's, whose answer is the response.
+
+        Raise ValueError for a bad row.
+        """
         if isinstance(columns, bytes):
             columns = json.loads(columns)
         if not isinstance(columns, Mapping):
@@ -146,15 +145,15 @@ class Renderer:
         data = self._data
         value = _column(columns, data.prompt_column)
         messages = self._messages(value)
-        if with_response and not (isinstance(response := _column(columns, data.response_column), str) and response):
-            raise ValueError(f"column {data.response_column!r} must be text, got {response!r:.80}")
         asked = [message["content"] for message in messages or () if message["role"] == "user"]
         text = value if messages is None else self.render(messages)
+        opening = opening_of(text)
         return text, {
             "messages": messages,
             "text": value if messages is None else (asked or [messages[-1]["content"]])[-1],
-            "opening": found[0] if (found := OPENING.search(text)) else "",
-            "answer": None if with_response else self._answer(columns),
+            "opening": opening,
+            "options": data.chat_template_kwargs,
+            "answer": self._response(columns, opening) if with_response else self._answer(columns),
             "difficulty": None if with_response else self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
         }
@@ -173,8 +172,11 @@ class Renderer:
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
+    def render(self, messages: Sequence[Message], options: Options = None) -> str:
+        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be.
+
+        `options` of the template are those of the section by default; `eval.data` may have others.
+        """
         from jinja2 import TemplateError
 
         if not self._data.chat_template:
@@ -185,7 +187,7 @@ class Renderer:
                 tools=self._tools,
                 add_generation_prompt=True,
                 tokenize=False,
-                **self._data.chat_template_kwargs,
+                **(self._data.chat_template_kwargs if options is None else options),
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
@@ -196,7 +198,9 @@ class Renderer:
         # A byte is written as at least one character; of four, a tokenizer may compose or leave out three.
         return 4 * max(map(len, self._tokenizer.get_vocab()))
 
-    def following(self, messages: Sequence[Message], *, ended: int | None, at_most: float = math.inf) -> list[int]:
+    def following(
+        self, messages: Sequence[Message], options: Options = None, *, ended: int | None, at_most: float = math.inf
+    ) -> list[int]:
         """Return the tokens between a turn of the model and its next one, in which it receives `messages`.
 
         They are what the template writes after a made-up turn, so that nothing of the real one is rendered or encoded
@@ -204,7 +208,7 @@ class Renderer:
         `ended` is the token with which the model ended its turn; None if it was cut off, and the template's own end of
         turn is added. Raise ValueError if the template can't render them, TooLongError as `encode` does.
         """
-        _, found, after = self.render([*TURN, *messages]).partition(PROBE)
+        _, found, after = self.render([*TURN, *messages], options).partition(PROBE)
         if not found:
             raise ValueError("the chat template does not show what the model said before")
         (token_ids,) = self.encode([after], at_most=at_most)
@@ -240,6 +244,19 @@ class Renderer:
         if value[-1]["role"] == "assistant":
             raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
         return tuple(value)
+
+    def _response(self, columns: Mapping[str, Any], opening: str) -> str:
+        """Return the demonstration from where the prompt ends: behind the opening of a thought."""
+        column = self._data.response_column
+        response = _column(columns, column)
+        if not (isinstance(response, str) and response):
+            raise ValueError(f"column {column!r} must be text, got {response!r:.80}")
+        if opening and response.lstrip().startswith(opening.strip()):
+            response = response.lstrip().removeprefix(opening.strip()).lstrip()
+        if opening and "</think>" not in opening + response:
+            what = "the chat template opens a thought in the prompt"
+            raise ValueError(f"{what}, column {column!r} never closes it: begin it with the thought and </think>")
+        return response
 
     def _answer(self, columns: Mapping[str, Any]) -> str | None:
         column, pattern = self._data.answer_column, self._data.answer_pattern

@@ -45,7 +45,7 @@ class PromptStream:
     ) -> None:
         if not prompts:
             raise DataError("there is no prompt to train on; check data.source, data.limit and data.max_prompt_tokens")
-        self._prompts, self._difficulties = prompts, cache.difficulties(prompts)
+        self._prompts = prompts
         self._identity = {"seed": seed, "num_prompts": len(prompts), "fingerprint": cache.fingerprint(prompts)}
         self._curriculum = curriculum or Shuffle()
         self._retire_after, self._prompts_per_step = retire_after, prompts_per_step
@@ -147,13 +147,7 @@ class PromptStream:
         random.Random(f"{self._identity['seed']}:{self._epoch}").shuffle(shuffled)
         members = [index for index in shuffled if not self._is_retired(index)]
         plan = self._curriculum.plan(
-            Candidates(
-                epoch=self._epoch,
-                prompts=self._prompts,
-                members=members,
-                measured=self._measured,
-                given=self._difficulties,
-            )
+            Candidates(epoch=self._epoch, prompts=self._prompts, members=members, measured=self._measured)
         )
         name, played = type(self._curriculum).__name__, set(plan.order)
         if len(played) < len(plan.order) or not played.issubset(members):

@@ -26,7 +26,7 @@ MAX_TEXT = 2000  # characters of an error, or of the name of a part
 
 _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
     "completion": lambda rollout: rollout.text,  # what the policy wrote, without the end-of-sequence token
-    "opening": lambda rollout: rollout.prompt.opening,  # of a thought, where the template writes it: "<think>\n"
+    "opening": lambda rollout: rollout.sequences[-1].opening,  # of a thought, before the completion: "<think>\n"
     "prompt": lambda rollout: rollout.prompt.text,  # of the last user message, or the plain prompt
     "messages": lambda rollout: rollout.prompt.messages,  # the whole chat; None for a plain prompt
     "answer": lambda rollout: rollout.prompt.answer,  # the reference answer, or None

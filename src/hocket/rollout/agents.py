@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hocket.data.prompts import opening_of
 from hocket.envs import Agent, Observation, Task
 from hocket.errors import ServerError
 from hocket.pool import MAX_LOSSES, RecordedSession, ServerPool
@@ -22,6 +23,8 @@ from hocket.rollout.episode import EpisodeError, Limits, TokenBudget, Transcript
 from hocket.system import seed_of
 from hocket.types import Prompt, Rollout
 
+OPENING_TOKENS = 16
+"""Tokens at the end of a prompt that hold the opening of a thought, if there is one."""
 GRACE_S = 60.0
 """How long a server keeps a session beyond its agent's deadline; normally it is closed before."""
 CANCEL_S = 5.0
@@ -155,6 +158,7 @@ def join(calls: Iterable[AgentCall], decode: Callable[[Sequence[int]], str]) -> 
             transcript.add_observation(told, Observation(text=decode(told)))
         else:
             transcript = Transcript(asked)
+        transcript.opening = opening_of(decode(call.prompt_token_ids[-OPENING_TOKENS:]))
         transcript.add_completion(call.completion)
         transcripts.append(transcript)
     return transcripts
@@ -169,7 +173,7 @@ def _rollout(
 ) -> Rollout:
     transcripts = transcripts or [Transcript(prompt.token_ids)]
     if isinstance(returned, str):
-        transcripts[-1].text = returned
+        transcripts[-1].text, transcripts[-1].opening = returned, ""
     sequences = tuple(transcript.sequence() for transcript in transcripts)
     reward = returned if isinstance(returned, float) else None
     return Rollout(id=seat.id, prompt=prompt, sequences=sequences, reward=reward, error=error)

@@ -93,7 +93,8 @@ def late(failed: ServerError, seat: Seat) -> str:
 class Transcript:
     """The sequence so far, which begins with the prompt; tokens are only ever appended."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], opening: str = "") -> None:
+        self.opening = self._template_opening = opening
         self.token_ids, self.mask, self.logprobs = array("I"), list[bool](), array("d")
         self.dialogue: list[Message] = []
         self.versions: set[int] = set()
@@ -111,6 +112,10 @@ class Transcript:
         if observation is not None and observation.goes_on:
             self.text += observation.text
         elif observation is not None:
+            if self.turns:
+                thought = self.opening + self.text + observation.text
+                left_open = "<think>" if "<think>" in thought.rpartition("</think>")[2] else ""
+                self.opening = self._template_opening if observation.messages else left_open
             self.dialogue += observation.messages
             self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
 
@@ -138,13 +143,14 @@ class Transcript:
             version_max=max(self.versions, default=0),
             turns=self.turns,
             text=self.text,
+            opening=self.opening,
             dialogue=tuple(self.dialogue) if self.turns > 1 else (),
         )
 
 
 async def single_turn(prompt: Prompt, seat: Seat, *, ask: Ask) -> Rollout:
     """Play what an Episode plays with SingleTurn, at a third of its cost. The prompt must leave room for the turn."""
-    transcript, error = Transcript(prompt.token_ids), None
+    transcript, error = Transcript(prompt.token_ids, prompt.opening), None
     try:
         transcript.add_completion(await ask(model_turn(prompt, seat, 1, prompt.token_ids)))
     except ServerError as failed:
@@ -165,7 +171,7 @@ class Episode:
     budget: TokenBudget
 
     def __post_init__(self) -> None:
-        self.transcript = Transcript(self.prompt.token_ids)
+        self.transcript = Transcript(self.prompt.token_ids, self.prompt.opening)
         self.reward: float | None = None
         self._left_s = self.limits.timeout_s
         self._held = most_tokens(self.prompt, self.seat.sampling)
@@ -254,11 +260,11 @@ class Episode:
         if not observation.messages:
             return await self._text(observation)
         messages = [*(self.prompt.messages or ()), *observation.messages]
-        token_ids = await self._rendered(lambda: self._encode(self.renderer.render(messages)))
+        token_ids = await self._rendered(lambda: self._encode(self.renderer.render(messages, self.prompt.options)))
         if token_ids is None or len(token_ids) >= self.limits.max_length:
             length = "too many" if token_ids is None else len(token_ids)
             raise EpisodeError(f"reset: a prompt of {length} tokens leaves no room for a turn in model.max_length")
-        self.transcript = Transcript(token_ids)
+        self.transcript = Transcript(token_ids, self.prompt.opening)
         return []
 
     async def _between(self, step: Step, completion: Completion) -> list[int] | None:
@@ -266,8 +272,9 @@ class Episode:
         if not step.messages:
             return await self._text(step)
         ended = completion.token_ids[-1] if completion.finish_reason == "stop" else None
-        at_most = self.limits.max_length
-        return await self._rendered(lambda: self.renderer.following(step.messages, ended=ended, at_most=at_most))
+        at_most, options = self.limits.max_length, self.prompt.options
+        following = self.renderer.following
+        return await self._rendered(lambda: following(step.messages, options, ended=ended, at_most=at_most))
 
     async def _text(self, observation: Observation) -> list[int] | None:
         return await self._rendered(lambda: self._encode(observation.text)) if observation.text else []

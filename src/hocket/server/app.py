@@ -33,7 +33,8 @@ from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, cause_of, parse
 from hocket.server.generate import Job
 from hocket.server.middleware import MAX_BODY_BYTES, Guard
-from hocket.server.sessions import OpenSessions, RouteSessions
+from hocket.server.openai import RouteSessions
+from hocket.server.sessions import OpenSessions
 from hocket.system import cancel, run_in_thread
 
 logger = logging.getLogger("hocket")

@@ -20,6 +20,7 @@ from hocket.doctor import holder
 from hocket.errors import ConfigError, ServerError
 from hocket.server import vllm_api
 from hocket.server.errors import ApiError
+from hocket.system import cpu_threads
 
 if TYPE_CHECKING:
     from hocket.server.engine import Engine
@@ -46,7 +47,10 @@ def serve(config: Config) -> None:
     _check(server.host, config.token, random_init=config.model.random_init)
     with contextlib.closing(_bind(server.host, server.port)) as sock, _ending_children():
         os.register_at_fork(after_in_child=sock.close)  # the engine's process must not hold the port
-        prepare_environment(server.tensor_parallel_size)
+        workers = (config.launch.servers or 1) * server.tensor_parallel_size
+        in_turns = config.pipeline.max_staleness == 0
+        threads = cpu_threads(config.model.path, in_turns=in_turns, processes=workers)
+        prepare_environment(server.tensor_parallel_size, threads)
         try:
             for number in SIGNALS:
                 signal.signal(number, _interrupt)
@@ -78,7 +82,7 @@ def serve(config: Config) -> None:
         print("hocket: stopped", flush=True)
 
 
-def prepare_environment(tensor_parallel_size: int) -> None:
+def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
     """Set the environment variables of vLLM for this process and its children, except those that the user has set."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -90,8 +94,7 @@ def prepare_environment(tensor_parallel_size: int) -> None:
     if vllm_api.is_cpu_build():
         defaults |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process: one start less
-            # One core is the trainer's: two processes on the same core wait for each other in busy loops.
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
+            "OMP_NUM_THREADS": str(threads),
             "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs wait half a minute for a compiler
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }

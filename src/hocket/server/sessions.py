@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import hmac
 import itertools
-import json
 import re
 import secrets
 import time
@@ -16,22 +15,15 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from hocket.protocol import AgentCall, AgentRecord, Completion, SamplingParams, SessionRequest
-from hocket.server import openai
 from hocket.server.errors import ApiError
-from hocket.server.middleware import replay
-from hocket.system import run_in_thread, seed_of
+from hocket.system import seed_of
 
 CURRENT: ContextVar["OpenSession | None"] = ContextVar("session", default=None)
 """The session of the request that is being served."""
 MAX_SESSIONS = 4096
-ROUTES = frozenset({("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models")})
-"""The routes of vLLM that an agent may use."""
-TOO_LONG = frozenset({"input_tokens", "input_text"})
-"""Parameters that vLLM's routes blame for a prompt that leaves no room for an answer."""
-_PATH = re.compile(r"(/sessions/(?P<id>[^/]+))?(?P<route>/v1/.*)")
+PATH = re.compile(r"(/sessions/(?P<id>[^/]+))?(?P<route>/v1/.*)")
+"""A path of vLLM's OpenAI-compatible routes, in a session or in none."""
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -177,7 +169,7 @@ class OpenSessions:
 
     def admits(self, path: str, key: bytes) -> bool:
         """Return whether this key opens a path: one below its session's base URL."""
-        match = _PATH.fullmatch(path)
+        match = PATH.fullmatch(path)
         session = self._sessions.get(match["id"]) if match is not None else None
         return session is not None and hmac.compare_digest(session.key.encode(), key)
 
@@ -187,65 +179,3 @@ class OpenSessions:
         session.closed = True
         del self._sessions[session_id]
         return session
-
-
-class RouteSessions:
-    """Send requests to /sessions/ID/v1/... on to vLLM's own /v1/..., in that session and with the name `model`.
-
-    Bodies that would hurt vLLM get no further, on its own routes too.
-    """
-
-    def __init__(self, app: ASGIApp, sessions: OpenSessions, model: str) -> None:
-        self.app = app
-        self._sessions = sessions
-        self._model = model
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        match = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
-        session = body = None
-        if match is not None and scope["method"] == "POST":
-            message = await receive()  # it has the whole body
-            body = await run_in_thread(openai.read, message.get("body", b""))
-            receive = replay(message, receive)
-        if match is not None and match["id"] is not None:
-            session = self._sessions.get(match["id"])
-            if (scope["method"], match["route"]) not in ROUTES:
-                known = ", ".join(sorted(f"{method} {route}" for method, route in ROUTES))
-                text = f"a session has no {scope['method']} {match['route']}"
-                raise ApiError(404, "not_found", text, f"it has {known}")
-            if isinstance(body, dict):
-                message["body"] = json.dumps(self._checked(body)).encode()
-            scope = {**scope, "path": match["route"], "raw_path": match["route"].encode()}
-            send = _watched(send, session)
-        # None is set, too: a pipelined request would inherit the context of the one before it on its connection.
-        token = CURRENT.set(session)
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            CURRENT.reset(token)
-
-    def _checked(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a body with the right name of the model. Raises ApiError where it can't be recorded."""
-        wrong = [name for name in ("n", "best_of") if body.get(name) not in (None, 1)]
-        wrong += [name for name in ("use_beam_search", "echo") if body.get(name)]
-        wrong += [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) == 0]
-        if wrong:
-            reason = f"{', '.join(wrong)}: only one sampled completion per call can be trained"
-            raise ApiError(400, "not_recorded", reason, "leave it out")
-        return body | {"model": self._model}
-
-
-def _watched(send: Send, session: OpenSession) -> Send:
-    """Return a send that marks the session as cut off where vLLM itself refuses a prompt as too long."""
-    refused = False
-
-    async def watched(message: Message) -> None:
-        nonlocal refused
-        if message["type"] == "http.response.start":
-            refused = message["status"] == 400
-        elif refused:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # an error of another kind
-                session.cut_off |= json.loads(message["body"])["error"]["param"] in TOO_LONG
-        await send(message)
-
-    return watched

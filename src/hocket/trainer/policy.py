@@ -18,6 +18,7 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import TensorSpec
 from hocket.trainer import attention, lora
 from hocket.trainer.batching import TrainBatch
+from hocket.trainer.linear import use_onednn
 from hocket.trainer.logprobs import token_logprobs
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
@@ -69,6 +70,7 @@ class Policy(nn.Module):
                 module.p = 0.0
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0
+        use_onednn(model)
         if config.float32_head:
             compute_in_float32(model.get_output_embeddings())
 

@@ -30,7 +30,7 @@ _NO_DEADLINE = datetime.timedelta(days=365)  # for the next command: generation 
 class Ranks:
     """Connects to the other ranks, once all of them are there; no wait but that for a command exceeds `timeout_s`."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, cpu_threads: int | None = None) -> None:
         # Under a launcher every collective would print that its Python entry point is on its way out.
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
         self.rank = int(os.environ.setdefault("RANK", "0"))
@@ -47,7 +47,8 @@ class Ranks:
             self.device = torch.device("cuda", local_rank)
         else:
             self.device = torch.device("cpu")
-            _share_cores()
+            if cpu_threads is not None and "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(cpu_threads)
         self._num_threads = torch.get_num_threads()
         self.use_this_thread()
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -169,10 +170,3 @@ class Ranks:
             if failure is not None and not self._left.wait(GRACE_S):
                 print(f"hocket: rank {self.rank} ends, for {failure}", file=sys.stderr, flush=True)
                 os._exit(1)
-
-
-def _share_cores() -> None:
-    """Use half of the cores, shared by this machine's ranks: the engine that generates needs the rest."""
-    if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other's core make a step many times slower
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2 // local_size))

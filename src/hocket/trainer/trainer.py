@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
 from hocket.errors import ServerError, TrainerError
 from hocket.protocol import Health, TensorLayout, TensorSpec
-from hocket.system import seed_of
+from hocket.system import cpu_threads, seed_of
 from hocket.trainer import flops, guards, offload
 from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, minibatches, num_positions
 from hocket.trainer.critic import critic_metrics
@@ -75,7 +76,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     def __init__(self, config: Config, *, loss: BatchLoss | None = None, ranks: Ranks | None = None) -> None:
         self._owns_ranks, self._closed, self._broken = ranks is None, False, False
-        self.ranks = ranks or Ranks(config.trainer.collective_timeout_s)
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        in_turns = config.pipeline.max_staleness == 0
+        threads = cpu_threads(config.model.path, in_turns=in_turns, processes=local_size)
+        self.ranks = ranks or Ranks(config.trainer.collective_timeout_s, threads)
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
         self._epochs, self._minibatches = (1, 1) if loss else (config.algorithm.epochs, config.algorithm.minibatches)

@@ -1,0 +1,266 @@
+"""hocket beside TRL: the same model, prompts, lengths, reward and mathematics, in turns on one machine.
+
+    python benchmarks/peer.py [--layers 8 --hidden 512] [--tokens 128] [--mean 32] [--staleness 0,1] [--rounds 2] ...
+
+The model is a Qwen2 with random weights. Every token ends the completion with the same probability, 1 / `--mean`;
+without --mean completions are cut off at `--tokens`. The reward is random, the loss GRPO's with the tokens of the
+batch as denominator, clip 0.2, no KL, AdamW at 1e-6, gradients clipped to 1, float32, no activation checkpointing.
+
+TRL is installed into an environment of its own, which borrows torch and the other packages from this one. It generates
+with transformers, as it does by default; micro-batches have `--trl-batch` completions. hocket is started by the
+command `quickstart` with its defaults. Medians of the steps after the first two; memory is what all processes together
+have in RAM at most, with shared pages counted once.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+TRL = ("trl==1.16.0", "accelerate==1.15.0")
+VOCABULARY, GROUP = 10_240, 8
+COLD_STEPS = 2
+Figures = dict[str, list[float]]  # per step
+
+
+def make_model(folder: Path, options: argparse.Namespace) -> None:
+    """Write a model that ends with a constant probability, and its tokenizer, and prompts."""
+    draw = random.Random(0)
+    texts = [" ".join("".join(draw.choices(string.ascii_lowercase, k=6)) for _ in range(16)) for _ in range(2048)]
+    pieces = Tokenizer(models.BPE())
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<eos>", "<pad>"]
+    pieces.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet)
+    )
+    learnt = json.loads(pieces.to_str())["model"]
+    merges = [tuple(merge) for merge in learnt["merges"]]
+    tokenizer = Qwen2Tokenizer(learnt["vocab"], merges, unk_token="<pad>", eos_token="<eos>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 11 // 4 // 64 * 64,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=max(1, options.hidden // 256),
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # all states point about the same way: 8 times their length is noise of embeddings and layers
+        model.get_input_embeddings().weight[:, 0] += 8.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[0] = 0.0
+        logits_bv = model(torch.arange(2, 202)[:, None]).logits[:, -1]
+        wanted = logits_bv[:, 1:].logsumexp(-1).mean() - (
+            torch.tensor(options.mean - 1.0).log() if options.mean else 20
+        )
+        state = model.model(torch.arange(2, 202)[:, None]).last_hidden_state[:, -1, 0].mean()
+        model.lm_head.weight[0, 0] = wanted / state
+    model.save_pretrained(folder)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts[:512]))
+    print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters", flush=True)
+
+
+def watched(command: list[str], log: Path, env: dict[str, str]) -> float:
+    """Run a command to its end, and return the most GiB of RAM that its processes had together."""
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
+        )
+    largest = 0
+    try:
+        while child.poll() is None:
+            sizes = []
+            for process in [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]:
+                try:
+                    sizes.append(process.memory_full_info().pss)
+                except psutil.Error:
+                    continue
+            largest = max(largest, sum(sizes))
+            time.sleep(0.5)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGINT)
+            child.wait(60)
+    if child.returncode:
+        sys.exit(f"{' '.join(command)}\nended with {child.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
+    return largest / 2**30
+
+
+def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespace) -> tuple[Figures, float]:
+    """Train with hocket's quickstart."""
+    settings = [
+        f"run.dir={folder}/run",
+        f"model.path={model}",
+        f"data.source={model}/prompts.jsonl",
+        "data.chat_template=false",
+        "data.answer_column=null",
+        "rewards.functions={random: 1}",
+        f"rollout.prompts_per_step={options.prompts}",
+        f"rollout.group_size={GROUP}",
+        f"rollout.max_tokens={options.tokens}",
+        f"algorithm.epochs={options.updates}",
+        f"pipeline.max_staleness={staleness}",
+        f"trainer.steps={options.steps}",
+        "trainer.learning_rate=1e-6",
+        "trainer.gradient_checkpointing=false",
+        "eval.num_prompts=0",
+        "checkpoint.every_steps=0",
+        "observe.console=plain",
+        *options.set,
+    ]
+    memory = watched([sys.executable, str(ROOT / "run.py"), "quickstart", *settings], folder / "log", {})
+    steps = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if step.get("time/step")]
+    generate = "time/generate" if staleness == 0 else "time/batch"
+    return {
+        "step": [step["time/step"] for step in steps],
+        "generate": [step[generate] for step in steps],
+        "train": [step["time/train"] + step.get("time/measure", 0.0) for step in steps],
+        "tokens": [step["rollout/tokens"] for step in steps],
+    }, memory
+
+
+def trl(model: Path, folder: Path, options: argparse.Namespace) -> tuple[Figures, float]:
+    """Train with TRL, in the environment of its own."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hocket" / TRL[0]
+    python = home / "bin" / "python"
+    if not (home / "complete").exists():
+        print(f"installing {' '.join(TRL)} into {home}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
+        (site,) = home.glob("lib/python*/site-packages")
+        (site / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *TRL], check=True)
+        (home / "complete").touch()
+    told = {**vars(options), "model": str(model), "output": str(folder)}
+    memory = watched([str(python), __file__, "--as-trl", json.dumps(told)], folder / "log", {"WANDB_DISABLED": "true"})
+    return json.loads((folder / "figures.json").read_text()), memory
+
+
+def play_trl(told: dict[str, Any]) -> None:
+    """Train with TRL in this process, and write its figures."""
+    import datasets
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    figures: Figures = {"step": [], "generate": [], "train": [], "tokens": []}
+    generated, tokens, last = [0.0], [0], [0.0]
+
+    class Timed(GRPOTrainer):  # type: ignore[misc]  # in the other environment
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = super()._generate(*args, **kwargs)
+            generated[0] += time.perf_counter() - begin
+            return result
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        tokens[0] += sum(map(len, completion_ids))
+        return [random.random() for _ in completion_ids]
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            last[0] = time.perf_counter()
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step % told["updates"]:
+                return
+            seconds, last[0] = time.perf_counter() - last[0], time.perf_counter()
+            for name, value in (("step", seconds), ("generate", generated[0]), ("train", seconds - generated[0])):
+                figures[name].append(value)
+            figures["tokens"].append(tokens[0])
+            generated[0], tokens[0] = 0.0, 0
+
+    settings = GRPOConfig(
+        output_dir=told["output"],
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,
+        model_init_kwargs={"dtype": "float32"},
+        per_device_train_batch_size=told["trl_batch"],
+        gradient_accumulation_steps=told["prompts"] * GROUP // told["trl_batch"],
+        num_generations=GROUP,
+        num_iterations=told["updates"],
+        max_completion_length=told["tokens"],
+        max_steps=told["steps"] * told["updates"],
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="dapo",
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = datasets.Dataset.from_json(f"{told['model']}/prompts.jsonl")
+    trainer = Timed(told["model"], reward, settings, train_dataset=data, callbacks=[Clock()])
+    trainer.train()
+    Path(told["output"], "figures.json").write_text(json.dumps(figures))
+
+
+def show(name: str, figures: Figures, memory: float) -> float:
+    """Print a row, and return the seconds of a step."""
+    step, generate, train = (statistics.median(figures[key][COLD_STEPS:]) for key in ("step", "generate", "train"))
+    speed = sum(figures["tokens"][COLD_STEPS:]) / sum(figures["step"][COLD_STEPS:])
+    length = statistics.mean(figures["tokens"][COLD_STEPS:])
+    print(
+        f"{name:16} {step:6.2f} s a step, generate {generate:6.2f}, train {train:6.2f}, {speed:6.0f} tokens/s of "
+        f"{length:.0f} a step, {memory:.2f} GiB",
+        flush=True,
+    )
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--prompts", type=int, default=8, help="per step, of 8 completions each")
+    parser.add_argument("--tokens", type=int, default=128, help="longest completion")
+    parser.add_argument("--mean", type=float, default=0, help="mean length if none were cut off; 0: all are")
+    parser.add_argument("--updates", type=int, default=1, help="passes over a batch, each with one update")
+    parser.add_argument("--staleness", default="0,1", help="values of hocket's pipeline.max_staleness")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--trl-batch", type=int, default=16)
+    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for hocket")
+    parser.add_argument("--as-trl", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_trl:
+        play_trl(json.loads(options.as_trl))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", options)
+        for number in range(options.rounds):
+            (folder / f"trl-{number}").mkdir()
+            theirs = show("TRL", *trl(folder / "model", folder / f"trl-{number}", options))
+            for staleness in map(int, options.staleness.split(",")):
+                (own := folder / f"hocket-{number}-{staleness}").mkdir()
+                step = show(f"hocket, k={staleness}", *hocket(folder / "model", own, staleness, options))
+                print(f"{'':16} {theirs / step:.2f} times TRL's steps per second", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What `train --dry-run` says of servers and rewards, with a trainer that loads nothing."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hocket import commands
+from hocket.client import ServerClient
+from hocket.config import load
+from hocket.errors import ConfigError, ServerError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Returns what a dry run prints; one server answers, http://up."""
+
+    async def health(self: ServerClient) -> Any:
+        if self.url != "http://up":
+            raise ServerError("refused", code="unreachable")
+        return SimpleNamespace()
+
+    trainer = SimpleNamespace(num_parameters=7, memory="little", check_same_model=lambda health: None)
+    monkeypatch.setattr(ServerClient, "health", health)
+    monkeypatch.setattr(commands.Parts, "trainer", lambda self, stack: trainer)
+
+    def run(*settings: str) -> str:
+        model = tmp_path / "model"
+        shutil.copytree(ROOT / "checkpoints" / "tiny-sort", model, dirs_exist_ok=True)
+        template = (model / "chat_template.jinja").read_text(encoding="utf-8")
+        (model / "chat_template.jinja").write_text(template.rstrip("\n") + "<think>\n\n", encoding="utf-8")
+        places = (f"model.path={model}", f"run.dir={tmp_path / 'run'}", "observe.console=plain", "data.limit=4")
+        config = load(None, [*places, "rewards.functions={think_format: 1, exact_match: 1}", *settings])
+        commands.train(config, dry_run=True)
+        return capsys.readouterr().out.replace("\n", " ")
+
+    return run
+
+
+def test_a_dry_run_pays_an_answer_behind_the_thought_that_the_template_opens(dry_run: Any) -> None:
+    said = dry_run("server.urls=[http://up,http://down]")
+    assert r"rewards of 'a thought\n</think>\n\n" in said
+    assert "'think_format': 1.0" in said
+    assert "server http://up has the same model and tokenizer" in said
+    assert "no server answers at http://down yet" in said
+
+
+def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    assert f"server.discover={file} finds no server" in dry_run(f"server.discover={file}")
+    file.write_text("http://up\n", encoding="utf-8")
+    assert "server http://up has the same model" in dry_run(f"server.discover={file}")
+    assert "nothing stands in the way" in dry_run("launch.share_gpu=true", "server.urls=http://down")
+    with pytest.raises(ConfigError, match=r"the server holds the GPU of launch\.share_gpu: stop it"):
+        dry_run("launch.share_gpu=true", "server.urls=http://up")
