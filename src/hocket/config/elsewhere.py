@@ -65,5 +65,7 @@ def name_here(key: str) -> str | None:
 
 def names_table() -> str:
     """Return the names as a Markdown table."""
-    rows = (f"| {here} | {', '.join(f'`{name}`' for name in names.split())} |" for here, names in NAMES_ELSEWHERE.items())
+    rows = (
+        f"| {here} | {', '.join(f'`{name}`' for name in names.split())} |" for here, names in NAMES_ELSEWHERE.items()
+    )
     return "\n".join(["| here | in TRL, OpenRLHF or verl |", "|---|---|", *rows])
