@@ -192,7 +192,8 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         except httpx.TransportError as error:
             cause = str(error) or type(error).__name__
             raise ServerError(
-                f"can't reach {self.url}{route}: {cause}; does a server run there?", code="unreachable"
+                f"can't reach {self.url}{route}: {cause}; start one there: python3 run.py serve CONFIG",
+                code="unreachable",
             ) from error
         except RuntimeError as error:
             if not self.is_closed:
