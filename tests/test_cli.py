@@ -72,6 +72,11 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
         (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a Python file; paths are relative to"),
         (["launch", "--submit"], "--output and --submit need an --engine"),
         (["rollout", "run.dir=HERE"], "holds a run of 3 steps already; choose another run.dir"),
+        (
+            ["eval", f"{ROOT}/config/quickstart.yaml", "--json", "eval.sample=1"],
+            "command line: unknown key 'eval.sample'",
+        ),
+        (["generate", "-p", "a", "server.port=1"], "start one there: python3 run.py serve CONFIG"),
         (["generate", "-p", "a", "-n", "0"], "can't be asked for: Input should be greater than or equal to 1"),
     ],
 )

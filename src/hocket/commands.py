@@ -103,8 +103,8 @@ def _check(parts: "Parts", stack: ExitStack) -> None:
             except ServerError as error:  # there is none yet
                 say(str(error))
         async with ServerPool(urls, token=config.token) as servers:
-            asked = [(one.url, one.server) for one in servers.members]
-            return {url: await server.health() if await server.answers() else None for url, server in asked}
+            members = servers.members
+            return {one.url: await one.server.health() if await one.server.answers() else None for one in members}
 
     found = asyncio.run(look())
     if config.launch.share_gpu and any(found.values()):
