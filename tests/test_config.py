@@ -105,7 +105,8 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
 @pytest.mark.parametrize(
     ("overrides", "answer"),
     [
-        ("algorithm.preset=grop", "algorithm.preset: Input should be 'grpo', 'dapo'"),
+        ("algorithm.preset=dr-grpo", "algorithm.preset: Input should be 'grpo', 'dapo'"),
+        ("algorithm.preset=dr-grpo", "(did you mean 'dr_grpo'?)"),
         ("algorithm.correction=[]", "algorithm.correction: Input should be"),
         ("algorithm.baseline=none", "set scale to tokens or none"),
         ("algorithm.baseline=critic algorithm.scale=batch", "set scale to tokens or none"),
@@ -121,7 +122,16 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("algorithm.kl=k1 algorithm.kl_coef=0.1 algorithm.kl_in=reward", "with kl_in=reward set another scale"),
         ("trainer.stps=3", "unknown key 'trainer.stps'; did you mean 'trainer.steps'?"),
         ("eval.data.sauce=x", "unknown key 'eval.data.sauce'; did you mean 'eval.data.source'?"),
-        ("zzzz=1", "`python run.py config --reference` lists every key"),
+        ("modle.path=x", "unknown key 'modle.path'; did you mean 'model.path'?"),
+        ("learning_rate=1", "did you mean 'critic.learning_rate' or 'trainer.learning_rate'?"),
+        ("zzzz=1", "unknown key 'zzzz'; `python run.py config --reference` lists all"),
+        ("trainer.temperature=1", "unknown key 'trainer.temperature'; `python run.py config --reference` lists all"),
+        ("lr=1e-5", "unknown key 'lr'; here that is trainer.learning_rate"),
+        ("critic.optim.lr=1e-5", "unknown key 'critic.optim.lr'; here that is critic.learning_rate"),
+        ("algorithm.beta=0.1", "unknown key 'algorithm.beta'; here that is algorithm.kl_coef, with algorithm.kl"),
+        ("actor_rollout_ref.rollout.n=4", "unknown key 'actor_rollout_ref.rollout.n'; here that is rollout.group_size"),
+        ("actor_rollout_ref.actor.clip_ratio=1 actor_rollout_ref.rollout.n=4", "n'; here that is rollout.group_size"),
+        ("rollout.top_p=0.9", "here that is no setting: training samples from the whole distribution"),
         ("model.lora.rnk=8", "did you mean 'model.lora.rank'"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
         ("rollout.group_size=1", "nothing to compare with: set 2 or more"),
@@ -139,7 +149,7 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("sync.timeout_s=600", "must exceed 4 · sync.timeout_s = 2400: ranks wait"),
         ("pipeline.replay=runs/default", "this run's own folder"),
         ("trainer.steps", "overrides look like section.key=value"),
-        ("trainer.steps=[1", "not valid YAML"),
+        ("trainer.steps=[1", "not valid YAML: expected ',' or ']'"),
         ("data.answer_pattern=x", "data: answer_pattern needs a group (...) around the answer"),
         ("data.answer_pattern=(x) data.answer_column=null", "data: answer_pattern needs answer_column"),
         ("data.system_prompt=x data.chat_template=false", "data: system_prompt needs chat_template: true"),
@@ -164,17 +174,31 @@ def test_a_mistake_is_answered_with_its_name_or_the_fix(overrides: str, answer: 
         config.load(None, overrides.split(" ")[1:])
 
 
-def test_mistakes_are_listed_with_the_file_and_one_that_is_no_config_is_refused(tmp_path: Path) -> None:
+def test_a_mistake_is_blamed_on_the_file_or_the_command_line_or_both(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, "trainer: {steps: 0, sed: 1}\n")
-    assert str(caught.value).count(f"{tmp_path}/run.yaml: ") == 2
+        load(tmp_path, "trainer: {steps: 0, sed: 1}\n", "trainer.stps=1", "rollout.group_size=0", "sync.delta=true")
+    assert [line.partition(": ")[0] for line in str(caught.value).splitlines()] == [
+        "command line", str(file), str(file), "command line"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=f"^{file} with the command line: sync.delta=true needs"):
+        load(tmp_path, "sync: {backend: nccl}\n", "sync.delta=true")
     for text, answer in (
-        ("- a\n", "must be a mapping of sections, got list"),
-        ("a: [\n", "can't read the config"),
+        ("- a\n", f"{file} must be a mapping of sections, got list"),
+        ("a: [\n", rf"(?s)can't read the config {file}: .* in \"{file}\", line 2"),
         ("trainer: 3\n", "'trainer' is not a section"),
     ):
         with pytest.raises(ConfigError, match=answer):
             load(tmp_path, text, "trainer.steps=1")
+
+
+def test_every_name_from_elsewhere_leads_to_a_setting_and_is_none_here() -> None:
+    keys = set(re.findall(r"^\| `([a-z_.]+)`", config.reference(), re.MULTILINE)) | {"eval.data.source"}
+    for here, there in config.NAMES_ELSEWHERE.items():
+        assert set(re.findall(r"\w+\.[\w.]+", here)) <= keys, here
+        assert not [name for name in there.split() for key in keys if f".{key}".endswith(f".{name}")]
+    names = " ".join(config.NAMES_ELSEWHERE.values()).split()
+    assert len(set(names)) == len(names)
 
 
 def test_a_reward_may_be_a_weight_alone_or_have_arguments() -> None:

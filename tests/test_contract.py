@@ -13,7 +13,8 @@ SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
     {"errors", "types", "system", "processes"},
-    {"registry", "config", "protocol", "environment"},
+    {"registry"},
+    {"config", "protocol", "environment"},
     {"manifest", "tokenizer"},
     {"data"},
     {"weight_group", "delta"},

@@ -28,13 +28,16 @@ def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit status; an error is one sentence, with --traceback after its traceback."""
     launch.die_with_launcher()
     # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
-    args = _parser().parse_args([arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))])
+    parser, typed = _parser(), [arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))]
+    args, rest = parser.parse_known_args(typed)
+    if wrong := [arg for arg in rest if arg.startswith("-") or "settings" not in args]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     command: Callable[[argparse.Namespace], int | None] = args.run
     if args.traceback:
         os.environ[TRACEBACK] = "1"  # for the processes that this one starts, too
     try:
         if "settings" in args:
-            args.config, args.arguments = read_settings(args.settings, args.default)
+            args.config, args.arguments = read_settings([*args.settings, *rest], args.default)  # options between them
         return command(args) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

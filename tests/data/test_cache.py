@@ -196,8 +196,8 @@ def test_files_that_nobody_used_for_a_month_are_removed(load: Load, rows: Path, 
     (used,) = folder.iterdir()
     killed = folder / f"{cache.PARTIAL}x"
     killed.touch()
-    for file in (used, killed):
-        os.utime(file, (0, time.time() - cache.UNUSED_S - 60))
+    for file, unused_s in (used, cache.UNUSED_S), (killed, cache.ABANDONED_S):
+        os.utime(file, (0, time.time() - unused_s - 60))
     load(rows)  # is used again
     load(rows, limit=sources.NUM_ROWS + 1)
     left = list(folder.iterdir())

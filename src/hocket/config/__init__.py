@@ -5,6 +5,7 @@ No engine and no torch are imported here, so that a mistake is reported within a
 """
 
 from hocket.config.algorithm import *  # noqa: F403
+from hocket.config.elsewhere import *  # noqa: F403
 from hocket.config.loading import *  # noqa: F403
 from hocket.config.sections import *  # noqa: F403
 from hocket.config.whole import *  # noqa: F403

@@ -11,21 +11,27 @@ import pydantic_core
 import yaml
 from pydantic.fields import FieldInfo
 
+from hocket.config.elsewhere import name_here, names_table
 from hocket.config.sections import DataConfig, Section, UserPath
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
+from hocket.registry import nearest
+
+SURE = 0.8  # similarity of a key to a known one, of which it is a misspelling
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a YAML file (None: defaults), apply `section.key=value` overrides, whose values are YAML, and validate.
 
     Raises:
-        ConfigError: with the file, the key, and the nearest known key of an unknown one.
+        ConfigError: with the file or the command line, the key, and what an unknown one is called here.
     """
     values: Any = {}
+    overrides = [*overrides]
     if path is not None:
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            with Path(path).open(encoding="utf-8") as file:  # YAML's errors name it
+                values = yaml.safe_load(file) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"can't read the config {path}: {error}") from error
         if not isinstance(values, dict):
@@ -35,8 +41,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     try:
         return Config.model_validate(values)
     except pydantic.ValidationError as error:
-        where = f"{path}: " if path is not None else ""
-        raise ConfigError("\n".join(where + _explain(item) for item in error.errors())) from error
+        wrong = (one for item in error.errors() for one in _explain(item))
+        raise ConfigError("\n".join(_source(key, path, overrides) + text for key, text in wrong)) from error
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
@@ -80,7 +86,7 @@ def changes(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, A
 def reference() -> str:
     """Return every key with its default and description, as a Markdown table."""
     rows = (f"| `{key}` | `{_default(field)}` | {field.description} |" for key, field in _settings())
-    return "\n".join(["| key | default | what it does |", "|---|---|---|", *rows])
+    return "\n".join(["| key | default | what it does |", "|---|---|---|", *rows, "", names_table()])
 
 
 def _settings() -> Iterator[tuple[str, FieldInfo]]:
@@ -115,7 +121,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
     try:
         value = text if literal else yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"the value in {override!r} is not valid YAML: {error}") from error
+        problem = getattr(error, "problem", error)
+        raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
     if not literal and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):  # YAML 1.1 reads 1e-6 as text
         value = float(text)
     *parents, leaf = key.split(".")
@@ -137,15 +144,42 @@ def _is_text(key: str) -> bool:
     return all(kind in (str, UserPath, re.Pattern[str], type(None)) for kind in get_args(model) or (model,))
 
 
-def _explain(item: Any) -> str:
-    """Return what is wrong with one key."""
-    where = [str(part) for part in item["loc"]]
-    key = ".".join(where)
-    if item["type"] != "extra_forbidden":
-        message = item["msg"].removeprefix("Value error, ")
-        return f"{key}: {message}" if key else message
-    sections = list(Config.model_fields)
-    known = [*sections, *(key for key, _ in _settings()), *(f"eval.data.{name}" for name in DataConfig.model_fields)]
-    close = difflib.get_close_matches(key, known, n=1) or difflib.get_close_matches(where[-1], sections, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "`python run.py config --reference` lists every key"
-    return f"unknown key {key!r}; {hint}"
+def _source(key: str, path: str | Path | None, overrides: Sequence[str]) -> str:
+    """Return whose fault a key is, the file's or the command line's; nothing without a file."""
+    if path is None:
+        return ""
+    given = [override.partition("=")[0] for override in overrides]
+    if any(f"{key}.".startswith(f"{one}.") for one in given):
+        return "command line: "
+    return f"{path} with the command line: " if any(one.startswith(key) for one in given) else f"{path}: "
+
+
+def _explain(item: Any) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong with it); a section that is unknown has several."""
+    key = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        yield from ((one, f"unknown key {one!r}; {_hint(one)}") for one in _leaves(key, item["input"]))
+        return
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "literal_error":
+        message += nearest(str(item["input"]), re.findall("'(.*?)'", message))
+    yield key, f"{key}: {message}" if key else message
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """Yield the keys of the values in a mapping of mappings."""
+    if not isinstance(value, Mapping) or not value:
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
+
+
+def _hint(key: str) -> str:
+    """Say what an unknown key is called here, if that is sure."""
+    if here := name_here(key):
+        return f"here that is {here}"
+    known = [*(key for key, _ in _settings()), *(f"eval.data.{name}" for name in DataConfig.model_fields)]
+    close = [one for one in known if one.endswith(f".{key}")] or difflib.get_close_matches(key, known, 1, SURE)
+    close = close or difflib.get_close_matches(key, Config.model_fields, 1, SURE)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else "`python run.py config --reference` lists all"

@@ -19,8 +19,8 @@ from typing import Any
 
 from hocket.types import Prompt
 
-UNUSED_S = 30 * 86_400.0  # after which a file is removed
-PARTIAL = ".partial-"
+PARTIAL = ".partial-"  # begins the names of files that are being written
+UNUSED_S, ABANDONED_S = 30 * 86_400.0, 3600.0  # after which a file is removed, and one of a start that was killed
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,8 @@ def _write(folder: Path, key: str, longest: int, parts: Iterator[list[Prompt]]) 
     import pyarrow
 
     for file in folder.iterdir():
-        if file.stat().st_mtime < time.time() - UNUSED_S:
+        limit_s = ABANDONED_S if file.name.startswith(PARTIAL) else UNUSED_S
+        if file.stat().st_mtime < time.time() - limit_s:
             file.unlink(missing_ok=True)
     columns = {"token_ids": pyarrow.list_(pyarrow.int32()), "difficulty": pyarrow.float64(), "fields": pyarrow.string()}
     schema, digest, num_prompts = pyarrow.schema(columns), hashlib.sha256(), 0

@@ -30,7 +30,7 @@ NUM_SHOWN = 5  # rows that an error names
 PART = 1024  # rows that are encoded together
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
 
-Options = Mapping[str, Any] | None
+Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
 
 log = logging.getLogger(__name__)
 
@@ -134,10 +134,7 @@ class Renderer:
         self._tools = list(tools) or None
 
     def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
-        """Return a row's text and Prompt fields, or `with_response` a demonstration's, whose answer is the response.
-
-        Raise ValueError for a bad row.
-        """
+        """Return a row's text and Prompt fields; `with_response` its answer is that. ValueError names its fault."""
         if isinstance(columns, bytes):
             columns = json.loads(columns)
         if not isinstance(columns, Mapping):
@@ -173,10 +170,7 @@ class Renderer:
         return encoded
 
     def render(self, messages: Sequence[Message], options: Options = None) -> str:
-        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be.
-
-        `options` of the template are those of the section by default; `eval.data` may have others.
-        """
+        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
         from jinja2 import TemplateError
 
         if not self._data.chat_template:
