@@ -6,10 +6,10 @@ The model is a Qwen2 with random weights. Every token ends the completion with t
 without --mean completions are cut off at `--tokens`. The reward is random, the loss GRPO's with the tokens of the
 batch as denominator, clip 0.2, no KL, AdamW at 1e-6, gradients clipped to 1, float32, no activation checkpointing.
 
-TRL is installed into an environment of its own, which borrows torch and the other packages from this one. It generates
-with transformers, as it does by default; micro-batches have `--trl-batch` completions. hocket is started by the
-command `quickstart` with its defaults. Medians of the steps after the first two; memory is what all processes together
-have in RAM at most, with shared pages counted once.
+TRL is installed into an environment of its own, which borrows torch and the other packages from this one. It
+generates with transformers, as it does by default. hocket is started by the command `quickstart`. Micro-batches have
+`--trl-batch` completions, in hocket as many tokens. Medians of the steps after the first one; memory is what all
+processes together have in RAM at most, with shared pages counted once.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
-VOCABULARY, GROUP = 10_240, 8
-COLD_STEPS = 2
+VOCABULARY, GROUP, PROMPT_TOKENS = 10_240, 8, 64
+COLD_STEPS = 1
 Figures = dict[str, list[float]]  # per step
 
 
@@ -121,6 +121,7 @@ def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespac
         f"rollout.group_size={GROUP}",
         f"rollout.max_tokens={options.tokens}",
         f"algorithm.epochs={options.updates}",
+        f"trainer.micro_batch_tokens={options.trl_batch * (options.tokens + PROMPT_TOKENS)}",
         f"pipeline.max_staleness={staleness}",
         f"trainer.steps={options.steps}",
         "trainer.learning_rate=1e-6",

@@ -1,6 +1,7 @@
 """Run threads and tasks, write files atomically, derive seeds, measure time and memory. Standard library only."""
 
 import asyncio
+import ctypes
 import functools
 import hashlib
 import os
@@ -81,6 +82,12 @@ def cpu_threads(model: str, *, processes: int) -> int:
     cores, folder = len(os.sched_getaffinity(0)), Path(model)
     is_small = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL
     return max(1, (cores // 2 if is_small else cores) // processes)
+
+
+def return_freed_memory() -> None:
+    """Return what the C library keeps of freed tensors to the system; without this it grows from step to step."""
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def flush(path: Path) -> None:

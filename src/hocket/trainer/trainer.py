@@ -20,7 +20,7 @@ from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
 from hocket.errors import ServerError, TrainerError
 from hocket.protocol import Health, TensorLayout, TensorSpec
-from hocket.system import cpu_threads, seed_of
+from hocket.system import cpu_threads, return_freed_memory, seed_of
 from hocket.trainer import flops, guards, offload
 from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, minibatches, num_positions
 from hocket.trainer.critic import critic_metrics
@@ -245,6 +245,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         for learner in self.models.learners:
             if learner.name in names:
                 learner.engine.end_step()
+        if self.device.type == "cpu":
+            return_freed_memory()
 
     @on_all_ranks
     def _update(self, share: Any, lengths: Sequence[int]) -> tuple[dict[str, Update], dict[str, float]]:
