@@ -8,7 +8,7 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints
 from hocket import tokenizer as tokenizers
@@ -49,15 +49,16 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 PROOF_PROMPTS = 16
+NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 NUM_SHOWN = 2  # prompts, at the start
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 600  # of a longer text, beginning and end
 
 
-def train(config: Config, *, dry_run: bool = False) -> None:
+def train(config: Config, *, dry_run: bool = False) -> int:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
 
-    With `dry_run`, only say what the run would use. Raise HocketError for the first fault.
+    With `dry_run`, only say what the run would use. Return the exit status. Raise HocketError for the first fault.
     """
     load_plugins(config.plugins)
     if int(os.environ.get("RANK", "0")) > 0:
@@ -65,17 +66,21 @@ def train(config: Config, *, dry_run: bool = False) -> None:
 
         if not dry_run:
             asyncio.run(_make_room(config))
-        return Trainer(config).follow()
+        Trainer(config).follow()
+        return 0
     with Console(config.observe.console, config.trainer.steps) as console, ExitStack() as stack:
         if dry_run:
-            return _check(Parts(config, console), stack)
+            _check(Parts(config, console), stack)
+            return 0
         saved = checkpoints.find(config, console.say)
         if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
-            asyncio.run(_train(_run(config, saved, console, stack)))
-            return console.finish(config.run_dir)
+            summary = asyncio.run(_train(_run(config, saved, console, stack)))
+            console.finish(config.run_dir)
+            return 0 if summary["updated"] else NO_UPDATE
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
             Parts(config, console).trainer(stack)
+        return 0
 
 
 def _check(parts: "Parts", stack: ExitStack) -> None:
@@ -118,10 +123,10 @@ def _check(parts: "Parts", stack: ExitStack) -> None:
     say("nothing stands in the way of a run" if score.error is None else "the rewards can't be computed")
 
 
-async def _train(run: "Run") -> None:
+async def _train(run: "Run") -> dict[str, Any]:
     async with run.servers:
         try:
-            await run.train()
+            return await run.train()
         except SyncError as error:
             raise SyncError(f"step {run.folder.last_step + 1}: {error}") from error
         finally:
@@ -380,6 +385,7 @@ class Parts:
             with ExitStack() as stack:
                 if not named and not await servers.members[0].server.answers():
                     log = self.config.run_dir / "logs" / "server.log"
+                    self.console.say(f"no server answers at {self.config.own_url}: starting one for {model}, log {log}")
                     env = variables(self.config.launch.server_gpus or "")
                     stack.callback(stop, own)
                     own.append(Child(["-m", "hocket", "serve", *arguments], env=env, log=log))

@@ -72,7 +72,8 @@ def run(config: Config) -> None:
                     )
             with atomic_folder(output) as partial:
                 trainer.export(partial)
-            console.say(f"wrote {output}")
+            done = f"all {steps} steps are done; for more of them raise trainer.steps; " if last >= steps else ""
+            console.say(f"{done}wrote {output}")
 
 
 def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:

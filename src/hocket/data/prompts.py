@@ -140,7 +140,7 @@ class Renderer:
         if not isinstance(columns, Mapping):
             raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
         data = self._data
-        value = _column(columns, data.prompt_column)
+        value = _column(columns, data.prompt_column, "; set data.prompt_column")
         messages = self._messages(value)
         asked = [message["content"] for message in messages or () if message["role"] == "user"]
         text = value if messages is None else self.render(messages)
@@ -242,7 +242,7 @@ class Renderer:
     def _response(self, columns: Mapping[str, Any], opening: str) -> str:
         """Return the demonstration from where the prompt ends: behind the opening of a thought."""
         column = self._data.response_column
-        response = _column(columns, column)
+        response = _column(columns, column, "; set data.response_column")
         if not (isinstance(response, str) and response):
             raise ValueError(f"column {column!r} must be text, got {response!r:.80}")
         if opening and response.lstrip().startswith(opening.strip()):
