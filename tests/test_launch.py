@@ -261,7 +261,8 @@ def test_a_dead_server_is_reported_once_and_the_last_one_ends_the_run(
     assert "servers that are left: 1" in said
 
 
-def test_what_comes_next_fits_the_run(tmp_path: Path) -> None:
+def test_what_comes_next_fits_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py"])
     run = tmp_path / "a"
     for version in ("v000001", "v000002", ".v000003.partial"):
         (run / "weights" / version).mkdir(parents=True)

@@ -63,7 +63,7 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
     kept = checkpoints.complete(args.config.run_dir)
     where = kept[-1].name if kept else "the start, as there is no checkpoint yet"
     typed = shlex.join([*(one for one in args.arguments if one != RESUME), RESUME])
-    return f"; to go on from {where}: python3 run.py {args.command} {typed}"
+    return f"; to go on from {where}: {launch.door()} {args.command} {typed}"
 
 
 def _sentence(error: Exception) -> str:

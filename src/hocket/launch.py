@@ -268,20 +268,26 @@ def free_ports(host: str, first: int, number: int) -> list[int]:
     return ports
 
 
+def door() -> str:
+    """Return how a command of hocket begins where this one was typed."""
+    return "hocket" if Path(sys.argv[0]).name == "hocket" else f"python3 {sys.argv[0]}"
+
+
 def what_next(config: Config, arguments: Sequence[str]) -> str:
     """Return commands that fit the run that has ended: the same again by hand, and the use of its newest version."""
-    run_dir, merge, given = config.run_dir, "", [one for one in arguments if not one.startswith("run.dir=")]
-    model, more = max(run_dir.glob("weights/v*")), list[str]()
+    run, run_dir = door(), config.run_dir
+    given = [one for one in arguments if not one.startswith("run.dir=")]
+    model, more, merge = max(run_dir.glob("weights/v*")), list[str](), ""
     if config.model.lora is not None:
-        merge = f"Merge adapter and base model:  python3 run.py export {model} {run_dir}/model\n"
+        merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
         model, more = run_dir / "model", ["model.lora=null"]
     rollouts = max(run_dir.glob("rollouts/step_*.jsonl"), default=None)
     prompt = json.loads(rollouts.read_text(encoding="utf-8").split("\n")[0])["prompt"] if rollouts else ""
     prompt = prompt if 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable() else "PROMPT"
     again, use = shlex.join([*given, f"run.dir={unused(run_dir)}"]), shlex.join([*given, f"model.path={model}", *more])
     return f"""
-The same in two terminals:     python3 run.py serve {again}
-                               python3 run.py train {again}
-{merge}Use the trained policy:        python3 run.py serve {use}
-                               python3 run.py generate {shlex.join([*given, "-p", prompt])}
+The same in two terminals:     {run} serve {again}
+                               {run} train {again}
+{merge}Use the trained policy:        {run} serve {use}
+                               {run} generate {shlex.join([*given, "-p", prompt])}
 """
