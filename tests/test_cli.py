@@ -134,6 +134,23 @@ def test_an_error_that_nobody_foresaw_is_one_line_too_and_its_traceback_is_at_ha
     assert said_at_length.splitlines()[-1].startswith("error: ")
 
 
+def test_an_interrupted_run_says_once_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.commands.train", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    folder = tmp_path / "checkpoints" / "step_000050"
+    folder.mkdir(parents=True)
+    for where in ("the start, as there is no checkpoint yet", "step_000050"):
+        assert main(["train", f"run.dir={tmp_path}", "--traceback", "checkpoint.resume=true", "trainer.seed=1"]) == 130
+        typed = f"python3 run.py train run.dir={tmp_path} trainer.seed=1 checkpoint.resume=true"
+        assert capsys.readouterr().err == f"interrupted; to go on from {where}: {typed}\n"
+        (folder / "COMPLETE").touch()
+    monkeypatch.setattr("hocket.launch.die_with_launcher", lambda: True)  # which says it
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_a_dry_run_says_what_a_run_would_use_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,10 +66,10 @@ def test_a_child_of_a_background_job_can_be_interrupted(monkeypatch: pytest.Monk
     monkeypatch.setattr(signal, "signal", lambda *handler: handlers.append(handler))
     monkeypatch.setattr(launch, "die_with_parent", lambda *_: None)
     handlers = list[tuple[object, ...]]()
-    launch.die_with_launcher()  # a command that a user has typed keeps what it inherits
+    assert not launch.die_with_launcher()  # a command that a user has typed keeps what it inherits
     assert handlers == []
     monkeypatch.setenv(launch.PARENT_VARIABLE, str(os.getppid()))
-    launch.die_with_launcher()
+    assert launch.die_with_launcher()
     assert handlers == [(signal.SIGINT, signal.default_int_handler)]
 
 

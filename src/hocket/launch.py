@@ -276,7 +276,7 @@ def door() -> str:
 def what_next(config: Config, arguments: Sequence[str]) -> str:
     """Return commands that fit the run that has ended: the same again by hand, and the use of its newest version."""
     run, run_dir = door(), config.run_dir
-    given = [one for one in arguments if not one.startswith("run.dir=")]
+    given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
     model, more, merge = max(run_dir.glob("weights/v*")), list[str](), ""
     if config.model.lora is not None:
         merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
