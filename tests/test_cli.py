@@ -141,7 +141,7 @@ def test_an_interrupted_run_says_once_how_to_go_on(
     monkeypatch.setattr(sys, "argv", ["run.py"])
     folder = tmp_path / "checkpoints" / "step_000050"
     folder.mkdir(parents=True)
-    for where in ("the start, as there is no checkpoint yet", "step_000050"):
+    for where in ("the start, as there is no checkpoint yet", folder):
         assert main(["train", f"run.dir={tmp_path}", "--traceback", "checkpoint.resume=true", "trainer.seed=1"]) == 130
         typed = f"python3 run.py train run.dir={tmp_path} trainer.seed=1 checkpoint.resume=true"
         assert capsys.readouterr().err == f"interrupted; to go on from {where}: {typed}\n"

@@ -22,7 +22,6 @@ from hocket.observe import metrics
 from hocket.processes import nobody_reads
 
 QUICKSTART = "config/quickstart.yaml"
-RESUME = "checkpoint.resume=true"
 EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one, e.g. trainer.steps=10 run.dir=runs/a."
 
 
@@ -60,10 +59,9 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
         return ""
     from hocket import checkpoints
 
-    kept = checkpoints.complete(args.config.run_dir)
-    where = kept[-1].name if kept else "the start, as there is no checkpoint yet"
-    typed = shlex.join([*(one for one in args.arguments if one != RESUME), RESUME])
-    return f"; to go on from {where}: {launch.door()} {args.command} {typed}"
+    where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
+    typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
+    return f"; to go on from {where}: {launch.door()} {args.command} {typed} checkpoint.resume=true"
 
 
 def _sentence(error: Exception) -> str:
@@ -184,8 +182,8 @@ def _generate(args: argparse.Namespace) -> None:
         sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=most)
         request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n, fit=True)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        raise ConfigError(f"{'.'.join(map(str, wrong['loc']))} can't be asked for: {wrong['msg']}") from error
+        wrong = (f"{one['loc'][0]} can't be asked for: {one['msg']}" for one in error.errors())
+        raise ConfigError("; ".join(wrong)) from error
 
     async def ask() -> GenerateResponse:
         where = config.server.discover

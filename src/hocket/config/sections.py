@@ -180,9 +180,7 @@ class PipelineConfig(Section):
 
 class SyncConfig(Section):
     backend: Literal["disk", "nccl"] = Field("disk", description="New weights by files, or GPU to GPU (gloo on a CPU).")
-    root: UserPath | None = Field(
-        None, description="Folder above run.dir, the same on both sides. Default: its parent."
-    )
+    root: UserPath | None = Field(None, description="Folder above run.dir, equal on both sides. Default: its parent.")
     keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
     in_flight: InFlight = Field("keep", description="Requests during a sync: `keep` continues, `drain` waits, `abort`.")
@@ -207,9 +205,7 @@ class ServerConfig(Section):
     token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds that the trainer waits for a server to be up.")
     silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
-    served_model_name: str | None = Field(
-        None, description="Name of the model in /v1, besides model.path. Default: none."
-    )
+    served_model_name: str | None = Field(None, description="Name of the model in /v1. Default: model.path alone.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
     gpu_memory_utilization: float = Field(
         0.85,
