@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 import hocket
 from hocket import config as config_module
-from hocket import doctor, launch
+from hocket import checkpoints, doctor, launch
 from hocket.config import Config, read_settings
 from hocket.errors import TRACEBACK, ConfigError, HocketError, remedy
 from hocket.observe import metrics
@@ -57,8 +57,6 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
     """Return the command that resumes an interrupted run, and from where."""
     if args.command not in ("quickstart", "launch", "train", "sft"):
         return ""
-    from hocket import checkpoints
-
     where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
     return f"; to go on from {where}: {launch.door()} {args.command} {typed} checkpoint.resume=true"
@@ -215,7 +213,6 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _ledger(args: argparse.Namespace) -> int:
-    from hocket import checkpoints
     from hocket.data import ledger
     from hocket.observe.run_folder import read_lines
 

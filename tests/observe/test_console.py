@@ -80,7 +80,7 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
     assert "updated" not in out
     for updated, said in (
         (3, "3 of 8 steps updated the weights\n"),
-        (0, "0 of 8 steps updated the weights: in each g"),
+        (0, "0 of 8 steps updated the weights: all rew"),
     ):
         (tmp_path / "summary.json").write_text(json.dumps({"before": 0.2, "after": 0.2, **timed, "updated": updated}))
         Console("plain", steps=8).finish(tmp_path)

@@ -16,7 +16,8 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
     "rollout.prompts_per_step, trainer.micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
     "rollout.max_tokens": "max_completion_length max_new_tokens generate_max_len max_response_length response_length",
     "no setting: training samples from the whole distribution": "top_p top_k min_p repetition_penalty",
-    "algorithm.clip_low and algorithm.clip_high": "epsilon epsilon_high clip_ratio clip_ratio_low clip_ratio_high",
+    "algorithm.clip_low and algorithm.clip_high": "epsilon clip_ratio eps_clip eps_clip_low_high",
+    "algorithm.clip_high": "epsilon_high clip_ratio_high",
     "algorithm.kl_coef, with algorithm.kl": "beta init_kl_coef kl.init_coef kl_loss_coef",
     "algorithm.preset": "adv_estimator advantage_estimator advantage.estimator",
     "algorithm.preset or algorithm.aggregate": "loss_type loss_agg_mode",
@@ -51,7 +52,5 @@ def name_here(key: str) -> str | None:
 
 def names_table() -> str:
     """Return the names as a Markdown table."""
-    rows = (
-        f"| {here} | {', '.join(f'`{name}`' for name in names.split())} |" for here, names in NAMES_ELSEWHERE.items()
-    )
+    rows = (f"| {here} | `{names.replace(' ', '`, `')}` |" for here, names in NAMES_ELSEWHERE.items())
     return "\n".join(["| here | in TRL, OpenRLHF or verl |", "|---|---|", *rows])

@@ -30,10 +30,7 @@ CLIPPED = ("train/clip_low", "train/clip_high", "train/importance_capped")  # su
 LEGEND = "cut: rollouts cut off; gap: |trainer - engine log-prob|; clipped: tokens at a bound; mfu: share of peak FLOPs"
 HEADING_EVERY = 25
 REPEAT_S = 15.0
-NO_UPDATE = (
-    "in each group all rewards were equal (rollout/zero_variance): the prompts are too hard or too easy, or the reward "
-    "does not see the answer; or no gradient was finite (train/skipped). Completions and rewards: {}"
-)
+NO_UPDATE = ": all rewards of each group were equal (too hard? too easy?), or no gradient was finite; see {}/rollouts"
 NUM_SAMPLES = 3
 
 
@@ -109,7 +106,7 @@ class Console(AbstractContextManager["Console"]):
         kind = "adapter" if (newest / "adapter_config.json").is_file() else "model"
         self.say(f"report {run_dir / 'report.html'}\n{kind:6} {newest}")
         if end["updated"] < end["steps"]:
-            why = "" if end["updated"] else f": {NO_UPDATE.format(run_dir / 'rollouts')}"
+            why = "" if end["updated"] else NO_UPDATE.format(run_dir)
             self.say(f"{end['updated']} of {end['steps']} steps updated the weights{why}")
 
     def _time_left(self, steps_done: int) -> str:
