@@ -88,11 +88,31 @@ def test_a_due_step_that_was_not_trained_is_made_up_for_by_the_next(tmp_path: Pa
     assert names(config) == ["step_000004", "step_000008", "step_000009", "step_000010"]
 
 
-def test_there_may_be_none_and_without_resume_none_is_looked_for(tmp_path: Path) -> None:
+def test_there_may_be_none_and_without_resume_a_run_is_not_written_over(tmp_path: Path) -> None:
     train(make_config(tmp_path, "checkpoint.every_steps=0"))
     assert not (tmp_path / "runs").exists()
+    assert checkpoints.find(make_config(tmp_path), print) is None
+    (tmp_path / "runs/a").mkdir(parents=True)
+    metrics = tmp_path / "runs/a/metrics.jsonl"
+    metrics.write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"holds a run of 1 steps already; .*checkpoint\.resume=true"):
+        checkpoints.find(make_config(tmp_path), print)
+    metrics.unlink()
     train(make_config(tmp_path))
-    assert checkpoints.find(make_config(tmp_path), lambda line: None) is None
+    with pytest.raises(ConfigError, match="holds a run of 10 steps already"):
+        checkpoints.find(make_config(tmp_path), print)
+
+
+@pytest.mark.parametrize("resume", ["false", "true"])
+def test_a_run_that_fell_over_before_its_first_step_leaves_its_folder_to_the_next(tmp_path: Path, resume: str) -> None:
+    config = make_config(tmp_path, f"checkpoint.resume={resume}")
+    run, kept = config.run_dir, ("checkpoints/tiny/config.json", "rollouts/eval.jsonl", "weights/own.bin", "trainer_id")
+    left = ("rollouts/eval_000000.jsonl", "rollouts/step_000001.jsonl", "weights/v000001/COMPLETE", "report.html")
+    for name in (*kept, *left, "ledger.jsonl", "metrics.jsonl", "skipped/step_000001.json"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text('{"step": 0}\n')
+    assert checkpoints.find(config, print) is None
+    assert {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()} == {*kept}
 
 
 def test_what_a_killed_writer_leaves_goes_with_the_next(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
         (["rollout", "model.path=/no/model"], "there is no such folder here, so it was taken for a name on the hub"),
         (["train", "plugins=[nowhere.py]"], "plugin 'nowhere.py' is not a Python file; paths are relative to"),
         (["launch", "--submit"], "--output and --submit need an --engine"),
-        (["rollout", "run.dir=HERE"], "holds a run already; choose another run.dir"),
+        (["rollout", "run.dir=HERE"], "holds a run of 3 steps already; choose another run.dir"),
         (
             ["eval", f"{ROOT}/config/quickstart.yaml", "--json", "eval.sample=1"],
             "command line: unknown key 'eval.sample'",
@@ -83,7 +83,7 @@ def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pyt
 def test_a_mistake_is_one_line_and_status_1(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}')
     assert main([arg.replace("HERE", str(tmp_path)) for arg in args]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from hocket.protocol import Completion
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 PROMPT = Prompt(id="sort:7", token_ids=(5, 6))
@@ -30,9 +29,7 @@ def test_what_belongs_to_each_token_has_one_length(value: TokenSequence | TrainS
         dataclasses.replace(value, **{field: (0, 1)})
 
 
-def test_a_completion_has_one_logprob_per_token_and_a_group_one_score_per_rollout() -> None:
-    with pytest.raises(ValueError, match="2 token_ids need as many logprobs, got 1"):
-        Completion(token_ids=(1, 2), logprobs=(-0.1,), finish_reason="stop", versions=((1, 0, 2),), text="")
+def test_a_group_has_one_score_per_rollout() -> None:
     with pytest.raises(ValueError, match="'rollouts': 1, 'scores': 2"):
         Group(id="g", rollouts=(ROLLOUT,), scores=(Score(total=1.0), Score(total=0.0)))
 

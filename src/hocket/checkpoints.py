@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -15,15 +16,15 @@ from typing import Any, Protocol
 from hocket.config import Config, as_dict, changes
 from hocket.errors import ConfigError, TrainerError, remedy
 from hocket.manifest import COMPLETE_FILE
+from hocket.observe.run_folder import LEDGER, METRICS, read_lines
 from hocket.system import complete_folder, partial_of, remove_folder
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run must keep
-_OF_A_RUN = (
-    *("metrics.jsonl", "ledger.jsonl", "rollouts", "weights", "deltas", "tensorboard", "summary.json", "report.html"),
-    FOLDER,
-)
+_FILES = (METRICS, LEDGER, "summary.json", "report.html", "tensorboard", "skipped")
+_OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", FOLDER)
+_OF_A_START = (*_FILES, "rollouts/*_[0-9]*.jsonl", "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
 
 TrainerState = Callable[[Callable[[Mapping[str, Any]], None]], Mapping[str, Any]]  # Trainer.state
 
@@ -71,18 +72,10 @@ def complete(run_dir: Path) -> list[Path]:
 
 
 def find(config: Config, say: Callable[[str], None]) -> Saved | None:
-    """Return the newest complete checkpoint with checkpoint.resume; without one, move an older run's files aside."""
-    if not config.checkpoint.resume:
-        return None
-    run_dir, folders = config.run_dir, complete(config.run_dir)
-    if not folders:
-        there = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
-        if there:
-            aside = next(folder for i in range(1, 10_000) if not (folder := run_dir / f"aside-{i}").exists())
-            aside.mkdir()
-            for path in there:
-                path.rename(aside / path.name)
-            say(f"{run_dir} has no complete checkpoint: the run begins again; what was there is in {aside}")
+    """Return the newest complete checkpoint with checkpoint.resume; without one, `make_room`."""
+    folders = complete(config.run_dir)
+    if not (folders and config.checkpoint.resume):
+        make_room(config.run_dir, say, resume=config.checkpoint.resume)
         return None
     saved = read(folders[-1])
     changed = changes(saved.config, config)
@@ -93,6 +86,25 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     said = [f"; {key} was {before!r} and is {now!r}" for key, (before, now) in changed.items()]
     say(f"going on from {saved.folder}{''.join(said)}")
     return saved
+
+
+def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False) -> None:
+    """Remove what a run that trained no step has left; move aside what one did, with `resume`, or raise ConfigError."""
+    there = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
+    saved = (int(folder.name.partition("_")[2]) for folder in complete(run_dir))
+    steps = max([0, *saved, *(row["step"] for row in read_lines(run_dir / METRICS))])
+    if steps == 0 and (run_dir / METRICS).exists():
+        for path in itertools.chain.from_iterable(map(run_dir.glob, _OF_A_START)):
+            remove_folder(path) if path.is_dir() else path.unlink()
+    elif there and resume:
+        aside = next(folder for i in range(1, 10_000) if not (folder := run_dir / f"aside-{i}").exists())
+        aside.mkdir()
+        for path in there:
+            path.rename(aside / path.name)
+        say(f"{run_dir} has no complete checkpoint: the run begins again; what was there is in {aside}")
+    elif steps:
+        advice = "choose another run.dir, or go on with its training by checkpoint.resume=true"
+        raise ConfigError(f"{run_dir} holds a run of {steps} steps already; {advice}")
 
 
 class Checkpoints(AbstractContextManager["Checkpoints"]):

@@ -14,8 +14,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import hocket
-from hocket import config as config_module
 from hocket import checkpoints, doctor, launch
+from hocket import config as config_module
 from hocket.config import Config, read_settings
 from hocket.errors import TRACEBACK, ConfigError, HocketError, remedy
 from hocket.observe import metrics

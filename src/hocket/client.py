@@ -6,7 +6,7 @@ back as NDJSON, each as soon as it is finished.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -52,7 +52,7 @@ MAX_CONNECTIONS = 64
 """Of one server; further requests wait for a free one, within their deadlines."""
 
 
-class ServerClient:
+class ServerClient(AbstractAsyncContextManager["ServerClient"]):
     """One generation server. Use it inside one event loop, and as `async with`."""
 
     def __init__(
@@ -78,9 +78,6 @@ class ServerClient:
             )
             for _ in range(2)
         )
-
-    async def __aenter__(self) -> "ServerClient":
-        return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()

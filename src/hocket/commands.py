@@ -25,6 +25,7 @@ from hocket.errors import ConfigError, ServerError, SyncError
 from hocket.launch import Child, free_port, stop, variables
 from hocket.observe.console import Console
 from hocket.observe.metrics import SUSPICIOUS
+from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, trainer_id
 from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
@@ -72,6 +73,7 @@ def train(config: Config, *, dry_run: bool = False) -> int:
         if dry_run:
             _check(Parts(config, console), stack)
             return 0
+        stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume))
         saved = checkpoints.find(config, console.say)
         if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
             summary = asyncio.run(_train(_run(config, saved, console, stack)))
@@ -214,10 +216,13 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
 
 def roll_out(config: Config, arguments: Sequence[str]) -> None:
     """Play and score the batches of trainer.steps steps with the servers' weights, into the run folder."""
-    if (config.run_dir / "metrics.jsonl").exists():
-        raise ConfigError(f"{config.run_dir} holds a run already; choose another run.dir")
     load_plugins(config.plugins)
-    with Console(config.observe.console, config.trainer.steps) as console, RewardScorer(config.rewards) as scorer:
+    with (
+        Console(config.observe.console, config.trainer.steps) as console,
+        owning(config.run_dir, console.say, wait=False),
+        RewardScorer(config.rewards) as scorer,
+    ):
+        checkpoints.make_room(config.run_dir, console.say)
         parts = Parts(config, console)
         stream = parts.stream(parts.prompts("train", config.data))
 

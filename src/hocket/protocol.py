@@ -89,9 +89,8 @@ class Toolbox(Strict):
     """The functions that a model may call. The server looks for calls in the text; prompts are taken as they are."""
 
     parser: str = Field(min_length=1)  # vLLM's name for how calls are written, "hermes"
-    tools: tuple[dict[str, Any], ...] = Field(
-        min_length=1, max_length=1024, fail_fast=True
-    )  # each as OpenAI's API describes a function
+    # Each as OpenAI's API describes a function.
+    tools: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=1024, fail_fast=True)
 
 
 class FromTrainer(Strict):
@@ -220,9 +219,8 @@ class AdapterConfig(Strict):
     base_model_name_or_path: str
     r: int = Field(ge=1)
     lora_alpha: float = Field(gt=0)
-    target_modules: list[str] = Field(
-        min_length=1, max_length=1024, fail_fast=True
-    )  # last parts of the names of adapted layers
+    # Last parts of the names of adapted layers.
+    target_modules: list[str] = Field(min_length=1, max_length=1024, fail_fast=True)
 
 
 class TensorLayout(Strict):

@@ -18,6 +18,7 @@ from hocket.config import Config
 from hocket.data.prompts import load_demonstrations
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
+from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
 from hocket.registry import load_plugins
 from hocket.system import atomic_folder, seed_of
@@ -35,6 +36,11 @@ def run(config: Config) -> None:
         Trainer(config, loss=sft_loss).follow()
         return
     load_plugins(config.plugins)  # data.source may be a task of one
+    with owning(config.run_dir, print, wait=config.checkpoint.resume):
+        _train(config)
+
+
+def _train(config: Config) -> None:
     saved = checkpoints.find(config, print)
     output = Path(config.sft.output) if config.sft.output is not None else config.run_dir / "model"
     is_model = any((output / name).is_file() for name in ("config.json", "adapter_config.json"))

@@ -161,7 +161,7 @@ async def test_any_program_with_an_openai_client_is_recorded_token_by_token(
         assert tokens.decode(last.token_ids).startswith(f"<|user|>You said {second}<|end|><|assistant|>")
         assert (chat.turns, last.turns, sum(last.mask)) == (2, 1, 2)
         assert rollout.reward == len(second) / 10
-    assert len({rollout.sequences[0].token_ids for rollout in rollouts}) > 1  # temperature 0 was not granted
+    assert len({tuple(rollout.sequences[0].token_ids) for rollout in rollouts}) > 1  # temperature 0 was not granted
 
 
 async def test_an_agent_s_tools_are_shown_to_the_model_and_its_calls_parsed(port: int) -> None:

@@ -79,10 +79,11 @@ async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
     whole = await http.post("/generate", json={"prompts": ["a", "b"]})
     assert whole.status_code == 503
     assert whole.json()["error"]["code"] == "engine_dead"
-    stream = await http.post("/generate", json={"prompts": ["a", "b"], "stream": True})
+    stream = await http.post("/generate", json={"prompts": ["a", "b"], "stream": True, "packed": True})
     assert stream.headers["content-type"] == "application/x-ndjson"
     first, end = [json.loads(line) for line in stream.text.splitlines()]
     assert (first["prompt"], first["index"]) == (1, 0)  # the last job is the first to end here
+    assert first["completion"]["token_ids"] == "AAAAAA=="  # the id 0 in four bytes
     assert end["error"] == {"code": "engine_dead", "message": "it broke", "hint": "restart"}
 
 

@@ -30,15 +30,12 @@ COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "
 
 
 class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
-    """Own the files of one run. Raises ConfigError if one is there and not to be resumed."""
+    """Keep the files of one run, in a folder that is its own (observe/owner.py)."""
 
     def __init__(self, config: Config) -> None:
         self.path, self._tensorboard = config.run_dir, config.observe.tensorboard
         if self._tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("observe.tensorboard=true needs a package: pip install tensorboard; or leave it out")
-        if (self.path / METRICS).exists() and not config.checkpoint.resume:
-            advice = "continue it with checkpoint.resume=true, or choose another run.dir"
-            raise ConfigError(f"{self.path} holds a run already; {advice}")
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.dump(config))
         for name in (METRICS, LEDGER):

@@ -8,8 +8,8 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Self
 
 from hocket.config import RolloutConfig
 from hocket.errors import DataError
@@ -51,7 +51,7 @@ def plan_step(step: int, config: RolloutConfig, *, seed: int, oversampling: floa
 
 
 @dataclasses.dataclass
-class Pipeline:
+class Pipeline(AbstractAsyncContextManager["Pipeline"]):
     """Gathers the batches of a run. Use it inside one event loop, and as `async with`: leaving it cancels episodes."""
 
     new_batch: NewBatch
@@ -66,9 +66,6 @@ class Pipeline:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._asked: float | None = None
         self._finished = 0.0
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await cancel(self._tasks.values())
@@ -110,14 +107,11 @@ class Pipeline:
         self._finished = time.perf_counter()
 
 
-class Replay:
+class Replay(AbstractAsyncContextManager["Replay"]):
     """Give the batches that an earlier run has recorded, in the place of a Pipeline: training without a server."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Do nothing: nothing is being played."""

@@ -47,7 +47,6 @@ class TrainBatch:
         return TrainBatch(**values | moved)
 
 
-_Numbered = tuple[int, TrainSample]  # with its place among the packed ones
 Make = Callable[[], TrainBatch]  # builds a micro-batch, on any rank
 
 
@@ -91,19 +90,17 @@ def divide(
     (first-fit decreasing), and the costliest micro-batch comes first, so that the ranks run similar ones at the same
     time. A rank with fewer micro-batches gets fully masked ones. `cost`: of a segment with this number of positions.
     """
-    numbered = list(enumerate(samples))
-    plans = [
-        _fill([numbered[index] for index in share], micro_batch_tokens, cost)
-        for share in balance([cost(num_positions(sample)) for sample in samples], num_ranks)
-    ]
+    lengths = list(map(num_positions, samples))
+    plans = [_fill(share, lengths, micro_batch_tokens, cost) for share in balance(list(map(cost, lengths)), num_ranks)]
     trained = [sample.sequence.mask[1:].count(True) for sample in samples]
     counts = {"num_tokens_global": sum(trained), "num_sequences_global": sum(count > 0 for count in trained)}
     optional = [name for name in COLUMNS if getattr(samples[0], name)]
     result: list[list[Make]] = [[] for _ in range(num_ranks)]
     for members in itertools.zip_longest(*plans, fillvalue=[]):
-        max_tokens = max(sum(trained[place] for place, _ in row) for row in members)
+        max_tokens = max(sum(trained[place] for place in row) for row in members)
         for share, row in zip(result, members, strict=True):
-            share.append(functools.partial(_build, row, optional, {**counts, "max_tokens": max_tokens}))
+            own = {place: samples[place] for place in row}
+            share.append(functools.partial(_build, own, optional, {**counts, "max_tokens": max_tokens}))
     return result
 
 
@@ -112,10 +109,10 @@ def pack(samples: Sequence[TrainSample], **how: Any) -> list[list[TrainBatch]]:
     return [[make() for make in share] for share in divide(samples, **how)]
 
 
-def _build(row: Sequence[_Numbered], optional: Sequence[str], counts: Mapping[str, Any]) -> TrainBatch:
+def _build(row: Mapping[int, TrainSample], optional: Sequence[str], counts: Mapping[str, Any]) -> TrainBatch:
     """Return the batch of this row; without samples, one masked position, so that every rank has something to run."""
-    places, samples = [place for place, _ in row], [sample for _, sample in row]
-    lengths = [num_positions(sample) for sample in samples]
+    samples = row.values()
+    lengths = list(map(num_positions, samples))
     token_ids = [np.array(sample.sequence.token_ids) for sample in samples]
 
     def joined(columns: Iterable[Sequence[Any] | np.ndarray], dtype: type, empty: int = 0) -> Tensor:
@@ -130,7 +127,7 @@ def _build(row: Sequence[_Numbered], optional: Sequence[str], counts: Mapping[st
         input_ids_bt=joined((ids[:-1] for ids in token_ids), np.int64),
         target_ids_bt=joined((ids[1:] for ids in token_ids), np.int64),
         position_ids_bt=joined(map(np.arange, lengths), np.int64),
-        sample_bt=joined(map(np.full, lengths, places), np.int64, -1),
+        sample_bt=joined(map(np.full, lengths, row), np.int64, -1),
         mask_bt=joined((np.frombuffer(bytes(sample.sequence.mask[1:]), np.bool_) for sample in samples), np.bool_),
         rollout_logprobs_bt=joined((sample.sequence.logprobs[1:] for sample in samples), np.float32),
         advantages_bt=numbers("advantages"),
@@ -168,15 +165,16 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return [indices for _, indices in heap[0][2]]
 
 
-def _fill(samples: Sequence[_Numbered], micro_batch_tokens: int, cost: Callable[[int], float]) -> list[list[_Numbered]]:
-    micro_batches: list[list[_Numbered]] = []
+def _fill(
+    places: Sequence[int], lengths: Sequence[int], micro_batch_tokens: int, cost: Callable[[int], float]
+) -> list[list[int]]:
+    micro_batches: list[list[int]] = []
     room: list[int] = []  # free positions of each
-    for numbered in sorted(samples, key=lambda item: num_positions(item[1]), reverse=True):
-        length = num_positions(numbered[1])
-        index = next((i for i, free in enumerate(room) if free >= length), len(room))
+    for place in sorted(places, key=lengths.__getitem__, reverse=True):
+        index = next((i for i, free in enumerate(room) if free >= lengths[place]), len(room))
         if index == len(room):
             micro_batches.append([])
             room.append(micro_batch_tokens)
-        micro_batches[index].append(numbered)
-        room[index] -= length
-    return sorted(micro_batches, key=lambda row: -sum(cost(num_positions(sample)) for _, sample in row))
+        micro_batches[index].append(place)
+        room[index] -= lengths[place]
+    return sorted(micro_batches, key=lambda row: -sum(cost(lengths[place]) for place in row))

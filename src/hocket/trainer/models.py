@@ -12,7 +12,7 @@ from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
 from hocket.config import Config, TrainerConfig
 from hocket.system import seed_of
 from hocket.trainer import engine, flops, lora, memory, offload
-from hocket.trainer.batching import TrainBatch, minibatches, unpack
+from hocket.trainer.batching import TrainBatch, unpack
 from hocket.trainer.critic import Critic, ValueModel
 from hocket.trainer.engine import DeepSpeedEngine, parameter_dtype
 from hocket.trainer.policy import Policy, compute_dtype
@@ -61,9 +61,6 @@ class Models:
         self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights over the ranks
         self._loss = loss or configured_loss(algorithm.loss(config.rollout.max_tokens))
         self.columns: dict[str, Callable[[TrainBatch], Tensor]] = {}  # field of Measured → its numbers for a batch
-        parts = (algorithm.epochs, algorithm.minibatches) if own_loss else (1, 1)
-        self._minibatches = functools.partial(minibatches, epochs=parts[0], count=parts[1])
-        self._seed = settings.seed
         options: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks}
         with ranks.deadline("starting DeepSpeed"):
             (self.peak_flops,) = ranks.sum([flops.peak_flops(ranks.device, self.dtype)])
@@ -73,7 +70,7 @@ class Models:
             self.engines: dict[str, DeepSpeedEngine | FrozenModel] = {POLICY: self.engine}
             self.learners = [Learner(name=POLICY, engine=self.engine, loss=self._policy_loss)]  # what a step trains
             if own_loss and algorithm.updates > 1 and algorithm.correction != "none":  # without: the engine's own
-                self.columns["old_logprobs"] = lambda batch: self.engine.forward(batch)[0]
+                self.columns["old_logprobs"] = self.policy_logprobs
             if "reference" in models:
                 frozen = FrozenModel(load("reference"), settings, **options)
                 self.engines["reference"] = frozen
@@ -88,18 +85,11 @@ class Models:
                 self.learners = [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
             self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
             if settings.micro_batch_tokens == "auto":
-                chosen = {"model", "algorithm", "critic", "trainer"}
-                decisive = config.model_dump_json(include=chosen, exclude={"trainer": {"steps"}})
-                device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-                self.fitted_for = seed_of(decisive, ranks.size, device)
+                self.fitted_for = _decisive(config, ranks)
                 self.micro_batch_tokens = memory.fit_micro_batch(self.learners, settings, ranks)
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens
         self.saved = {name: engine for name, engine in self.engines.items() if isinstance(engine, DeepSpeedEngine)}
-
-    def minibatches(self, groups: Sequence[int], step: int) -> list[list[int]]:
-        """Return the places of the samples of each update of a step; groups[i] is the group of sample i."""
-        return self._minibatches(groups, seed=seed_of(self._seed, "minibatches", step))
 
     @torch.no_grad()
     def numbers(
@@ -110,15 +100,27 @@ class Models:
         own = unpack(batches, {name: [column(batch) for batch in batches] for name, column in columns.items()})
         return {index: numbers for share in self._ranks.gather(own) for index, numbers in share.items()}
 
+    def policy_logprobs(self, batch: TrainBatch) -> Tensor:
+        """Return logprobs_bt of the batch's targets."""
+        return cast(Tensor, self.engine.forward(batch)[0])
+
     def _base_logprobs(self, batch: TrainBatch) -> Tensor:
         with lora.switched_off(self.policy.model):
-            return cast(Tensor, self.engine.forward(batch)[0])
+            return self.policy_logprobs(batch)
 
     def _policy_loss(self, batch: TrainBatch) -> LossOutput:
         logprobs_bt, entropy_bt = self.engine.forward(batch)
         output = self._loss(logprobs_bt, entropy_bt, batch)
         entropy = entropy_bt.detach().sum() / batch.num_tokens_global
         return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
+
+
+def _decisive(config: Config, ranks: Ranks) -> int:
+    settings = config.model_dump_json(
+        include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
+    )
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+    return seed_of(settings, ranks.size, device)
 
 
 class FrozenModel:

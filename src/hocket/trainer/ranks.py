@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,27 +71,18 @@ class Ranks:
             torch.cuda.set_device(self.device)
         torch.set_num_threads(self._num_threads)
 
-    def send(self, command: Any) -> None:
-        """Send a command from rank 0 to all other ranks, which are in `receive`."""
+    def send(self, commands: Sequence[Any]) -> None:
+        """Send each rank its command from rank 0; the others are in `receive`."""
         if self.size > 1:
             with self.deadline("telling the other ranks what to do"):
-                dist.broadcast_object_list([command], src=0, group=self._commands)
+                dist.scatter_object_list([None], [None, *commands[1:]], src=0, group=self._commands)
 
     def receive(self) -> Any:
-        """Return the next command of rank 0; wait for it as long as rank 0 lives."""
+        """Return rank 0's next command for this rank; wait for it as long as rank 0 lives."""
         box: list[Any] = [None]
         with self.deadline("waiting for work from rank 0"):
-            dist.broadcast_object_list(box, src=0, group=self._commands)
+            dist.scatter_object_list(box, None, src=0, group=self._commands)
         return box[0]
-
-    def scatter(self, values: Sequence[T]) -> T:
-        """Return this rank's value of those that rank 0 has, in the order of ranks; the others give none."""
-        if self.size == 1:
-            return values[0]
-        box: list[Any] = [None]
-        others = [None, *values[1:]] if self.is_main else None  # rank 0 need not pickle its own
-        dist.scatter_object_list(box, others, src=0, group=self._reports)
-        return values[0] if self.is_main else cast(T, box[0])
 
     def gather(self, value: T) -> list[T]:
         """Return on rank 0 every rank's value, in the order of ranks; [] elsewhere."""

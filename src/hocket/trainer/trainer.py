@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -20,9 +20,9 @@ from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
 from hocket.errors import ServerError, TrainerError
 from hocket.protocol import Health, TensorLayout, TensorSpec
-from hocket.system import cpu_threads
+from hocket.system import cpu_threads, seed_of
 from hocket.trainer import flops, guards, offload
-from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, num_positions
+from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, minibatches, num_positions
 from hocket.trainer.critic import critic_metrics
 from hocket.trainer.models import BatchLoss, Models
 from hocket.trainer.ranks import Ranks
@@ -43,7 +43,7 @@ OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importa
 
 
 def on_all_ranks(method: F) -> F:
-    """Make a method run on every rank when rank 0 calls it; the others get None for a function and for samples."""
+    """Make a method run on all ranks when rank 0 calls it. A list has an item per rank; only rank 0 gets a function."""
     name = method.__name__
     _METHODS[name] = method
 
@@ -51,13 +51,20 @@ def on_all_ranks(method: F) -> F:
     def call(trainer: "Trainer", /, *args: Any) -> Any:
         trainer._check(name)  # before the others start: its error leaves all ranks usable
         trainer._broken = True  # until the work has ended well
-        trainer.ranks.send((name, [None if callable(value) or isinstance(value, tuple) else value for value in args]))
-        return trainer._run(name, args)
+        calls = [(name, [_of_rank(value, rank) for value in args]) for rank in range(trainer.ranks.size)]
+        trainer.ranks.send(calls)
+        return trainer._run(*calls[0])
 
     return cast(F, call)
 
 
-class Trainer:
+def _of_rank(value: Any, rank: int) -> Any:
+    if isinstance(value, list):
+        return value[rank]
+    return None if rank and callable(value) else value
+
+
+class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """Trains the model on samples. Every rank constructs it; rank 0 calls its methods, the others `follow`.
 
     Any thread may call them, one at a time. An error within a method `on_all_ranks` ends all ranks with the same cause.
@@ -75,6 +82,7 @@ class Trainer:
         self.ranks = ranks or Ranks(config.trainer.collective_timeout_s, threads)
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
+        self._epochs, self._minibatches = (1, 1) if loss else (config.algorithm.epochs, config.algorithm.minibatches)
         self._skipped_in_row = 0
         self._longest = 0  # positions of this rank's longest sequence in the work that is being done
         self.untrained: dict[int, str] = {}  # groups of the last step that no update has trained, with the reason
@@ -90,9 +98,6 @@ class Trainer:
         self.policy, self.engine = self.models.policy, self.models.engine
         self.micro_batch_tokens = self.models.micro_batch_tokens
         self.adapter = self.policy.adapter  # the only weights that are trained; None: all are
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
         try:
@@ -202,9 +207,10 @@ class Trainer:
         updates: list[dict[str, Update]] = []
         metrics: list[dict[str, float]] = []
         fault, self.untrained = "", dict.fromkeys(groups, "stop_kl ended the step before its update")
-        for places in self.models.minibatches(groups, number):
-            part = tuple(samples[place] for place in places)
-            done, measured = self._update(part)
+        seed = seed_of(self._config.seed, "minibatches", number)
+        for places in minibatches(groups, epochs=self._epochs, count=self._minibatches, seed=seed):
+            part = [samples[place] for place in places]
+            done, measured = self._update(self._divide(part), tuple(map(num_positions, part)))
             updates.append(done)
             metrics.append(measured)
             for group in self.untrained.keys() & {sample.group for sample in part}:
@@ -217,8 +223,9 @@ class Trainer:
                     guards.keep_batch(keep, part, fault, self.tokenizer.decode)
             if self._algorithm.stop_kl is not None and measured.get("train/policy_kl", 0.0) > self._algorithm.stop_kl:
                 break
-        stepped = [one.name for one in learners if any(done[one.name].grad_norm is not None for done in updates)]
-        self._end_step(stepped)
+        self._end_step(
+            tuple(one.name for one in learners if any(done[one.name].grad_norm is not None for done in updates))
+        )
         if all(any(update.is_faulty for update in done.values()) for done in updates):
             self._skipped_in_row += 1
         elif any(done[POLICY].grad_norm is not None for done in updates):
@@ -241,12 +248,11 @@ class Trainer:
                 learner.engine.end_step()
 
     @on_all_ranks
-    def _update(self, samples: Sequence[TrainSample] | None) -> tuple[dict[str, Update], dict[str, float]]:
-        """Take an optimiser step of every learner on one mini-batch; return its metrics, whole on rank 0 alone."""
-        batches, loss_scale = self._pack(samples), self.engine.loss_scale
+    def _update(self, share: Any, lengths: Sequence[int]) -> tuple[dict[str, Update], dict[str, float]]:
+        """Take an optimiser step of every learner on one mini-batch, whose samples have `lengths` positions."""
+        batches, loss_scale = self._built(share), self.engine.loss_scale
         done = {learner.name: update(learner, batches, self.ranks) for learner in self.models.learners}
-        policy, lengths = done[POLICY], [num_positions(sample) for sample in samples or ()]
-        num_tokens = batches[0].num_tokens_global
+        policy, num_tokens = done[POLICY], batches[0].num_tokens_global
         metrics = {
             **policy.totals,
             "grad_norm": math.nan if policy.grad_norm is None else policy.grad_norm,
@@ -269,40 +275,35 @@ class Trainer:
             return []
         used = [is_measured(sequence, self._algorithm) for sequence in sequences]
         own = itertools.compress(sequences, used)
-        samples = tuple(TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in own)
-        if samples:
-            check_fits(samples, self.micro_batch_tokens)
-        numbers = self._measure(samples) if samples else {}
+        samples = [TrainSample(sequence=one, advantages=(0.0,) * len(one.token_ids)) for one in own]
+        numbers = self._numbers(self._divide(samples), False) if samples else {}
         found = (Measured(**numbers[place]) for place in range(len(samples)))
         return [next(found) if is_used else Measured() for is_used in used]
 
-    @on_all_ranks
-    def _measure(self, samples: Sequence[TrainSample] | None) -> dict[int, dict[str, tuple[float, ...]]]:
-        return self.models.numbers(self._pack(samples), self.models.columns)
-
-    def _pack(self, samples: Sequence[TrainSample] | None) -> list[TrainBatch]:
-        """Return this rank's micro-batches of the samples, which rank 0 has and divides."""
-        shares: list[list[Make]] = []
-        if samples is not None:
-            shares = divide(
-                samples,
-                micro_batch_tokens=self.micro_batch_tokens,
-                num_ranks=self.ranks.size,
-                cost=lambda length: flops.step_flops(self.models.flops, [length], length),
-            )
-        batches = [make() for make in self.ranks.scatter(shares)]
-        self._longest = max(length for batch in batches for length in batch.segment_lengths)
-        return batches
-
     def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Return the log-probs of each sample's tokens, 0 for those that its mask leaves out."""
-        check_fits(samples, self.micro_batch_tokens)
-        numbers = self._logprobs(tuple(samples))
+        numbers = self._numbers(self._divide(samples), True)
         return [numbers[place]["logprobs"] for place in range(len(samples))]
 
     @on_all_ranks
-    def _logprobs(self, samples: Sequence[TrainSample] | None) -> dict[int, dict[str, tuple[float, ...]]]:
-        return self.models.numbers(self._pack(samples), {"logprobs": lambda batch: self.engine.forward(batch)[0]})
+    def _numbers(self, share: Any, of_policy: bool) -> dict[int, dict[str, tuple[float, ...]]]:
+        columns = {"logprobs": self.models.policy_logprobs} if of_policy else self.models.columns
+        return self.models.numbers(self._built(share), columns)
+
+    def _divide(self, samples: Sequence[TrainSample]) -> list[list[Make]]:
+        """Return each rank's share. Raise TrainerError where samples don't fit."""
+        check_fits(samples, self.micro_batch_tokens)
+        return divide(
+            samples,
+            micro_batch_tokens=self.micro_batch_tokens,
+            num_ranks=self.ranks.size,
+            cost=lambda length: flops.step_flops(self.models.flops, [length], length),
+        )
+
+    def _built(self, share: Sequence[Make]) -> list[TrainBatch]:
+        batches = [make() for make in share]
+        self._longest = max(length for batch in batches for length in batch.segment_lengths)
+        return batches
 
     @on_all_ranks
     def export(self, folder: Path) -> dict[str, TensorSpec]:
