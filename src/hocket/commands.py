@@ -42,7 +42,7 @@ from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
-from hocket.system import write_atomically
+from hocket.system import kind_of, newest_version, write_atomically
 from hocket.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
     """Return the eval/* metrics of the servers that the config names, or of a model or checkpoint in an own server."""
     load_plugins(config.plugins)
     with ExitStack() as stack:
-        if (Path(config.model.path) / checkpoints.STATE_FILE).is_file():
+        if kind_of(Path(config.model.path)) == "checkpoint":
             if config.server.urls or config.server.discover:
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
             model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
@@ -246,8 +246,15 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     """Write a model from a checkpoint or a published adapter; `base` is the model it began with, if that has moved."""
     from hocket.trainer import lora, state
 
-    if not (folder / checkpoints.STATE_FILE).is_file():
+    folder = Path(newest_version(str(folder)))
+    kind = kind_of(folder)
+    if kind == "adapter":
         return lora.merge(folder, output, base=base)
+    if kind == "model":
+        raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers, as it is")
+    if kind != "checkpoint":
+        wanted = "RUN/checkpoints/step_N, or RUN/weights/vN of a run with model.lora"
+        raise ConfigError(f"{folder} is neither a checkpoint nor an adapter; name {wanted}")
     saved = checkpoints.read(folder)
     base = base or saved.config["model"]["path"]
     state.export(folder, output, base=base, dtype=saved.trainer["dtype"], adapter=saved.trainer["adapter"])
@@ -260,7 +267,7 @@ class Parts:
         self.config, self.console = config, console
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
-        self.longest = tokenizers.longest_sequence(config.model, config.trainer)
+        self.longest, self.limit = tokenizers.longest_sequence(config.model, config.trainer)
 
     def trainer(self, stack: ExitStack) -> "Trainer":
         """Load the model into a trainer, which ends with the stack."""
@@ -273,18 +280,24 @@ class Parts:
         """Return the prompts of a source that are short enough, and say how many were not."""
         made = self.environment()
         thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
-        longest = self.longest - thought - (max_tokens or self.config.rollout.max_tokens)
+        setting = "eval.max_tokens" if max_tokens else "rollout.max_tokens"
+        room = self.longest - thought - (max_tokens := max_tokens or self.config.rollout.max_tokens)
+        if room < 1:
+            before = f", behind env.thinking_tokens={thought}," if thought else ""
+            raise ConfigError(f"{setting}={max_tokens}{before} leaves no prompt room in {self.limit}: lower it")
         tools = made.toolbox.tools if made.toolbox else ()
-        prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
+        prompts, num_dropped, longest = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=tools)
+        limit, fits = min(room, data.max_prompt_tokens or room), self.longest - thought - longest
+        advice = f"{setting}={fits} has room for all" if fits > 0 else f"{self.limit} is too short for it"
+        advice = f"{data.section}.max_prompt_tokens={limit} leaves them out" if limit < room else advice
+        too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
         if num_dropped:
-            limit = min(longest, data.max_prompt_tokens or longest)
-            self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
+            self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} {too_long}")
         for prompt in prompts[:NUM_SHOWN] if what == "train" else ():
             seen = _SHORT.repr(self.tokenizer.decode(prompt.token_ids))
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
         if not prompts:
-            advice = "lower rollout.max_tokens, or raise model.max_length and trainer.micro_batch_tokens"
-            raise ConfigError(f"{what}: no prompt of {data.source} is short enough; {advice}")
+            raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:

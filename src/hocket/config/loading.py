@@ -16,6 +16,7 @@ from hocket.config.sections import DataConfig, Section, UserPath
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 from hocket.registry import nearest
+from hocket.system import kind_of
 
 SURE = 0.8  # similarity of a key to a known one, of which it is a misspelling
 
@@ -29,6 +30,10 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     values: Any = {}
     overrides = [*overrides]
     if path is not None:
+        if (folder := Path(path)).is_dir():
+            raise ConfigError(
+                f"{path} is a {kind_of(folder) or 'folder'}, not a config file; as a model: model.path={path}"
+            )
         try:
             with Path(path).open(encoding="utf-8") as file:  # YAML's errors name it
                 values = yaml.safe_load(file) or {}
