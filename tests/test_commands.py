@@ -49,6 +49,19 @@ def test_a_dry_run_pays_an_answer_behind_the_thought_that_the_template_opens(dry
     assert "no server answers at http://down yet" in said
 
 
+@pytest.mark.parametrize(("updated", "status"), [(0, 3), (1, 0)])
+def test_a_run_without_an_update_ends_with_status_3(
+    updated: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(run: object) -> dict[str, int]:
+        return {"updated": updated}
+
+    monkeypatch.setattr(commands, "_run", lambda *_: None)
+    monkeypatch.setattr(commands, "_train", train)
+    monkeypatch.setattr(commands.Console, "finish", lambda *_: None)
+    assert commands.train(load(None, [f"run.dir={tmp_path}/a"])) == status
+
+
 def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_run: Any, tmp_path: Path) -> None:
     file = tmp_path / "servers"
     assert f"server.discover={file} finds no server" in dry_run(f"server.discover={file}")

@@ -1,5 +1,6 @@
 """Real child processes: they end when told to, with everything they started, and when their parent is killed."""
 
+import json
 import os
 import shlex
 import signal
@@ -65,17 +66,17 @@ def test_a_child_of_a_background_job_can_be_interrupted(monkeypatch: pytest.Monk
     monkeypatch.setattr(signal, "signal", lambda *handler: handlers.append(handler))
     monkeypatch.setattr(launch, "die_with_parent", lambda *_: None)
     handlers = list[tuple[object, ...]]()
-    launch.die_with_launcher()  # a command that a user has typed keeps what it inherits
+    assert not launch.die_with_launcher()  # a command that a user has typed keeps what it inherits
     assert handlers == []
     monkeypatch.setenv(launch.PARENT_VARIABLE, str(os.getppid()))
-    launch.die_with_launcher()
+    assert launch.die_with_launcher()
     assert handlers == [(signal.SIGINT, signal.default_int_handler)]
 
 
 LAUNCH = """
 import sys; from pathlib import Path; from hocket import config, launch
 sys.executable, folder = sys.argv[1], Path(sys.argv[2])
-launch.launch(config.load(None, [f"run.dir={folder}"]), [], folder)
+launch.launch(config.load(None, [f"run.dir={folder}"]), [])
 """
 PYTHON = """#!{python}
 import signal, sys, time; from pathlib import Path
@@ -225,7 +226,7 @@ def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
     ports = [8100, 8101]
     monkeypatch.setattr(launch, "free_port", lambda host, wanted: wanted)
     settings = ["server.port=8100", "server.host=localhost", f"run.dir={tmp_path}/a"]
-    assert launch.launch(config.load(None, settings), settings, tmp_path / "a", dry_run=True) == 0
+    assert launch.launch(config.load(None, settings), settings, dry_run=True) == 0
     said = capsys.readouterr().out
     assert [f"server_{i}: http://localhost:{port} on GPU {i}" in said for i, port in enumerate(ports)] == [True, True]
     assert "trainer: 2 ranks on GPU 2,3" in said
@@ -242,7 +243,7 @@ def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
     monkeypatch.setattr(sys, "argv", ["./run.py"])  # which finds hocket's source
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    launch.launch(config.load(None, settings), settings, tmp_path / "a", dry_run=True)
+    launch.launch(config.load(None, settings), settings, dry_run=True)
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{sys.executable} ./run.py train ")
 
 
@@ -260,14 +261,31 @@ def test_a_dead_server_is_reported_once_and_the_last_one_ends_the_run(
     assert "servers that are left: 1" in said
 
 
-def test_what_comes_next_is_a_model_that_can_be_served(tmp_path: Path) -> None:
+def test_what_comes_next_fits_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    run = tmp_path / "a"
     for version in ("v000001", "v000002", ".v000003.partial"):
-        (tmp_path / "weights" / version).mkdir(parents=True)
-    newest = f"{tmp_path}/weights/v000002"
-    assert f"run.py serve model.path={newest}\n" in launch._what_next(tmp_path, adapter=False)
-    adapter = launch._what_next(tmp_path, adapter=True)
-    assert f"run.py export {newest} {tmp_path}/model\n" in adapter
-    assert f"run.py serve model.path={tmp_path}/model\n" in adapter
+        (run / "weights" / version).mkdir(parents=True)
+    (run / "rollouts").mkdir()
+
+    def lines(prompt: str, *settings: str) -> list[str]:
+        (run / "rollouts" / "step_000001.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+        given = ["server.port=8100", f"run.dir={run}", *settings]
+        return [
+            line.partition(":  ")[2].strip() or line.strip()
+            for line in launch.what_next(config.load(None, given), given).splitlines()[1:]
+        ]
+
+    assert lines("Add: 1 2") == [
+        f"python3 run.py serve server.port=8100 run.dir={run}-2",
+        f"python3 run.py train server.port=8100 run.dir={run}-2",
+        f"python3 run.py serve server.port=8100 model.path={run}/weights/v000002",
+        "python3 run.py generate server.port=8100 -p 'Add: 1 2'",
+    ]
+    *_, merge, serve, generate = lines("x" * 500, "model.lora={}")
+    assert merge == f"python3 run.py export {run}/weights/v000002 {run}/model"
+    assert serve.endswith(f"model.path={run}/model model.lora=null")
+    assert generate.endswith(" -p PROMPT")
 
 
 def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
@@ -287,7 +305,7 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
 
 def test_a_run_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     run_dir = tmp_path / "quickstart"
-    assert launch._unused(run_dir) == run_dir
+    assert launch.unused(run_dir) == run_dir
     run_dir.mkdir()
     (tmp_path / "quickstart-2").mkdir()
-    assert launch._unused(run_dir) == tmp_path / "quickstart-3"
+    assert launch.unused(run_dir) == tmp_path / "quickstart-3"

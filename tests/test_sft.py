@@ -116,11 +116,14 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
 
 
 def test_a_run_does_not_go_on_with_other_demonstrations(
-    model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("trainer.steps=3", "checkpoint.every_steps=2", "checkpoint.resume=true")
     sft.run(make_config(model, tmp_path, *settings))
     sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))  # with the same it does
+    assert "steps are done" not in capsys.readouterr().out
+    sft.run(make_config(model, tmp_path, *settings, "trainer.steps=4"))
+    assert "all 4 steps are done; for more of them raise trainer.steps; wrote" in capsys.readouterr().out
     cut = [*ROWS[:2], ((2, 2, 8), (9, 10, 63))]
     for changed in (cut, ROWS[:2]):
         monkeypatch.setattr("hocket.sft.load_demonstrations", lambda *_, now=changed: now)

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -13,8 +14,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import hocket
+from hocket import checkpoints, doctor, launch
 from hocket import config as config_module
-from hocket import doctor, launch
 from hocket.config import Config, read_settings
 from hocket.errors import TRACEBACK, ConfigError, HocketError, remedy
 from hocket.observe import metrics
@@ -26,7 +27,7 @@ EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one,
 
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit status; an error is one sentence, with --traceback after its traceback."""
-    launch.die_with_launcher()
+    launched = launch.die_with_launcher()
     # DeepSpeed's launcher adds --local_rank=N; the environment says the same.
     parser, typed = _parser(), [arg for arg in argv if not arg.startswith(("--local_rank", "--local-rank"))]
     args, rest = parser.parse_known_args(typed)
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
             args.config, args.arguments = read_settings([*args.settings, *rest], args.default)  # options between them
         return command(args) or 0
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if not launched:  # whoever has started this says it
+            print(f"interrupted{_how_to_go_on(args)}", file=sys.stderr)
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and nobody_reads():
@@ -49,6 +51,15 @@ def main(argv: Sequence[str]) -> int:
             traceback.print_exc()
         print(f"error: {_sentence(error)}", file=sys.stderr)
         return 1
+
+
+def _how_to_go_on(args: argparse.Namespace) -> str:
+    """Return the command that resumes an interrupted run, and from where."""
+    if args.command not in ("quickstart", "launch", "train", "sft"):
+        return ""
+    where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
+    typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
+    return f"; to go on from {where}: {launch.door()} {args.command} {typed} checkpoint.resume=true"
 
 
 def _sentence(error: Exception) -> str:
@@ -76,10 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         if takes_settings:
             command.add_argument("settings", nargs="*", metavar="CONFIG | section.key=value")
         command.add_argument("--traceback", action="store_true", help="with an error, show where in the code it arose")
-        command.set_defaults(run=run, default=QUICKSTART if name == "quickstart" else None)
+        command.set_defaults(command=name, run=run, default=QUICKSTART if name == "quickstart" else None)
         return command
 
-    add("quickstart", lambda args: launch.quickstart(args.config, args.arguments))
+    add("quickstart", _quickstart)
     start = add("launch", _launch)
     start.add_argument("--dry-run", action="store_true", help="only say what would run where")
     start.add_argument("--engine", choices=("slurm", "ray", "kubernetes"), help="write the files that a cluster runs")
@@ -93,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = add("generate", _generate)
     generate.add_argument("-p", "--prompt", action="append", help="a user message; repeatable; default: lines of stdin")
     generate.add_argument("-n", type=int, default=1, help="completions per prompt (default 1)")
+    generate.add_argument("--max-tokens", type=int, help="of a completion; default: rollout.max_tokens, or what fits")
     generate.add_argument("--text", action="store_true", help="send the prompt as plain text, without chat template")
     generate.add_argument("--json", action="store_true", help="print the server's whole answer")
     add("eval", _eval).add_argument("--json", action="store_true", help="print one JSON object")
@@ -107,6 +119,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _quickstart(args: argparse.Namespace) -> int:
+    """Launch a run in a folder that is not in use, and say what can follow; return the trainer's exit status."""
+    if not args.config.checkpoint.resume:
+        unused = launch.unused(args.config.run_dir)
+        args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused}"])
+    status = launch.launch(args.config, args.arguments)
+    if status == 0:
+        print(launch.what_next(args.config, args.arguments))
+    return status
+
+
 def _launch(args: argparse.Namespace) -> int:
     if args.engine:
         from hocket import engines
@@ -115,7 +138,7 @@ def _launch(args: argparse.Namespace) -> int:
         return 0
     if args.output or args.submit:
         raise ConfigError("--output and --submit need an --engine: slurm, ray or kubernetes")
-    return launch.launch(args.config, args.arguments, args.config.run_dir, dry_run=args.dry_run)
+    return launch.launch(args.config, args.arguments, dry_run=args.dry_run)
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -124,10 +147,10 @@ def _serve(args: argparse.Namespace) -> None:
     serve(args.config)
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train(args: argparse.Namespace) -> int:
     from hocket.commands import train
 
-    train(args.config, dry_run=args.dry_run)
+    return train(args.config, dry_run=args.dry_run)
 
 
 def _rollout(args: argparse.Namespace) -> None:
@@ -152,11 +175,13 @@ def _generate(args: argparse.Namespace) -> None:
     if not prompts:
         raise ConfigError('nothing to generate: give -p "a prompt", or lines on standard input')
     inputs: list[PromptInput] = [p if args.text else [{"role": "user", "content": p}] for p in prompts]
-    sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
+    most = config.rollout.max_tokens if args.max_tokens is None else args.max_tokens
     try:
-        request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n)
+        sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=most)
+        request = GenerateRequest(prompts=inputs, sampling=sampling, n=args.n, fit=True)
     except ValidationError as error:
-        raise ConfigError(f"-n {args.n} with -p can't be asked for: {error.errors()[0]['msg']}") from error
+        wrong = (f"{one['loc'][0]} can't be asked for: {one['msg']}" for one in error.errors())
+        raise ConfigError("; ".join(wrong)) from error
 
     async def ask() -> GenerateResponse:
         where = config.server.discover
@@ -188,7 +213,6 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _ledger(args: argparse.Namespace) -> int:
-    from hocket import checkpoints
     from hocket.data import ledger
     from hocket.observe.run_folder import read_lines
 

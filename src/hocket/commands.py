@@ -8,7 +8,7 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints
 from hocket import tokenizer as tokenizers
@@ -42,7 +42,7 @@ from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
-from hocket.system import write_atomically
+from hocket.system import kind_of, newest_version, write_atomically
 from hocket.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -50,15 +50,16 @@ if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
 
 PROOF_PROMPTS = 16
+NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 NUM_SHOWN = 2  # prompts, at the start
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 600  # of a longer text, beginning and end
 
 
-def train(config: Config, *, dry_run: bool = False) -> None:
+def train(config: Config, *, dry_run: bool = False) -> int:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
 
-    With `dry_run`, only say what the run would use. Raise HocketError for the first fault.
+    With `dry_run`, only say what the run would use. Return the exit status. Raise HocketError for the first fault.
     """
     load_plugins(config.plugins)
     if int(os.environ.get("RANK", "0")) > 0:
@@ -66,18 +67,22 @@ def train(config: Config, *, dry_run: bool = False) -> None:
 
         if not dry_run:
             asyncio.run(_make_room(config))
-        return Trainer(config).follow()
+        Trainer(config).follow()
+        return 0
     with Console(config.observe.console, config.trainer.steps) as console, ExitStack() as stack:
         if dry_run:
-            return _check(Parts(config, console), stack)
+            _check(Parts(config, console), stack)
+            return 0
         stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume))
         saved = checkpoints.find(config, console.say)
         if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
-            asyncio.run(_train(_run(config, saved, console, stack)))
-            return console.finish(config.run_dir)
+            summary = asyncio.run(_train(_run(config, saved, console, stack)))
+            console.finish(config.run_dir)
+            return 0 if summary["updated"] else NO_UPDATE
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the other ranks wait for this one
             Parts(config, console).trainer(stack)
+        return 0
 
 
 def _check(parts: "Parts", stack: ExitStack) -> None:
@@ -120,10 +125,10 @@ def _check(parts: "Parts", stack: ExitStack) -> None:
     say("nothing stands in the way of a run" if score.error is None else "the rewards can't be computed")
 
 
-async def _train(run: "Run") -> None:
+async def _train(run: "Run") -> dict[str, Any]:
     async with run.servers:
         try:
-            await run.train()
+            return await run.train()
         except SyncError as error:
             raise SyncError(f"step {run.folder.last_step + 1}: {error}") from error
         finally:
@@ -182,7 +187,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
     """Return the eval/* metrics of the servers that the config names, or of a model or checkpoint in an own server."""
     load_plugins(config.plugins)
     with ExitStack() as stack:
-        if (Path(config.model.path) / checkpoints.STATE_FILE).is_file():
+        if kind_of(Path(config.model.path)) == "checkpoint":
             if config.server.urls or config.server.discover:
                 raise ConfigError("a checkpoint needs a server of its own: leave server.urls and server.discover out")
             model = f"{stack.enter_context(TemporaryDirectory(prefix='hocket-'))}/{Path(config.model.path).name}"
@@ -241,8 +246,15 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     """Write a model from a checkpoint or a published adapter; `base` is the model it began with, if that has moved."""
     from hocket.trainer import lora, state
 
-    if not (folder / checkpoints.STATE_FILE).is_file():
+    folder = Path(newest_version(str(folder)))
+    kind = kind_of(folder)
+    if kind == "adapter":
         return lora.merge(folder, output, base=base)
+    if kind == "model":
+        raise ConfigError(f"{folder} is a model already: serve it, or load it with transformers, as it is")
+    if kind != "checkpoint":
+        wanted = "RUN/checkpoints/step_N, or RUN/weights/vN of a run with model.lora"
+        raise ConfigError(f"{folder} is neither a checkpoint nor an adapter; name {wanted}")
     saved = checkpoints.read(folder)
     base = base or saved.config["model"]["path"]
     state.export(folder, output, base=base, dtype=saved.trainer["dtype"], adapter=saved.trainer["adapter"])
@@ -255,7 +267,7 @@ class Parts:
         self.config, self.console = config, console
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
-        self.longest = tokenizers.longest_sequence(config.model, config.trainer)
+        self.longest, self.limit = tokenizers.longest_sequence(config.model, config.trainer)
 
     def trainer(self, stack: ExitStack) -> "Trainer":
         """Load the model into a trainer, which ends with the stack."""
@@ -268,18 +280,24 @@ class Parts:
         """Return the prompts of a source that are short enough, and say how many were not."""
         made = self.environment()
         thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
-        longest = self.longest - thought - (max_tokens or self.config.rollout.max_tokens)
+        setting = "eval.max_tokens" if max_tokens else "rollout.max_tokens"
+        room = self.longest - thought - (max_tokens := max_tokens or self.config.rollout.max_tokens)
+        if room < 1:
+            before = f", behind env.thinking_tokens={thought}," if thought else ""
+            raise ConfigError(f"{setting}={max_tokens}{before} leaves no prompt room in {self.limit}: lower it")
         tools = made.toolbox.tools if made.toolbox else ()
-        prompts, num_dropped = load_prompts(data, self.tokenizer, max_prompt_tokens=longest, tools=tools)
+        prompts, num_dropped, longest = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=tools)
+        limit, fits = min(room, data.max_prompt_tokens or room), self.longest - thought - longest
+        advice = f"{setting}={fits} has room for all" if fits > 0 else f"{self.limit} is too short for it"
+        advice = f"{data.section}.max_prompt_tokens={limit} leaves them out" if limit < room else advice
+        too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
         if num_dropped:
-            limit = min(longest, data.max_prompt_tokens or longest)
-            self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} with more than {limit} tokens")
+            self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} {too_long}")
         for prompt in prompts[:NUM_SHOWN] if what == "train" else ():
             seen = _SHORT.repr(self.tokenizer.decode(prompt.token_ids))
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
         if not prompts:
-            advice = "lower rollout.max_tokens, or raise model.max_length and trainer.micro_batch_tokens"
-            raise ConfigError(f"{what}: no prompt of {data.source} is short enough; {advice}")
+            raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:
@@ -385,6 +403,7 @@ class Parts:
             with ExitStack() as stack:
                 if not named and not await servers.members[0].server.answers():
                     log = self.config.run_dir / "logs" / "server.log"
+                    self.console.say(f"no server answers at {self.config.own_url}: starting one for {model}, log {log}")
                     env = variables(self.config.launch.server_gpus or "")
                     stack.callback(stop, own)
                     own.append(Child(["-m", "hocket", "serve", *arguments], env=env, log=log))

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import itertools
+import json
 import os
 import shlex
 import signal
@@ -17,20 +18,23 @@ from typing import NamedTuple
 
 from hocket import environment
 from hocket.config import Config, LaunchConfig
+from hocket.doctor import holder
 from hocket.errors import ConfigError, ServerError
 from hocket.processes import die_with_parent
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
+LONGEST_PROMPT = 80  # characters of one that is shown in a command
 NUM_LINES = 15  # of a server's log, in an error
 
 
-def die_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this process when the hocket process that started it ends (Linux)."""
+def die_with_launcher() -> bool:
+    """Have the kernel send SIGTERM to this process when the hocket process that started it ends, if one did (Linux)."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
         die_with_parent(int(parent), signal.SIGTERM)
+    return parent is not None
 
 
 class Child(subprocess.Popen[bytes]):
@@ -82,21 +86,12 @@ class Placement(NamedTuple):
     num_ranks: int
 
 
-def quickstart(config: Config, arguments: Sequence[str]) -> int:
-    """Launch a run in a folder that is not in use, and say what can follow; return the trainer's exit status."""
-    run_dir = config.run_dir if config.checkpoint.resume else _unused(config.run_dir)
-    status = launch(config, [*arguments, f"run.dir={run_dir}"], run_dir)
-    if status == 0:
-        print(_what_next(run_dir, adapter=config.model.lora is not None))
-    return status
-
-
-def launch(config: Config, arguments: Sequence[str], run_dir: Path, *, dry_run: bool = False) -> int:
+def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -> int:
     """Run servers and trainer ranks on this machine, all stopped at the end; return the ranks' exit status.
 
     Say first what runs where; with `dry_run` that is all.
     """
-    logs = run_dir / "logs"
+    logs = config.run_dir / "logs"
     plan = place(config.launch, config.server.tensor_parallel_size, config.sync.backend, visible_gpus())
     ports = free_ports(config.server.host, config.server.port, len(plan.servers))
     urls = [config.url_at(port) for port in ports]
@@ -104,7 +99,9 @@ def launch(config: Config, arguments: Sequence[str], run_dir: Path, *, dry_run: 
     arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
     serve = [["-m", "hocket", "serve", *arguments, f"server.port={port}"] for port in ports]
     train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{','.join(urls)}]"]
-    print(f"run folder {run_dir}, logs in {logs}")
+    print(f"run folder {config.run_dir}, logs in {logs}")
+    if (port := config.server.port) not in ports:
+        print(f"port {port} is in use by {holder(port) or 'another process'}; {ports[0]} is free")
     for name, url, gpus in zip(names, urls, plan.servers, strict=True):
         print(f"{name}: {url} on {_where(gpus)}")
     print(f"trainer: {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)} on {_where(plan.ranks)}", flush=True)
@@ -243,7 +240,7 @@ def _where(gpus: str) -> str:
     return f"GPU {gpus}" if gpus else "the CPU"
 
 
-def _unused(run_dir: Path) -> Path:
+def unused(run_dir: Path) -> Path:
     """Return the folder, or the first of folder-2, folder-3, ... that does not exist."""
     others = (run_dir.with_name(f"{run_dir.name}-{i}") for i in itertools.count(2))
     return next(folder for folder in itertools.chain([run_dir], others) if not folder.exists())
@@ -271,15 +268,26 @@ def free_ports(host: str, first: int, number: int) -> list[int]:
     return ports
 
 
-def _what_next(run_dir: Path, *, adapter: bool) -> str:
-    model, merge = str(max(run_dir.glob("weights/v*"))), ""
-    if adapter:
-        merge = f"Merge adapter and base model:  python3 run.py export {model} {run_dir}/model\n"
-        model = f"{run_dir}/model"
+def door() -> str:
+    """Return how a command of hocket begins where this one was typed."""
+    return "hocket" if Path(sys.argv[0]).name == "hocket" else f"python3 {sys.argv[0]}"
+
+
+def what_next(config: Config, arguments: Sequence[str]) -> str:
+    """Return commands that fit the run that has ended: the same again by hand, and the use of its newest version."""
+    run, run_dir = door(), config.run_dir
+    given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
+    model, more, merge = max(run_dir.glob("weights/v*")), list[str](), ""
+    if config.model.lora is not None:
+        merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
+        model, more = run_dir / "model", ["model.lora=null"]
+    rollouts = max(run_dir.glob("rollouts/step_*.jsonl"), default=None)
+    prompt = json.loads(rollouts.read_text(encoding="utf-8").split("\n")[0])["prompt"] if rollouts else ""
+    prompt = prompt if 0 < len(prompt) <= LONGEST_PROMPT and prompt.isprintable() else "PROMPT"
+    again, use = shlex.join([*given, f"run.dir={unused(run_dir)}"]), shlex.join([*given, f"model.path={model}", *more])
     return f"""
-The same in two terminals:     python3 run.py serve config/quickstart.yaml
-                               python3 run.py train config/quickstart.yaml run.dir=runs/mine
-Your own model and data:       edit config/gsm8k_1gpu.yaml, then python3 run.py quickstart config/gsm8k_1gpu.yaml
-{merge}Use the trained policy:        python3 run.py serve model.path={model}
-                               python3 run.py generate -p "Sort: fmkt"
+The same in two terminals:     {run} serve {again}
+                               {run} train {again}
+{merge}Use the trained policy:        {run} serve {use}
+                               {run} generate {shlex.join([*given, "-p", prompt])}
 """

@@ -52,7 +52,10 @@ class Run:
         config, steps = self.config, self.config.trainer.steps
         await self.servers.wait_up()  # a server is up once it holds the trainer's weights: a broken sync fails here
         if not self.folder.history:
-            self.folder.finish(0, await self.evaluate(0))
+            before = await self.evaluate(0)
+            self.folder.finish(0, before)
+            if before:
+                self.console.step(0, before)
         async with self.batches(self.new_batch) as batches:
             for step in range(self.folder.last_step + 1, steps + 1):
                 metrics: Metrics = {}

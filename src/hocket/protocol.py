@@ -109,6 +109,7 @@ class GenerateRequest(FromTrainer):
     prompts: list[PromptInput] = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
     sampling: SamplingParams = SamplingParams()
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    fit: bool = False  # fewer tokens than max_tokens where the context leaves no more, instead of a refusal
     stream: bool = False
     packed: bool = False  # the stream's token_ids and logprobs are base64, little-endian uint32 and float32
     seeds: Annotated[list[Seeds], FAIL_FAST] | None = Field(None, max_length=MAX_PROMPTS)

@@ -21,7 +21,7 @@ from hocket.observe.console import Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
 from hocket.registry import load_plugins
-from hocket.system import atomic_folder, seed_of
+from hocket.system import atomic_folder, kind_of, seed_of
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
@@ -43,11 +43,10 @@ def run(config: Config) -> None:
 def _train(config: Config) -> None:
     saved = checkpoints.find(config, print)
     output = Path(config.sft.output) if config.sft.output is not None else config.run_dir / "model"
-    is_model = any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if output.exists() and not is_model and any(output.iterdir()):
+    if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another sft.output, or remove it")
-    max_length = tokenizers.context_length(config.model)
-    rows = load_demonstrations(config.data, tokenizers.load(config.model.path), max_length)
+    tokenizer, max_length = tokenizers.load(config.model.path), tokenizers.context_length(config.model)
+    rows = load_demonstrations(config.data, tokenizer, max_length)
     samples = [demonstration(*row) for row in rows]
     last, steps, batch_size = saved.step if saved else 0, config.trainer.steps, config.sft.batch_size
     with (
@@ -78,7 +77,8 @@ def _train(config: Config) -> None:
                     )
             with atomic_folder(output) as partial:
                 trainer.export(partial)
-            console.say(f"wrote {output}")
+            done = f"all {steps} steps are done; for more of them raise trainer.steps; " if last >= steps else ""
+            console.say(f"{done}wrote {output}")
 
 
 def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:

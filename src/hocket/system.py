@@ -123,6 +123,19 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def kind_of(folder: Path) -> str:
+    """Return what is in a folder: "model" or "adapter" (a version is one of them), "checkpoint", "run", or ""."""
+    marks = (("config.json", "model"), ("adapter_config.json", "adapter"), ("state.json", "checkpoint"))
+    return next((kind for name, kind in (*marks, ("metrics.jsonl", "run")) if (folder / name).is_file()), "")
+
+
+def newest_version(path: str) -> str:
+    """Return the newest version of a run folder, or what sft has made in it; a path that is none as it is."""
+    folder = Path(path)
+    made = [*folder.glob("model/config.json"), *sorted(folder.glob("weights/v*/COMPLETE"))]
+    return str(made[-1].parent) if made and kind_of(folder) == "run" else path
+
+
 def partial_of(path: Path) -> Path:
     """Return the hidden name under which a file or folder is written until it is complete."""
     return path.with_name(f".{path.name}.partial")

@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
+from hocket.config.sections import HeldOutConfig
 from hocket.data.prompts import Renderer, TooLongError, load_demonstrations, load_prompts
 from hocket.errors import DataError
 from hocket.types import Prompt
@@ -97,8 +98,8 @@ def test_columns_are_mapped_and_the_answer_is_cut_out(tokenizer: Any, write_json
 def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, write_jsonl: Write) -> None:
     source = write_jsonl(*({"prompt": "a" * n} for n in (1, 7, 8, 50)))  # the template adds 3 tokens
     data = DataConfig(source=source, answer_column=None)
-    prompts, num_dropped = load_prompts(data, tokenizer, max_prompt_tokens=10)
-    assert ([len(p.token_ids) for p in prompts], num_dropped) == ([4, 10], 2)
+    prompts, *rest = load_prompts(data, tokenizer, max_prompt_tokens=10)
+    assert ([len(p.token_ids) for p in prompts], rest) == ([4, 10], [2, 53])
     lower = data.model_copy(update={"max_prompt_tokens": 4})
     assert load_prompts(lower, tokenizer, max_prompt_tokens=10)[1] == 3
 
@@ -108,8 +109,11 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer: Any, wri
     [
         ('{"prompt": "x"', "Expecting ',' delimiter"),
         ("[1]", "must be a JSON object, got list"),
-        ({"question": "x", "answer": "y"}, "no column 'prompt', only 'question', 'answer'"),
-        ({"prompt": "x"}, "no column 'answer', only 'prompt'; data.answer_column: null where there is no answer"),
+        (
+            {"question": "x", "answer": "y"},
+            "no column 'prompt', only 'question', 'answer': set data.prompt_column to one of these",
+        ),
+        ({"prompt": "x"}, "set data.answer_column to one of these, or to null where there is no answer"),
         ({"prompt": " \n", "answer": "y"}, "column 'prompt' is empty"),
         ({"prompt": 3, "answer": "y"}, "column 'prompt' must be text or a list of messages, got 3"),
         ({"prompt": [{"role": "user", "content": None}], "answer": "y"}, "message 0 of column 'prompt' must be"),
@@ -135,9 +139,15 @@ def test_the_first_offenders_are_shown_and_all_are_counted(tokenizer: Any, write
         load(source, tokenizer, answer_pattern="= (.+)")
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("9 of 12 rows")
+    assert "repair or remove them" in lines[0]
     assert [line.split(": ")[0] for line in lines[1:6]] == [f"  {source}:{i}" for i in (4, 5, 6, 7, 8)]
     assert "data.answer_pattern '= (.+)' finds no answer in column 'answer': '3'" in lines[1]
     assert lines[6] == "  ... and 4 more"
+
+
+def test_where_no_row_has_the_column_the_rows_are_not_to_blame(tokenizer: Any, write_jsonl: Write) -> None:
+    with pytest.raises(DataError, match=r"2 of 2 rows of \S+ can't be used \(line\):\n.*set eval\.data\.prompt_column"):
+        load_prompts(HeldOutConfig(source=write_jsonl({"q": "a"}, {"q": "b"})), tokenizer, max_prompt_tokens=9)
 
 
 def test_a_source_that_is_none_says_why(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
@@ -173,7 +183,9 @@ def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, wr
     chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
     assert rows[0][0] + rows[0][1] == bos_tokenizer.apply_chat_template(chat)["input_ids"]
     bos_tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"set data\.chat_template: false"):
+    with pytest.raises(
+        DataError, match=r"put one as chat_template\.jinja into its folder, or set data\.chat_template=false"
+    ):
         load(source, bos_tokenizer)
     source = write_jsonl({"prompt": "a b", "answer": "c d"})
     plain = DataConfig(source=source, chat_template=False, response_column="answer")

@@ -81,7 +81,7 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "What is 6*7?", "answer": "42", "response": WHOLE}), encoding="utf-8")
     data = DataConfig(source=str(rows), chat_template_kwargs=options)
-    ((prompt,), _) = load_prompts(data, tokenizer, max_prompt_tokens=200)
+    ((prompt,), *_) = load_prompts(data, tokenizer, max_prompt_tokens=200)
     expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, **options)
     assert list(prompt.token_ids) == expected
     assert prompt.opening == ("<think>\n\n</think>\n\n" if name == "Qwen3" and options else OPENINGS.get(name, ""))

@@ -203,6 +203,7 @@ def test_ctrl_c_ends_a_quickstart_with_everything_it_started(tmp_path: Path) -> 
         assert process.wait_end(60) == 130, log.read_text()
         process.assert_gone()
     assert "Traceback" not in log.read_text()
+    assert log.read_text().count("interrupted; to go on from the start") == log.read_text().count("interrupted") == 1
 
 
 def test_a_killed_launch_takes_its_servers_and_ranks_along(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ def test_a_step_is_one_line_under_a_heading_with_every_column(capsys: pytest.Cap
     with Console("plain", steps=10) as console:
         console.step(1, METRICS)
         console.step(2, {"reward/mean": 0.625})
-    heading, first, alarm, second = capsys.readouterr().out.splitlines()
+    heading, legend, first, alarm, second = capsys.readouterr().out.splitlines()
+    assert legend.strip().startswith("cut: rollouts cut off; gap: ")
     assert heading.split()[:4] == ["step", "reward", "held-out", "length"]
     assert first.split()[:7] == ["1/10", "0.500", "0.250", "7.0", "10%", "2.0e-06", "3.00%"]
     assert first.split()[11:13] == ["12,346", "41.0%"]
@@ -30,8 +31,23 @@ def test_an_alarm_is_printed_when_it_begins_and_the_heading_comes_back(capsys: p
         for step in range(1, HEADING_EVERY + 2):
             console.step(step, {"rollout/truncated": 0.0 if step == 3 else 0.2})
     lines = list(enumerate(capsys.readouterr().out.splitlines()))
-    assert [index for index, line in lines if line.startswith(" " * 10 + "!")] == [2, 6]  # after step 1, and step 4
-    assert [index for index, line in lines if "held-out" in line] == [0, HEADING_EVERY + 3]
+    assert [index for index, line in lines if line.startswith(" " * 10 + "!")] == [3, 7]  # after step 1, and step 4
+    assert [index for index, line in lines if "held-out" in line] == [0, HEADING_EVERY + 4]
+
+
+def test_the_first_line_may_be_of_step_0_and_the_first_step_is_not_blamed_for_the_start_of_the_rewards(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Console("plain", steps=10) as console:
+        console.step(0, {"eval/accuracy": 0.25})
+        for step in (1, 2):
+            console.step(step, {"pipeline/wait_for_rewards": 0.4, "time/step": 1.0})
+    _, _, before, first, second, alarm = capsys.readouterr().out.splitlines()
+    assert before.split()[:4] == ["0/10", "-", "0.250", "-"]
+    assert first.endswith("left")
+    assert not before.endswith("left")
+    assert second.split()[0] == "2/10"
+    assert "pipeline/wait_for_rewards = 0.4 (> 0.25)" in alarm
 
 
 def test_without_a_terminal_an_activity_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,8 +63,8 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
 ) -> None:
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "weights" / "v000009").mkdir(parents=True)
-    summary = {"before": 0.2, "after": 0.95, "steps": 8, "train_seconds": 61.0, "seed": 0, "final_version": 9}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    timed = {"steps": 8, "updated": 8, "train_seconds": 61.0, "seed": 0, "final_version": 9}
+    (tmp_path / "summary.json").write_text(json.dumps({"before": 0.2, "after": 0.95, **timed}))
     row = {"prompt": "sort ba", "completion": "ab", "answer": "ab", "reward": 1.0, "error": None}
     failed = row | {"reward": None, "error": "math: hung"}
     lines = "".join(json.dumps(item) + "\n" for item in (row, failed, row, row))
@@ -61,3 +77,11 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
     assert "reward math: hung" in out
     assert f"{tmp_path}/weights/v000009" in out
     assert f"{tmp_path}/report.html" in out
+    assert "updated" not in out
+    for updated, said in (
+        (3, "3 of 8 steps updated the weights\n"),
+        (0, "0 of 8 steps updated the weights: all rew"),
+    ):
+        (tmp_path / "summary.json").write_text(json.dumps({"before": 0.2, "after": 0.2, **timed, "updated": updated}))
+        Console("plain", steps=8).finish(tmp_path)
+        assert said in capsys.readouterr().out

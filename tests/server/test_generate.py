@@ -55,6 +55,10 @@ def test_each_prompt_may_bring_one_seed_per_completion(reader: Sampler) -> None:
 
 def test_what_just_fits_is_taken_and_one_token_more_is_not(reader: Sampler) -> None:
     read(reader, prompts=[[5] * 15 + [95]], sampling={"max_tokens": 16})
+    _, jobs = read(reader, prompts=[[5] * 30, [5] * 17, [5]], sampling={"max_tokens": 16}, fit=True)
+    assert [job.sampling.max_tokens for job in jobs] == [2, 15, 16]
+    with pytest.raises(ApiError, match=r"32 prompt tokens \+ max_tokens 1 do not fit"):
+        read(reader, prompts=[[5] * 32], fit=True)
     with pytest.raises(ApiError, match=r"17 prompt tokens \+ max_tokens 16 do not fit"):
         read(reader, prompts=[[5] * 17], sampling={"max_tokens": 16})
     with pytest.raises(ApiError, match="token id 96 is outside the vocabulary of 96"):

@@ -231,6 +231,7 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     assert (args.generation_config, args.logprobs_mode) == ("vllm", "processed_logprobs")
     assert args.kv_cache_memory_bytes == 64 * 1024 * 1024
     assert (args.enable_lora, args.hf_overrides or {}, args.enable_sleep_mode) == (False, {}, False)
+    assert arguments("server.served_model_name=mine").served_model_name == ["mine", model]
     with_lora = arguments("model.lora.rank=8", "model.dtype=bfloat16")
     assert (with_lora.enable_lora, with_lora.max_lora_rank, with_lora.dtype) == (True, 8, "bfloat16")
     assert arguments("model.lora.rank=12").max_lora_rank == 16  # vLLM takes 8, 16, 32, ...

@@ -106,8 +106,8 @@ class LossKnobs(Section):
     ratio: Ratio = Field("token", description="Probability ratio per `token`, or its geometric mean per `sequence`.")
     clip: Clip = Field("ppo", description="`ppo`: min(clipped, unclipped); `cispo`: clipped as fixed weight; `none`.")
     clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: 1 - clip_low, from the second update on.")
-    clip_high: float = Field(0.28, gt=0, description="Upper clip range: the ratio is clipped at 1 + clip_high.")
-    dual_clip: float | None = Field(None, gt=1, description="Cap of the ratio of negative advantages, with clip ppo.")
+    clip_high: float = Field(0.28, gt=0, description="Upper clip range: 1 + clip_high, from the second update on.")
+    dual_clip: float | None = Field(None, gt=1, description="Upper bound of the ratio where the advantage is negative.")
     aggregate: Aggregate = Field(
         "token_mean",
         description="Sum of token losses, over all micro-batches and ranks: `token_mean`; mean over sequences of "

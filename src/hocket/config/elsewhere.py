@@ -3,33 +3,26 @@
 NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any section
     "model.path": "model_name_or_path pretrain actor_rollout_ref.model.path",
     "model.lora.rank": "lora_r lora_rank",
-    "model.lora.targets": "lora_target_modules target_modules",
     "data.source": "dataset_name prompt_data prompt_dataset train_files",
     "data.prompt_column": "input_key prompt_key",
     "data.answer_column": "label_key",
     "data.max_prompt_tokens": "max_prompt_length prompt_max_len",
     "eval.data.source": "eval_dataset eval.dataset val_files",
-    "eval.samples": "num_generations_eval val_kwargs.n eval.n_samples_per_prompt eval_n_samples_per_prompt",
+    "eval.samples": "num_generations_eval val_kwargs.n eval.n_samples_per_prompt",
     "eval.every_steps": "eval_steps eval.steps test_freq",
-    "rewards.functions, of a file in plugins": "reward_funcs reward_weights remote_rm_url reward.remote_url "
-    "custom_reward_function.path reward.model_name_or_path",
+    "rewards.functions, plugins": "reward_funcs reward_weights remote_rm_url custom_reward_function.path",
     "rollout.group_size": "num_generations n_samples_per_prompt rollout.n",
     "rollout.prompts_per_step": "rollout_batch_size rollout.batch_size data.train_batch_size",
-    "rollout.prompts_per_step; trainer.micro_batch_tokens limits the memory": "per_device_train_batch_size "
-    "gradient_accumulation_steps generation_batch_size",
+    "rollout.prompts_per_step, trainer.micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
     "rollout.max_tokens": "max_completion_length max_new_tokens generate_max_len max_response_length response_length",
     "no setting: training samples from the whole distribution": "top_p top_k min_p repetition_penalty",
     "algorithm.clip_low and algorithm.clip_high": "epsilon clip_ratio eps_clip eps_clip_low_high",
-    "algorithm.clip_low": "clip_ratio_low",
     "algorithm.clip_high": "epsilon_high clip_ratio_high",
     "algorithm.kl_coef, with algorithm.kl": "beta init_kl_coef kl.init_coef kl_loss_coef",
-    "algorithm.entropy_coef": "entropy_coeff entropy_loss_coef",
     "algorithm.preset": "adv_estimator advantage_estimator advantage.estimator",
     "algorithm.preset or algorithm.aggregate": "loss_type loss_agg_mode",
     "algorithm.scale": "scale_rewards norm_adv_by_std_in_grpo no_std_norm no_advantage_std_norm",
     "algorithm.ratio": "importance_sampling_level",
-    "algorithm.correction": "vllm_importance_sampling_correction rollout_is is_correction_enable",
-    "algorithm.mask_truncated": "mask_truncated_completions",
     "algorithm.oversampling": "dynamic_filtering dynamic_filtering_enable",
     "algorithm.epochs": "num_iterations ppo_epochs",
     "algorithm.minibatches, their number": "ppo_mini_batch_size steps_per_generation",
@@ -37,19 +30,13 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
     "critic.path": "critic.model_name_or_path critic_pretrain critic.model.path",
     "trainer.learning_rate": "lr actor_learning_rate",
     "trainer.schedule": "lr_scheduler_type lr_scheduler",
-    "trainer.warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio",
-    "trainer.max_grad_norm": "grad_clip clip_grad",
-    "trainer.micro_batch_tokens": "micro_train_batch_size train.micro_batch_size ppo_micro_batch_size_per_gpu "
-    "ppo_max_token_len_per_gpu max_tokens_per_gpu",
+    "trainer.warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_ratio",
+    "trainer.micro_batch_tokens": "micro_train_batch_size train.micro_batch_size ppo_micro_batch_size_per_gpu",
     "trainer.steps": "max_steps total_training_steps",
-    "trainer.steps: epochs times prompts, divided by rollout.prompts_per_step": "num_train_epochs num_episodes "
-    "total_epochs",
+    "trainer.steps: epochs x prompts / rollout.prompts_per_step": "num_train_epochs num_episodes total_epochs",
     "server.urls": "vllm_server_base_url",
-    "server.gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "server.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
-    "launch.servers": "vllm_num_engines num_engines",
     "checkpoint.every_steps": "save_steps save_freq",
-    "checkpoint.keep": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
     "checkpoint.resume": "resume_from_checkpoint load_checkpoint resume_mode",
     "observe.tensorboard": "report_to use_tensorboard",
     "run.dir": "output_dir default_local_dir",
@@ -65,7 +52,5 @@ def name_here(key: str) -> str | None:
 
 def names_table() -> str:
     """Return the names as a Markdown table."""
-    rows = (
-        f"| {here} | {', '.join(f'`{name}`' for name in names.split())} |" for here, names in NAMES_ELSEWHERE.items()
-    )
+    rows = (f"| {here} | `{names.replace(' ', '`, `')}` |" for here, names in NAMES_ELSEWHERE.items())
     return "\n".join(["| here | in TRL, OpenRLHF or verl |", "|---|---|", *rows])

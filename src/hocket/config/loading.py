@@ -16,6 +16,7 @@ from hocket.config.sections import DataConfig, Section, UserPath
 from hocket.config.whole import Config
 from hocket.errors import ConfigError
 from hocket.registry import nearest
+from hocket.system import kind_of
 
 SURE = 0.8  # similarity of a key to a known one, of which it is a misspelling
 
@@ -29,6 +30,10 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     values: Any = {}
     overrides = [*overrides]
     if path is not None:
+        if (folder := Path(path)).is_dir():
+            raise ConfigError(
+                f"{path} is a {kind_of(folder) or 'folder'}, not a config file; as a model: model.path={path}"
+            )
         try:
             with Path(path).open(encoding="utf-8") as file:  # YAML's errors name it
                 values = yaml.safe_load(file) or {}
@@ -145,34 +150,25 @@ def _is_text(key: str) -> bool:
 
 
 def _source(key: str, path: str | Path | None, overrides: Sequence[str]) -> str:
-    """Return whose fault a key is, the file's or the command line's; nothing without a file."""
-    if path is None:
-        return ""
-    given = [override.partition("=")[0] for override in overrides]
-    if any(f"{key}.".startswith(f"{one}.") for one in given):
-        return "command line: "
-    return f"{path} with the command line: " if any(one.startswith(key) for one in given) else f"{path}: "
+    """Return whose mistake a key is, the file's or the command line's; nothing without a file."""
+    if any(f"{key}.".startswith(f"{one.partition('=')[0]}.") for one in overrides):
+        return "command line: " if path is not None else ""
+    both = any(one.startswith(key) for one in overrides)
+    return "" if path is None else f"{path} with the command line: " if both else f"{path}: "
 
 
 def _explain(item: Any) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong with it); a section that is unknown has several."""
-    key = ".".join(map(str, item["loc"]))
-    if item["type"] == "extra_forbidden":
-        yield from ((one, f"unknown key {one!r}; {_hint(one)}") for one in _leaves(key, item["input"]))
-        return
+    key, value = ".".join(map(str, item["loc"])), item["input"]
     message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "literal_error":
-        message += nearest(str(item["input"]), re.findall("'(.*?)'", message))
-    yield key, f"{key}: {message}" if key else message
-
-
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    """Yield the keys of the values in a mapping of mappings."""
-    if not isinstance(value, Mapping) or not value:
-        yield key
-        return
-    for name, inner in value.items():
-        yield from _leaves(f"{key}.{name}", inner)
+    if item["type"] == "extra_forbidden" and isinstance(value, Mapping) and value:
+        for name in value:
+            yield from _explain({**item, "loc": (*item["loc"], name), "input": value[name]})
+    elif item["type"] == "extra_forbidden":
+        yield key, f"unknown key {key!r}; {_hint(key)}"
+    else:
+        close = nearest(str(value), re.findall("'(.*?)'", message)) if item["type"] == "literal_error" else ""
+        yield key, (f"{key}: " if key else "") + message + close
 
 
 def _hint(key: str) -> str:

@@ -6,11 +6,12 @@ A field's description is its documentation. Checks between sections are in whole
 import os
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
 
+from hocket.system import newest_version
 from hocket.types import InFlight
 
 UserPath = Annotated[str, pydantic.AfterValidator(os.path.expanduser)]
@@ -59,7 +60,9 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    path: UserPath = Field("checkpoints/tiny-sort", description="Folder or hub name of a Hugging Face language model.")
+    path: Annotated[UserPath, pydantic.AfterValidator(newest_version)] = Field(
+        "checkpoints/tiny-sort", description="Folder or hub name of a Hugging Face model; of a run: its newest version."
+    )
     dtype: Dtype = Field("auto", description="Precision on both sides. `auto`: bfloat16 on a GPU, float32 on a CPU.")
     max_length: int | None = Field(None, ge=2, description="Maximum tokens, prompt included. Default: the model's own.")
     random_init: bool = Field(False, description="Random initial weights; path needs only a config and a tokenizer.")
@@ -76,6 +79,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
+    section: ClassVar[str] = "data"
     source: str = Field("task:sort", description="Rows: file.jsonl, file.parquet, hf:NAME (Hugging Face), task:NAME.")
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
     split: str = Field("train", description="Split of a Hugging Face dataset or of a built-in task.")
@@ -111,12 +115,15 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(16, ge=1, description="Prompts per step.")
     group_size: int = Field(8, ge=1, description="Rollouts per prompt; a reward is compared with those of its group.")
     max_tokens: int = Field(256, ge=1, description="Maximum length of a completion, or of a turn, in tokens.")
-    temperature: float = Field(
-        1.0, ge=0.01, le=2, description="Sampling temperature; divides the trainer's logits, too."
-    )
+    temperature: float = Field(1.0, ge=0, le=2, description="Sampling temperature; divides the trainer's logits, too.")
     stop: tuple[str, ...] = Field((), description="Strings that end a completion.")
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a completion, besides the model's.")
     timeout_s: float = Field(600.0, gt=0, description="Seconds for the generation of one batch.")
+
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        advice = "set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily"
+        message = f"temperature={self.temperature:g} would make all rollouts of a group alike: {advice}"
+        yield self.temperature < 0.01, message
 
 
 class EnvConfig(Section, extra="allow"):
@@ -180,7 +187,7 @@ class PipelineConfig(Section):
 
 class SyncConfig(Section):
     backend: Literal["disk", "nccl"] = Field("disk", description="New weights by files, or GPU to GPU (gloo on a CPU).")
-    root: UserPath | None = Field(None, description="Folder that both sides see, above run.dir. Default: its parent.")
+    root: UserPath | None = Field(None, description="Folder above run.dir, equal on both sides. Default: its parent.")
     keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
     in_flight: InFlight = Field("keep", description="Requests during a sync: `keep` continues, `drain` waits, `abort`.")
@@ -205,6 +212,7 @@ class ServerConfig(Section):
     token: str | None = Field(None, description="Bearer token of every route but /health. Default: $HOCKET_TOKEN.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds that the trainer waits for a server to be up.")
     silence_s: float = Field(60.0, gt=0, description="Seconds without an answer from /health until a server is lost.")
+    served_model_name: str | None = Field(None, description="Name of the model in /v1. Default: model.path alone.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one copy of the model.")
     gpu_memory_utilization: float = Field(
         0.85,
@@ -226,6 +234,7 @@ class ServerConfig(Section):
 
 
 class HeldOutConfig(DataConfig):
+    section: ClassVar[str] = "eval.data"
     split: str = Field("test", description="As in section data.")
 
 

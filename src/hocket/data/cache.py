@@ -32,7 +32,9 @@ class Prompts(Sequence[Prompt]):
         import pyarrow.compute as pc
 
         self._table = table
-        self._rows = pc.indices_nonzero(pc.less_equal(pc.list_value_length(table["token_ids"]), longest)).to_numpy()
+        lengths = pc.list_value_length(table["token_ids"])
+        self._rows = pc.indices_nonzero(pc.less_equal(lengths, longest)).to_numpy()
+        self.most_tokens: int = pc.max(lengths).as_py()
         self.num_dropped = len(table) - len(self._rows)
         self.difficulties: list[float | None] = table["difficulty"].take(self._rows).to_pylist()
         self.fingerprint = known[1] if int(known[0]) == len(self) else None  # as many are short enough: the same ones

@@ -47,8 +47,10 @@ def opening_of(prompt: str) -> str:
 
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
-) -> tuple[Sequence[Prompt], int]:
-    """Return the prompts of `data.source`, and how many were too long; none is cut. Raise DataError for a bad row.
+) -> tuple[Sequence[Prompt], int, int]:
+    """Return the prompts of `data.source` that are short enough, the number of others, and the tokens of the longest.
+
+    None is cut. Raise DataError for a bad row.
 
     Those of a large source come from the cache.
     """
@@ -68,10 +70,10 @@ def load_prompts(
                 raise OSError(f"{data.source} changed while it was read")
 
         if (found := cache.load(key, longest, parts)) is not None:
-            return found, found.num_dropped
+            return found, found.num_dropped, found.most_tokens
     prompts = list(itertools.chain.from_iterable(_parts(data, renderer)))
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
-    return kept, len(prompts) - len(kept)
+    return kept, len(prompts) - len(kept), max(len(prompt.token_ids) for prompt in prompts)
 
 
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:
@@ -117,7 +119,8 @@ def _parts(data: DataConfig, renderer: "Renderer", *, with_response: bool = Fals
         lines = [f"  {place}: {problem}" for place, problem in problems.items()]
         if len(lines) > NUM_SHOWN:
             lines[NUM_SHOWN:] = [f"  ... and {len(lines) - NUM_SHOWN} more"]
-        raise DataError("\n".join([f"{what} can't be used; repair or remove them ({unit}):", *lines]))
+        advice = "; repair or remove them" if len(problems) < num_rows else ""
+        raise DataError("\n".join([f"{what} can't be used{advice} ({unit}):", *lines]))
     if not num_rows:
         raise DataError(f"{data.source} has no rows")
 
@@ -127,7 +130,8 @@ class Renderer:
 
     def __init__(self, data: DataConfig, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         if data.chat_template and tokenizer.chat_template is None:
-            raise DataError("the tokenizer has no chat template; set data.chat_template: false for plain text")
+            advice = f"put one as chat_template.jinja into its folder, or set {data.section}.chat_template=false"
+            raise DataError(f"the tokenizer of the model has no chat template: {advice} for plain text")
         if tools and not data.chat_template:
             raise DataError("tools are shown by the chat template; set data.chat_template: true")
         self._data, self._tokenizer = data, tokenizer
@@ -140,7 +144,7 @@ class Renderer:
         if not isinstance(columns, Mapping):
             raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
         data = self._data
-        value = _column(columns, data.prompt_column)
+        value = self._column(columns, "prompt_column")
         messages = self._messages(value)
         asked = [message["content"] for message in messages or () if message["role"] == "user"]
         text = value if messages is None else self.render(messages)
@@ -242,7 +246,7 @@ class Renderer:
     def _response(self, columns: Mapping[str, Any], opening: str) -> str:
         """Return the demonstration from where the prompt ends: behind the opening of a thought."""
         column = self._data.response_column
-        response = _column(columns, column)
+        response = self._column(columns, "response_column")
         if not (isinstance(response, str) and response):
             raise ValueError(f"column {column!r} must be text, got {response!r:.80}")
         if opening and response.lstrip().startswith(opening.strip()):
@@ -256,7 +260,7 @@ class Renderer:
         column, pattern = self._data.answer_column, self._data.answer_pattern
         if column is None:
             return None
-        value = _column(columns, column, "; data.answer_column: null where there is no answer")
+        value = self._column(columns, "answer_column", ", or to null where there is no answer")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(f"column {column!r} must be text or a number, got {value!r:.80}")
         answer = str(value)
@@ -274,13 +278,14 @@ class Renderer:
         column = self._data.difficulty_column
         if column is None:
             return None
-        value = _column(columns, column)
+        value = self._column(columns, "difficulty_column")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"column {column!r} (data.difficulty_column) must be a number, got {value!r:.80}")
         return float(value)
 
-
-def _column(columns: Mapping[str, Any], name: str, hint: str = "") -> Any:
-    if name not in columns:
-        raise ValueError(f"no column {name!r}, only {', '.join(map(repr, columns)) or 'an empty object'}{hint}")
-    return columns[name]
+    def _column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
+        name, there = getattr(self._data, setting), ", ".join(map(repr, columns)) or "an empty object"
+        if name not in columns:
+            advice = f"set {self._data.section}.{setting} to one of these{hint}"
+            raise ValueError(f"no column {name!r}, only {there}: {advice}")
+        return columns[name]

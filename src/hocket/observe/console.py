@@ -27,8 +27,10 @@ COLUMNS = (  # heading, metric, width, format
     ("mfu", "train/mfu", 5, "{:.1%}"),
 )
 CLIPPED = ("train/clip_low", "train/clip_high", "train/importance_capped")  # summed in the column "clipped"
+LEGEND = "cut: rollouts cut off; gap: |trainer - engine log-prob|; clipped: tokens at a bound; mfu: share of peak FLOPs"
 HEADING_EVERY = 25
 REPEAT_S = 15.0
+NO_UPDATE = ": all rewards of each group were equal (too hard? too easy?), or no gradient was finite; see {}/rollouts"
 NUM_SAMPLES = 3
 
 
@@ -43,6 +45,7 @@ class Console(AbstractContextManager["Console"]):
         self._steps = steps
         self._start = 0.0  # when the first step here began
         self._first = 0  # number of that step; 0 before any is finished
+        self._lines = 0  # of steps
         self._activity = ("", 0.0)  # the last one printed, and when
         self.alarmed: set[str] = set()  # metrics outside their healthy range in the last step
 
@@ -70,21 +73,26 @@ class Console(AbstractContextManager["Console"]):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a finished step, the heading every HEADING_EVERY lines, and alarms when they begin."""
-        if not self._first:
+        if not self._first and step:
             self._start, self._first = time.monotonic() - metrics.get("time/step", 0.0), step
-        if (step - self._first) % HEADING_EVERY == 0:
+        if self._lines % HEADING_EVERY == 0:
             heading = " ".join(f"{name:>{width}}" for name, _, width, _ in COLUMNS)
             self._rich.print(f"[bold]{'step':>9} {heading}[/bold]")
+        if not self._lines:
+            self.say(f"{'':9} {LEGEND}")
+        self._lines += 1
         values = {**metrics, "clipped": sum(metrics.get(name, math.nan) for name in CLIPPED)}
         cells = " ".join(f"{_cell(values.get(metric), shape):>{width}}" for _, metric, width, shape in COLUMNS)
         self.say(f"{f'{step}/{self._steps}':>9} {cells}{self._time_left(step)}")
         unhealthy = alarms(metrics)
+        if step == self._first:  # it has waited for the rewards' processes to start
+            unhealthy.pop("pipeline/wait_for_rewards", None)
         for name in unhealthy.keys() - self.alarmed:
             self._rich.print(f"[yellow]          ! {escape(unhealthy[name])}[/yellow]")
         self.alarmed = set(unhealthy)
 
     def finish(self, run_dir: Path) -> None:
-        """Print the result of the run in `run_dir`: accuracy before and after, samples, paths."""
+        """Print the result of the run in `run_dir`: accuracy, samples, paths, and how many steps lacked an update."""
         end = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         self.say(f"\n{end['steps']} steps in {end['train_seconds']:.0f} s, weight version {end['final_version']}")
         if evaluations := sorted((run_dir / "rollouts").glob("eval_*.jsonl")):
@@ -97,6 +105,9 @@ class Console(AbstractContextManager["Console"]):
         newest = max((run_dir / "weights").iterdir())
         kind = "adapter" if (newest / "adapter_config.json").is_file() else "model"
         self.say(f"report {run_dir / 'report.html'}\n{kind:6} {newest}")
+        if end["updated"] < end["steps"]:
+            why = "" if end["updated"] else NO_UPDATE.format(run_dir)
+            self.say(f"{end['updated']} of {end['steps']} steps updated the weights{why}")
 
     def _time_left(self, steps_done: int) -> str:
         if not self._first or not self._first <= steps_done < self._steps:

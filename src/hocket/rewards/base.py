@@ -80,11 +80,9 @@ def bind(name: str, weight: float, options: Mapping[str, Any]) -> Reward:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reward {name!r} needs the package {package}, which is not installed")
     signature, called = inspect.signature(found.function), f"reward {name}"
-    if batch := {"prompts", "completions"} & signature.parameters.keys():
+    if {"prompts", "completions"} & signature.parameters.keys():
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
-        raise ConfigError(
-            f"{called} takes a batch ({', '.join(sorted(batch))}), but here it scores one rollout: {advice}"
-        )
+        raise ConfigError(f"{called}{signature} takes a batch, but here it scores one rollout: {advice}")
     if taken := _ARGUMENTS.keys() & options.keys():
         raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
     check_options(called, signature, options, section=f"rewards.functions.{name}", keys=_ARGUMENTS)

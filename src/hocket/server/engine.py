@@ -335,7 +335,7 @@ class Engine:
         shapes = versions.adapter_shapes(adapter, model, self._max_rank)
         if self._base_replaced:
             message = "the weights that an adapter belongs to are gone: a whole version has replaced them"
-            raise ApiError(409, "base_replaced", message, "restart the server")
+            raise ApiError(409, "base_replaced", message, "restart the server with the trainer's model.lora")
         return shapes
 
     async def _load(self, request: ReloadRequest, call: str, arguments: Sequence[str], checksum: str) -> dict[str, Any]:

@@ -83,9 +83,12 @@ class Sampler:
         jobs = []
         for number, prompt in enumerate(request.prompts):
             token_ids = self._token_ids(prompt, f"prompts.{number}")
-            self._check_length(token_ids, request.sampling.max_tokens, f"prompts.{number}")
+            sampling, room = request.sampling, max(1, self._max_length - len(token_ids))
+            if request.fit and sampling.max_tokens > room:
+                sampling = sampling.model_copy(update={"max_tokens": room})
+            self._check_length(token_ids, sampling.max_tokens, f"prompts.{number}")
             for index, seed in enumerate(_seeds(request, number)):
-                jobs.append(Job(number, index, token_ids, request.sampling, seed, tools))
+                jobs.append(Job(number, index, token_ids, sampling, seed, tools))
         return request, jobs
 
     async def completions(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[Job, Completion], None]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.doctor import holder
 from hocket.errors import ConfigError, ServerError
@@ -55,6 +56,7 @@ def serve(config: Config) -> None:
                 signal.signal(number, _interrupt)
             print(f"hocket: loading model {config.model.path}", flush=True)
             try:
+                tokenizers.load(config.model.path)  # what is wrong with the folder is said before the engine starts
                 args = vllm_api.engine_arguments(config)
                 llm = vllm_api.start_engine(args)
             except (ValueError, RuntimeError, OSError) as error:

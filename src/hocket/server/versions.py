@@ -105,7 +105,7 @@ def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 def find(root: Path, name: str) -> Path:
     """Return the complete version called `name`, a plain relative path, under `root`; raise ApiError for any other."""
-    hint = "send the folder's name relative to the server's root, which /health tells"
+    hint = "start server and trainer with the same sync.root; source.name is relative to it"
     if not _NAME.fullmatch(name):
         raise invalid(f"source.name: {name!r} is not the name of a version under the root", hint, code="bad_name")
     try:

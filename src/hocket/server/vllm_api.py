@@ -87,7 +87,7 @@ def engine_arguments(config: Config) -> Namespace:
     lora_rank = config.model.lora.rank if config.model.lora is not None else 0
     settings: dict[str, Any] = {
         "model": config.model.path,
-        "served_model_name": [config.model.path],
+        "served_model_name": [*([server.served_model_name] if server.served_model_name else []), config.model.path],
         "dtype": config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16",
         "max_model_len": config.model.max_length,
         "seed": config.trainer.seed,

@@ -187,12 +187,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def check_same_model(self, health: Health) -> None:
         """Raise ServerError where the server's vocabulary or tokenizer is not the trainer's."""
         vocab_size = self.policy.vocab_size
-        if (health.vocab_size, health.tokenizer_sha256) != (vocab_size, tokenizers.fingerprint(self.tokenizer)):
-            raise ServerError(
-                f"the server serves {health.model} (vocabulary {health.vocab_size}), which is not the trainer's model "
-                f"or tokenizer (vocabulary {vocab_size}); start both with the same model.path",
-                code="other_model",
-            )
+        differ = f"embeds {health.vocab_size} tokens and the trainer's model {vocab_size}"
+        if health.vocab_size == vocab_size:
+            if health.tokenizer_sha256 == tokenizers.fingerprint(self.tokenizer):
+                return
+            differ = "has another tokenizer than the trainer's model"
+        advice = "start both with the same model.path"
+        raise ServerError(f"the server serves {health.model}, which {differ}; {advice}", code="other_model")
 
     def step(self, samples: Sequence[TrainSample], *, number: int = 0, keep: Path | None = None) -> dict[str, float]:
         """Take the updates of step `number` of the run and return the means of their metrics.
