@@ -26,6 +26,7 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"sync"},
     {"checkpoints"},
     {"loop", "sft", "launch", "engines"},
+    {"parts"},
     {"commands"},
     {"cli"},
     {"__main__"},

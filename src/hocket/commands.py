@@ -2,58 +2,38 @@
 
 import asyncio
 import os
-import reprlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints
-from hocket import tokenizer as tokenizers
-from hocket.batcher import Batcher
 from hocket.checkpoints import Checkpoints
-from hocket.config import Config, DataConfig, read_settings
-from hocket.data.curriculum import bind
-from hocket.data.prompts import Renderer, load_prompts
-from hocket.data.stream import PromptStream
+from hocket.config import Config, read_settings
 from hocket.discover import find_servers
-from hocket.envs import Agent
-from hocket.envs import base as environments
 from hocket.errors import ConfigError, ServerError, SyncError
-from hocket.launch import Child, free_port, stop, variables
+from hocket.launch import free_port
 from hocket.observe.console import Console
-from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, trainer_id
-from hocket.pool import Member, ServerPool
+from hocket.parts import SHORT, Parts, clear_gpu, pool_of
+from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardScorer, refuse_failing
-from hocket.rollout.agents import Agents
-from hocket.rollout.collect import Play, collect
-from hocket.rollout.episode import Episode, Limits, TokenBudget, Transcript, single_turn
-from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
-from hocket.rollout.pipeline import NewBatch, Pipeline, Replay, plan_step, sampling_params
-from hocket.sync.bring_up import bring_up
-from hocket.sync.disk import Versions
-from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
-from hocket.sync.proof import Proof
-from hocket.sync.publish import Publisher, TrainerTurn, Transport
-from hocket.sync.transports import DiskTransport, WithFallback
+from hocket.rollout.collect import collect
+from hocket.rollout.episode import Transcript
+from hocket.rollout.evaluate import eval_rewards
+from hocket.rollout.pipeline import Replay
 from hocket.system import kind_of, newest_version, write_atomically
-from hocket.types import Prompt, Rollout
+from hocket.types import Rollout
 
 if TYPE_CHECKING:
     from hocket.loop import Run
-    from hocket.trainer.trainer import Trainer
 
-PROOF_PROMPTS = 16
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
-NUM_SHOWN = 2  # prompts, at the start
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = 600  # of a longer text, beginning and end
 
 
 def train(config: Config, *, dry_run: bool = False) -> int:
@@ -66,7 +46,7 @@ def train(config: Config, *, dry_run: bool = False) -> int:
         from hocket.trainer.trainer import Trainer
 
         if not dry_run:
-            asyncio.run(_make_room(config))
+            asyncio.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
     with Console(config.observe.console, config.trainer.steps) as console, ExitStack() as stack:
@@ -85,7 +65,7 @@ def train(config: Config, *, dry_run: bool = False) -> int:
         return 0
 
 
-def _check(parts: "Parts", stack: ExitStack) -> None:
+def _check(parts: Parts, stack: ExitStack) -> None:
     """Say what a run would use: data, rewards, template, model, memory, and servers where they answer."""
     config, say = parts.config, parts.console.say
     scorer = stack.enter_context(RewardScorer(config.rewards))
@@ -98,7 +78,7 @@ def _check(parts: "Parts", stack: ExitStack) -> None:
     answer.text = ("a thought\n</think>\n\n" if first.opening.strip() == "<think>" else "") + (first.answer or "")
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
     score = asyncio.run(scorer.score(rollout))
-    say(f"rewards of {_SHORT.repr(answer.text)} for {first.id}: {score.error or dict(score.parts)}")
+    say(f"rewards of {SHORT.repr(answer.text)} for {first.id}: {score.error or dict(score.parts)}")
 
     async def look() -> dict[str, Health | None]:
         urls: Sequence[str] = config.server_urls
@@ -144,7 +124,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     stream = parts.stream(prompts)
     folder = stack.enter_context(RunFolder(config))
     tell: dict[str, Callable[..., None]] = {"on_wait": console.doing, "say": console.say}
-    asyncio.run(_make_room(config, **tell))
+    asyncio.run(clear_gpu(config, **tell))
     trainer = parts.trainer(stack)
     from hocket.algorithm.kl import KlController
     from hocket.algorithm.samples import shape
@@ -158,7 +138,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
     if not (saved or replay):
         folder.ledger(0, [{"num_prompts": len(prompts)}])
-    servers = ServerPool(()) if replay else _pool(config, trainer_id(config.run_dir), **tell)
+    servers = ServerPool(()) if replay else pool_of(config, trainer_id(config.run_dir), **tell)
     publisher = parts.publisher(trainer, servers, prompts)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
@@ -258,176 +238,3 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     saved = checkpoints.read(folder)
     base = base or saved.config["model"]["path"]
     state.export(folder, output, base=base, dtype=saved.trainer["dtype"], adapter=saved.trainer["adapter"])
-
-
-class Parts:
-    """Makes the parts that train, rollout and eval have in common."""
-
-    def __init__(self, config: Config, console: Console) -> None:
-        self.config, self.console = config, console
-        self.tokenizer = tokenizers.load(config.model.path)
-        self.environment = environments.bind(config.env.name, config.env.model_extra or {})
-        self.longest, self.limit = tokenizers.longest_sequence(config.model, config.trainer)
-
-    def trainer(self, stack: ExitStack) -> "Trainer":
-        """Load the model into a trainer, which ends with the stack."""
-        from hocket.trainer.trainer import Trainer
-
-        self.console.doing(f"loading {self.config.model.path} into the trainer")
-        return stack.enter_context(Trainer(self.config))
-
-    def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Sequence[Prompt]:
-        """Return the prompts of a source that are short enough, and say how many were not."""
-        made = self.environment()
-        thought = getattr(made, "thinking_tokens", 0)  # before an answer of max_tokens
-        setting = "eval.max_tokens" if max_tokens else "rollout.max_tokens"
-        room = self.longest - thought - (max_tokens := max_tokens or self.config.rollout.max_tokens)
-        if room < 1:
-            before = f", behind env.thinking_tokens={thought}," if thought else ""
-            raise ConfigError(f"{setting}={max_tokens}{before} leaves no prompt room in {self.limit}: lower it")
-        tools = made.toolbox.tools if made.toolbox else ()
-        prompts, num_dropped, longest = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=tools)
-        limit, fits = min(room, data.max_prompt_tokens or room), self.longest - thought - longest
-        advice = f"{setting}={fits} has room for all" if fits > 0 else f"{self.limit} is too short for it"
-        advice = f"{data.section}.max_prompt_tokens={limit} leaves them out" if limit < room else advice
-        too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
-        if num_dropped:
-            self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} {too_long}")
-        for prompt in prompts[:NUM_SHOWN] if what == "train" else ():
-            seen = _SHORT.repr(self.tokenizer.decode(prompt.token_ids))
-            self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")
-        if not prompts:
-            raise ConfigError(f"{what}: {data.source} has only prompts {too_long}")
-        return prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
-        settings, template = self.config.eval, self.config.data.chat_template_kwargs
-        data = settings.data.model_copy(update={"chat_template_kwargs": settings.data.chat_template_kwargs or template})
-        return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts] if settings.num_prompts else ()
-
-    def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
-        """Return the stream that draws the prompts of the batches."""
-        curriculum, size = self.config.curriculum, self.config.rollout.prompts_per_step
-        seed, retire_after = self.config.trainer.seed, curriculum.retire_after
-        return PromptStream(prompts, seed, bind(curriculum), retire_after=retire_after, prompts_per_step=size)
-
-    def play(self, servers: ServerPool) -> Play:
-        """Return how episodes are played on these servers: single turns, turns with an environment, or agents."""
-        made, env = self.environment(), self.config.env
-        ask = Batcher(servers, tools=made.toolbox).ask
-        # Prompts leave room for a turn, and the engine queues turns itself.
-        if type(made) is environments.SingleTurn and not made.thinking_tokens:
-            return partial(single_turn, ask=ask)
-        limits = Limits(max_turns=env.max_turns, max_length=self.longest, timeout_s=env.timeout_s)
-        budget = TokenBudget(lambda: sum(member.kv_tokens for member in servers.members))
-        if isinstance(made, Agent):
-            return Agents(agent=made, pool=servers, limits=limits, decode=self.tokenizer.decode, budget=budget).play
-        renderer = Renderer(self.config.data, self.tokenizer, made.toolbox.tools if made.toolbox else ())
-        return lambda prompt, seat: Episode(prompt, seat, self.environment, ask, renderer, limits, budget).play()
-
-    def pipeline(self, new_batch: NewBatch) -> Pipeline:
-        """Return the pipeline of the batches that `new_batch` gathers."""
-        config, trainer, ahead = self.config.rollout, self.config.trainer, self.config.pipeline.max_staleness
-        oversampling = self.config.algorithm.oversampling
-        plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
-        return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
-
-    def evaluation(self, prompts: Sequence[Prompt], play: Play, scorer: RewardScorer) -> Evaluation:
-        """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
-        config, settings = self.config, self.config.eval
-        seed, temperature = config.trainer.seed, settings.temperature
-        return Evaluation(
-            prompts=prompts,
-            play=play,
-            score=scorer.score,
-            reward=next(iter(eval_rewards(config.rewards, settings.reward).functions)),
-            samples=settings.samples,
-            sampling=sampling_params(
-                config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature, max_tokens=settings.max_tokens
-            ),
-            timeout_s=config.rollout.timeout_s * (1 + config.pipeline.max_staleness),
-            max_error_rate=config.rewards.max_error_rate,
-        )
-
-    def publisher(self, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt]) -> Publisher:
-        """Choose the way of the weights, and have the pool bring up servers with it."""
-        from hocket.sync.collective import CollectiveTransport
-
-        config, say = self.config, self.console.say
-        versions = Versions(config.run_dir, trainer, config.sync)
-        disk = DiskTransport(versions, config.sync_root, config.sync, say)
-        transport: Transport = disk
-        turn: TrainerTurn = own_gpu
-        if config.launch.share_gpu:
-            transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=config.model.lora is not None)
-            turn = transport.trainer_turn
-        elif config.sync.backend == "nccl" and config.pipeline.replay is None:
-            transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
-        proof = Proof(
-            prompts=prompts[:PROOF_PROMPTS],
-            trainer=trainer,
-            rollout=config.rollout,
-            sync=config.sync,
-            trainer_turn=turn,
-            say=say,
-            alarmed=lambda: not SUSPICIOUS.isdisjoint(self.console.alarmed),
-        )
-        publisher = Publisher(versions=versions, pool=servers, transport=transport, proof=proof, trainer_turn=turn)
-        servers.bring_up = partial(bring_up, publisher, trainer.check_same_model, say)
-        return publisher
-
-    @asynccontextmanager
-    async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
-        """Give the servers that the config names with their weights, or one of model.path, started if none answers."""
-        server, model, own = self.config.server, self.config.model.path, list[Child]()
-        named = bool(server.urls or server.discover)
-
-        def waiting(what: str, waited_s: float) -> None:
-            for child in own:
-                child.refuse_dead()
-            self.console.doing(what, waited_s)
-
-        async def check(member: Member, health: Health) -> None:
-            serves = f"the server at {member.url} serves {health.model}"
-            if health.tokenizer_sha256 != tokenizers.fingerprint(self.tokenizer):
-                raise ConfigError(f"{serves}, whose tokenizer is not that of model.path={model}; name the same model")
-            if not named and Path(health.model).resolve() != Path(model).resolve():
-                advice = f"to measure that one set server.urls=[{member.url}], else another server.port"
-                raise ConfigError(f"{serves}, not model.path={model}; {advice}")
-            self.console.say(f"{serves}, version {health.version}")
-            member.mark_ready(health.session)
-
-        async with _pool(self.config, on_wait=waiting, say=self.console.say) as servers:
-            servers.bring_up = check
-            with ExitStack() as stack:
-                if not named and not await servers.members[0].server.answers():
-                    log = self.config.run_dir / "logs" / "server.log"
-                    self.console.say(f"no server answers at {self.config.own_url}: starting one for {model}, log {log}")
-                    env = variables(self.config.launch.server_gpus or "")
-                    stack.callback(stop, own)
-                    own.append(Child(["-m", "hocket", "serve", *arguments], env=env, log=log))
-                await servers.wait_up()
-                yield servers
-
-
-async def _make_room(config: Config, **tell: Callable[..., None]) -> None:
-    """With launch.share_gpu, wait for the server and put it to sleep, on every rank before it takes the GPU."""
-    if config.launch.share_gpu:
-        async with _pool(config, trainer_id(config.run_dir), **tell) as servers:
-            await servers.wait_up()
-            await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
-
-
-def _pool(config: Config, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
-    server = config.server
-    return ServerPool(
-        config.server_urls,
-        find=partial(find_servers, server.discover) if server.discover is not None else None,
-        token=config.token,
-        trainer=trainer,
-        take_over=config.sync.take_over,
-        silence_s=server.silence_s,
-        start_timeout_s=server.start_timeout_s,
-        **tell,
-    )

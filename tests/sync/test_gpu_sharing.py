@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import fakes
-from hocket import commands, manifest, protocol
+import hocket.parts
 from hocket import config as config_module
+from hocket import manifest, protocol
 from hocket.errors import ServerError, SyncError
 from hocket.pool import ServerPool
 from hocket.sync.gpu_sharing import put_to_sleep
@@ -88,7 +89,7 @@ class Parts:
         self.pool.members[0].server = self.world
         prompts = [Prompt(id="c", token_ids=(1,))]
         run: Any = SimpleNamespace(config=self.config, console=SimpleNamespace(say=lambda line: None, alarmed=set()))
-        self.publisher = commands.Parts.publisher(run, self.world, self.pool, prompts)
+        self.publisher = hocket.parts.Parts.publisher(run, self.world, self.pool, prompts)
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:
