@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
             args.config, args.arguments = read_settings([*args.settings, *rest], args.default)  # options between them
         return command(args) or 0
     except KeyboardInterrupt:
-        if not launched:  # whoever has started this says it
+        if not launched:  # the launcher says it
             print(f"interrupted{_how_to_go_on(args)}", file=sys.stderr)
         return 130
     except Exception as error:

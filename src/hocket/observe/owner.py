@@ -94,7 +94,7 @@ def _remove(path: Path, text: str) -> None:
 
 
 def _beat(path: Path, text: str, ended: threading.Event) -> None:
-    """Give signs of life; end the process where it was silent for so long that the folder has another owner."""
+    """Give signs of life; end the process if it was silent too long, so that the folder has another owner."""
     while not ended.wait(BEAT_S):
         with contextlib.suppress(OSError):
             if (found := _look(path)[0]) not in ("", text):
