@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import logging
 import os
 import resource
 import time
@@ -136,6 +137,7 @@ def test_a_damaged_file_is_not_used_and_written_again(
 def test_a_cache_that_can_not_be_written_costs_a_warning_and_nothing_else(
     load: Load, rows: Path, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have raised
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))  # as a full disk
     try:
@@ -178,6 +180,7 @@ def test_two_starts_at_once_and_one_that_fails_leave_one_file(
 def test_data_that_changes_while_it_is_read_is_not_kept(
     load: Load, rows: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have raised
     row = Renderer.row
 
     def change(self: Renderer, columns: Any, **settings: Any) -> Any:
