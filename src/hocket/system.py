@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 _THREADS = ThreadPoolExecutor(32, "hocket")
 
 SMALL_MODEL = 16 << 20  # bytes of weights
+KEPT_MEMORY = 2 << 30
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -85,9 +86,14 @@ def cpu_threads(model: str, *, processes: int) -> int:
 
 
 def return_freed_memory() -> None:
-    """Return what the C library keeps of freed tensors to the system; without this it grows from step to step."""
-    with suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    """Return what the C library keeps of freed tensors to the system where this process holds more than KEPT_MEMORY.
+
+    Without this it grows from step to step; to get a small step's memory again would take longer than the step.
+    """
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident > KEPT_MEMORY:
+        with suppress(AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def flush(path: Path) -> None:
