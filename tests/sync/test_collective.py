@@ -39,7 +39,7 @@ class FakeTrainer:
     device, adapter, fails = torch.device("cpu"), None, False
 
     def layout(self, max_bytes: int) -> list[list[TensorLayout]]:
-        assert max_bytes == 3 << 20
+        assert max_bytes == weight_group.BUCKET_BYTES
         return [weight_group.layout(bucket) for bucket in BUCKETS]
 
     def stream(self, max_bytes: int, sink: Callable[..., None]) -> None:
@@ -129,7 +129,7 @@ def model_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(timeout_s: float = 400.0) -> tuple[FakeTrainer, CollectiveTransport]:
     """Returns a transport whose deadlines are far beyond that of `deliver`: what must not wait for them does not."""
-    config = config_module.load(None, [f"sync.timeout_s={timeout_s}", "sync.bucket_mib=3"])
+    config = config_module.load(None, [f"sync.timeout_s={timeout_s}"])
     trainer = FakeTrainer()
     return trainer, CollectiveTransport(trainer, config.sync)  # type: ignore[arg-type]
 

@@ -51,7 +51,7 @@ class CollectiveTransport:
         start = time.perf_counter()
         for left in [server for server in self._links if server.is_closed]:
             self._links.pop(left).close()
-        self.buckets = self.buckets or self.trainer.layout(self.sync.bucket_mib << 20)
+        self.buckets = self.buckets or self.trainer.layout(weight_group.BUCKET_BYTES)
         joined = await asyncio.gather(*map(self._link, servers))
         links = [link for link in joined if isinstance(link, _Link)]
         await asyncio.gather(*(link.begin(version, compare) for link in links))
@@ -91,7 +91,7 @@ class CollectiveTransport:
                 name = next(names)
                 running[:] = [threads.submit(link.send, name, flat) for link in links]
 
-            self.trainer.stream(self.sync.bucket_mib << 20, sink)
+            self.trainer.stream(weight_group.BUCKET_BYTES, sink)
             for bucket in running:
                 bucket.result()
         return manifest.total_checksum(specs)
