@@ -7,10 +7,12 @@ import ipaddress
 import os
 import signal
 import socket
+import threading
 import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -51,14 +53,17 @@ def serve(config: Config) -> None:
         workers = (config.launch.servers or 1) * server.tensor_parallel_size
         threads = cpu_threads(config.model.path, processes=workers)
         prepare_environment(server.tensor_parallel_size, threads)
+        interrupted = threading.Event()
         try:
             for number in SIGNALS:
-                signal.signal(number, _interrupt)
+                signal.signal(number, partial(_interrupt, interrupted))
             print(f"hocket: loading model {config.model.path}", flush=True)
             try:
                 tokenizers.load(config.model.path)  # what is wrong with the folder is said before the engine starts
                 args = vllm_api.engine_arguments(config)
                 llm = vllm_api.start_engine(args)
+                if interrupted.is_set():
+                    raise _Interrupted
             except (ValueError, RuntimeError, OSError) as error:
                 raise ConfigError(
                     f"vLLM can't run this model: {error}; start the server with {OTHER_SETTINGS}"
@@ -78,8 +83,9 @@ def serve(config: Config) -> None:
             finally:
                 _ignore_signals()  # an impatient second Ctrl-C must not leave anything behind
                 llm.shutdown(timeout=GRACE_S)
-        except _Interrupted:
-            pass
+        except BaseException:
+            if not interrupted.is_set():
+                raise
         print("hocket: stopped", flush=True)
 
 
@@ -248,6 +254,7 @@ class _Interrupted(BaseException):
     """Ctrl-C or SIGTERM while the model loads. vLLM swallows a KeyboardInterrupt there and then waits for minutes."""
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _interrupt(interrupted: threading.Event, number: int, frame: Any) -> None:
+    interrupted.set()  # as Python drops what is raised within some callbacks, at a fork for example
     _send(signal.SIGKILL, _children())  # they have no work to finish yet
     raise _Interrupted
