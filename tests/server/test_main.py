@@ -91,7 +91,7 @@ def test_the_environment_keeps_what_the_user_set_and_run_py_sets_other_variables
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
-    monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(main.vllm_arguments, "is_cpu_build", lambda: True)
     main.prepare_environment(1, threads=3)
     assert (os.environ["OMP_NUM_THREADS"], os.environ["TORCHDYNAMO_DISABLE"]) == ("7", "1")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
