@@ -230,7 +230,8 @@ def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
     said = capsys.readouterr().out
     assert [f"server_{i}: http://localhost:{port} on GPU {i}" in said for i, port in enumerate(ports)] == [True, True]
     assert "trainer: 2 ranks on GPU 2,3" in said
-    chosen = [*settings, "launch.servers=2", "launch.trainers=2"]  # the run's config.yaml has them
+    chosen = [*settings, "launch.servers=2", "launch.trainers=2"]
+    chosen += ["launch.server_gpus=0,1", "launch.trainer_gpus=2,3"]  # the run's config.yaml has them
     serve = [f"-m hocket serve {shlex.join(chosen)} server.port={port}" for port in ports]
     urls = "'server.urls=[http://localhost:8100,http://localhost:8101]'"
     train = f"-m hocket train {shlex.join(chosen)} server.discover=null {urls}"

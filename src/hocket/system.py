@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import functools
 import hashlib
+import ipaddress
 import os
 import shutil
 import time
@@ -211,3 +212,11 @@ def free_memory() -> int:
             most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
             free = min(free, most - now + int(stat[cached]))  # cached files can go
     return max(free, 0)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is this machine's own."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

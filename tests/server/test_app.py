@@ -109,6 +109,7 @@ BAD = {
     "null": b"null",
     "nothing": b"",
     "JSON cut off": b'{"prompts": [[5, 6',
+    "two objects": b'{"prompts": [[5]]} {}',
     "no UTF-8": b'{"prompts": ["\xff\xfe"]}',
     "half a surrogate pair": b'{"prompts": ["\\ud800"]}',
     "deep nesting": b'{"prompts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",

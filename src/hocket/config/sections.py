@@ -217,7 +217,10 @@ class ServerConfig(Section):
         description="Share of GPU memory. A trainer beside it needs the rest; with launch.share_gpu leave 2 GiB.",
     )
     kv_cache_mib: int | None = Field(None, ge=16, description="KV cache in MiB. Default: share on a GPU, 256 on a CPU.")
-    max_concurrent: int = Field(256, ge=1, description="Maximum sequences that the engine decodes at the same time.")
+    max_concurrent: int | None = Field(
+        None, ge=1, description="Maximum sequences decoded at the same time. Default: vLLM's on a GPU, 256 on a CPU."
+    )
+    engine: dict[str, Any] = Field({}, description="Other engine arguments of vLLM: {enforce_eager: true}.")
     tool_parser: str | None = Field(None, description="vLLM's tool-call format (hermes, ...) of /v1, not env `tools`.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:

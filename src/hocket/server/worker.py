@@ -177,6 +177,9 @@ def _tensors(parts: Iterator[Part], specs: dict[str, TensorSpec]) -> Iterator[tu
     """Yield the tensors of all parts in turn, and add their specs to `specs`."""
     for named, made in parts:
         specs |= made
+        for _, tensor in named:
+            if tensor.is_cuda:  # made on another thread's stream: not used anew before this one has read it
+                tensor.record_stream(torch.cuda.current_stream())
         yield from named
 
 
