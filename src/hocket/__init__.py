@@ -12,6 +12,7 @@ COMMANDS = {
     "eval": "measure held-out accuracy of a running server, or of model.path where none answers",
     "ledger": "report the fate of every prompt of the run in folder RUN",
     "export": "turn a checkpoint, or a trained adapter (model.lora), into a Hugging Face model folder",
+    "plan": "say what a run needs and takes on given GPUs, from the model's config.json alone",
     "config": "check a config, or print every key",
     "doctor": "report on this machine: packages, GPUs, ports, leftovers",
 }
