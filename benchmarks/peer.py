@@ -133,7 +133,6 @@ def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespac
         "trainer.gradient_checkpointing=false",
         "eval.num_prompts=0",
         "checkpoint.every_steps=0",
-        "observe.console=plain",
         *options.set,
     ]
     memory = watched([sys.executable, str(ROOT / "run.py"), "quickstart", *settings], folder / "log", {})

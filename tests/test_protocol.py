@@ -9,7 +9,7 @@ from hocket.protocol import (
     CollectiveSource,
     Completion,
     GenerateRequest,
-    GroupRequest,
+    GroupAddress,
     ReloadRequest,
     SamplingParams,
     SessionRequest,
@@ -44,14 +44,15 @@ def test_requests_in_flight_go_on_by_default() -> None:
     assert ReloadRequest.model_validate({"version": 1, "source": {"kind": "disk", "name": "v1"}}).in_flight == "keep"
 
 
+GROUP = {"name": "g", "host": "::1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
 GOOD: dict[type[Strict], dict[str, object]] = {
     GenerateRequest: {"prompts": [[5]]},
     SamplingParams: {},
     SleepRequest: {},
     WakeRequest: {},
     ReloadRequest: {"version": 1, "source": {"kind": "disk", "name": "v" * 512}},
-    CollectiveSource: {"session": "g", "turn": 1, "buckets": [[]]},
-    GroupRequest: {"session": "g", "host": "::1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0},
+    CollectiveSource: {"group": GROUP, "turn": 1, "buckets": [[]]},
+    GroupAddress: GROUP,
 }
 BAD: list[tuple[type[Strict], dict[str, object]]] = [
     *(
@@ -67,7 +68,7 @@ BAD: list[tuple[type[Strict], dict[str, object]]] = [
     *((ReloadRequest, one) for one in ({"version": True}, {"in_flight": "forget"}, {"source": {"kind": "disk"}})),
     *((ReloadRequest, {"source": {"kind": "disk", "name": name}}) for name in ("", "v" * 513)),
     *((CollectiveSource, one) for one in ({"buckets": []}, {"turn": 0})),
-    *((GroupRequest, one) for one in ({"port": 0}, {"port": 65536}, {"backend": "mpi"}, {"timeout_s": 0.0})),
+    *((GroupAddress, one) for one in ({"port": 0}, {"port": 65536}, {"backend": "mpi"}, {"timeout_s": 0.0})),
 ]
 
 

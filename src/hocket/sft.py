@@ -50,7 +50,7 @@ def _train(config: Config) -> None:
     samples = [demonstration(*row) for row in rows]
     last, steps, batch_size = saved.step if saved else 0, config.trainer.steps, config.sft.batch_size
     with (
-        Console(config.observe.console, steps) as console,
+        Console(steps) as console,
         RunFolder(config) as folder,
         Trainer(config, loss=sft_loss) as trainer,
     ):

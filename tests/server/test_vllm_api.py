@@ -306,7 +306,7 @@ async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(k
     door = kit.wrap(app, kit.idle_engine(), token=kit.TOKEN)
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
-    ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/init_weight_group", "/sessions")}
+    ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/sessions")}
     assert ours | {("/v1/chat/completions", "POST"), ("/metrics", "GET")} <= paths
     theirs = {route.path for route in app.routes if "hocket." not in getattr(route, "endpoint", app).__module__}
     assert theirs == set(vllm_api.ROUTES), "vLLM's other routes abort requests, scale engines, and the like"
