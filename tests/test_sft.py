@@ -44,7 +44,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Config:
     defaults = ("model.dtype=float32", "sft.batch_size=3", "trainer.steps=60", "trainer.learning_rate=0.02")
-    places = (f"run.dir={tmp_path / 'run'}", f"model.path={model}", "data.source=rows.jsonl", "observe.console=plain")
+    places = (f"run.dir={tmp_path / 'run'}", f"model.path={model}", "data.source=rows.jsonl")
     return config_module.load(None, [*defaults, *places, *settings])
 
 

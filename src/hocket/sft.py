@@ -49,7 +49,7 @@ def _train(config: Config) -> None:
     most = None if epochs is None else epochs * len(samples)
     steps = config.trainer.steps if most is None else math.ceil(most / size)
     with (
-        Console(config.observe.console, steps) as console,
+        Console(steps) as console,
         RunFolder(config) as folder,
         Trainer(config, loss=sft_loss) as trainer,
     ):

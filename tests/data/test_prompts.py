@@ -60,12 +60,16 @@ def test_a_hugging_face_folder_and_a_saved_data_set_are_read_by_split(
     folder.mkdir()
     write_jsonl(*ROWS, name="folder/train.jsonl")
     check_rows(load(f"hf:{folder}", tokenizer))
-    with pytest.raises(DataError, match=r"can't load hf:.*data\.split test"):
+    with pytest.raises(DataError, match=r"can't load hf:.*data\.split=test"):
         load(f"hf:{folder}", tokenizer, split="test")
+    (folder / "README.md").write_text("---\nconfigs: [{config_name: mine, data_files: train.jsonl}]\n---\n")
+    check_rows(load(f"hf:{folder}:mine", tokenizer))
+    with pytest.raises(DataError, match=r"can't load hf:.*:other, data\.split=train: .*'mine'"):
+        load(f"hf:{folder}:other", tokenizer)
     saved = tmp_path / "saved"
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(saved))
     check_rows(load(f"hf:{saved}", tokenizer))
-    with pytest.raises(DataError, match=r"can't load hf:.*data\.split test"):
+    with pytest.raises(DataError, match=r"can't load hf:.*data\.split=test"):
         load(f"hf:{saved}", tokenizer, split="test")
 
 

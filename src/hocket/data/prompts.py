@@ -45,14 +45,17 @@ def opening_of(prompt: str) -> str:
     return found[0] if found else ""
 
 
+def left_open(text: str) -> str:
+    """Return "<think>" if a text ends within a thought, else ""."""
+    return "<think>" if "<think>" in text.rpartition("</think>")[2] else ""
+
+
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Sequence[Prompt], int, int]:
     """Return the prompts of `data.source` that are short enough, the number of others, and the tokens of the longest.
 
-    None is cut. Raise DataError for a bad row.
-
-    Those of a large source come from the cache.
+    None is cut. Prompts of a large source come from the cache. Raise DataError for a bad row.
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)

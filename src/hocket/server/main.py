@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import os
 import signal
 import socket
+import threading
 import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -19,9 +20,9 @@ from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.doctor import holder
 from hocket.errors import ConfigError, ServerError
-from hocket.server import vllm_api
+from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
-from hocket.system import cpu_threads
+from hocket.system import cpu_threads, is_loopback
 
 if TYPE_CHECKING:
     from hocket.server.engine import Engine
@@ -51,14 +52,17 @@ def serve(config: Config) -> None:
         workers = (config.launch.servers or 1) * server.tensor_parallel_size
         threads = cpu_threads(config.model.path, processes=workers)
         prepare_environment(server.tensor_parallel_size, threads)
+        interrupted = threading.Event()
         try:
             for number in SIGNALS:
-                signal.signal(number, _interrupt)
+                signal.signal(number, partial(_interrupt, interrupted))
             print(f"hocket: loading model {config.model.path}", flush=True)
             try:
                 tokenizers.load(config.model.path)  # what is wrong with the folder is said before the engine starts
-                args = vllm_api.engine_arguments(config)
+                args = vllm_arguments.engine_arguments(config)
                 llm = vllm_api.start_engine(args)
+                if interrupted.is_set():
+                    raise _Interrupted
             except (ValueError, RuntimeError, OSError) as error:
                 raise ConfigError(
                     f"vLLM can't run this model: {error}; start the server with {OTHER_SETTINGS}"
@@ -78,8 +82,9 @@ def serve(config: Config) -> None:
             finally:
                 _ignore_signals()  # an impatient second Ctrl-C must not leave anything behind
                 llm.shutdown(timeout=GRACE_S)
-        except _Interrupted:
-            pass
+        except BaseException:
+            if not interrupted.is_set():
+                raise
         print("hocket: stopped", flush=True)
 
 
@@ -92,7 +97,7 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TORCH_LOGS": "-torch._library.triton",
     }
-    if vllm_api.is_cpu_build():
+    if vllm_arguments.is_cpu_build():
         defaults |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process: one start less
             "OMP_NUM_THREADS": str(threads),
@@ -107,7 +112,7 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
 
 
 def _check(host: str, token: str | None, *, random_init: bool) -> None:
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise ConfigError(
             f"server.host={host} lets other machines in: set server.token (or HOCKET_TOKEN) to at least 8 characters, "
             f"or keep server.host=127.0.0.1"
@@ -117,13 +122,6 @@ def _check(host: str, token: str | None, *, random_init: bool) -> None:
             "model.random_init has no meaning for the server: its random weights would not be the trainer's. "
             "Save a model first, e.g. with `python run.py sft`, and set model.path to it"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -248,6 +246,7 @@ class _Interrupted(BaseException):
     """Ctrl-C or SIGTERM while the model loads. vLLM swallows a KeyboardInterrupt there and then waits for minutes."""
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _interrupt(interrupted: threading.Event, number: int, frame: Any) -> None:
+    interrupted.set()  # as Python drops what is raised within some callbacks, at a fork for example
     _send(signal.SIGKILL, _children())  # they have no work to finish yet
     raise _Interrupted

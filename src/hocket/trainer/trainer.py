@@ -43,7 +43,7 @@ OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importa
 
 
 def on_all_ranks(method: F) -> F:
-    """Make a method run on all ranks when rank 0 calls it. A list has an item per rank; only rank 0 gets a function."""
+    """Run the method on all ranks when rank 0 calls it: rank r gets item r of a list, and no rank but 0 a function."""
     name = method.__name__
     _METHODS[name] = method
 
