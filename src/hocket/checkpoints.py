@@ -128,9 +128,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._wait()
 
     def due(self, step: int, *, last: bool = False) -> bool:
-        """Return whether to save after this step; `last`: the run ends with it, before trainer.steps."""
+        """Return whether to save after this step; `last`: the run ends with it."""
         every = self._settings.every_steps
-        return every > 0 and (step // every > self._last // every or last or step == self._config.trainer.steps)
+        return every > 0 and (step // every > self._last // every or last)
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Copy the idle trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds."""

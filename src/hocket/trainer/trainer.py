@@ -242,6 +242,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return {**over_updates(metrics, seconds, by_batch), "train/learning_rate": rate, "time/train": seconds}
 
     @on_all_ranks
+    def plan(self, steps: int) -> None:
+        """Have the learning rate's schedule end after so many steps, instead of trainer.steps."""
+        self.engine.plan(steps)
+
+    @on_all_ranks
     def _end_step(self, names: Sequence[str]) -> None:
         for learner in self.models.learners:
             if learner.name in names:
