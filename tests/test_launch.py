@@ -42,6 +42,15 @@ def test_stopping_a_child_ends_what_it_started_too(
     wait_for(lambda: is_gone(grandchild), "the grandchild is gone")
 
 
+def test_a_second_child_keeps_what_the_first_one_wrote_and_ends_with_its_own_words(tmp_path: Path) -> None:
+    log, say = tmp_path / "log", "import sys; sys.exit(sys.argv[1])"
+    for word in ("first", "second"):
+        child = Child(["-c", say, word], env={}, log=log)
+        assert child.wait(60) == 1
+    assert log.read_text() == "first\nsecond\n"
+    assert child.last_words("it").splitlines()[1:] == ["second"]
+
+
 WAITS_FOR_THE_OTHER = """
 import signal, sys, time; from pathlib import Path
 signal.signal(signal.SIGTERM, lambda *_: Path(sys.argv[1]).touch())

@@ -32,7 +32,7 @@ def prepare() -> None:
     """Set the variables that this process's children and libraries need; a user's own values win."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads don't survive the forks of data loading
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # server and trainer share cores: who waits must not spin
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a waiting thread leaves its core to others
     programs = os.path.join(sys.prefix, "bin")  # ninja, for one
     searched = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if sys.prefix != sys.base_prefix and searched[0] != programs:

@@ -44,7 +44,8 @@ class Child(subprocess.Popen[bytes]):
         self.log = log
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") if log is not None else contextlib.nullcontext() as output:
+        with log.open("ab") if log is not None else contextlib.nullcontext() as output:
+            self.begin = output.tell() if output else 0  # of its own words: another launch may have written before
             super().__init__(
                 [sys.executable, *command],
                 env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},
@@ -56,7 +57,7 @@ class Child(subprocess.Popen[bytes]):
 
     def last_words(self, name: str) -> str:
         """Return how the process has ended, and the end of its log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log else []
+        lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines() if self.log else []
         return "\n".join([f"{name} ended with status {self.poll()}; the end of {self.log}:", *lines[-NUM_LINES:]])
 
     def refuse_dead(self) -> None:

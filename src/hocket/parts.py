@@ -90,8 +90,7 @@ class Parts:
 
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
-        settings, template = self.config.eval, self.config.data.chat_template_kwargs
-        data = settings.data.model_copy(update={"chat_template_kwargs": settings.data.chat_template_kwargs or template})
+        data, settings = self.config.held_out_data, self.config.eval
         return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts] if settings.num_prompts else ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:

@@ -150,7 +150,7 @@ def _is_text(key: str) -> bool:
 
 
 def _source(key: str, path: str | Path | None, overrides: Sequence[str]) -> str:
-    """Return whose mistake a key is, the file's or the command line's; nothing without a file."""
+    """Return how the error of a key begins: with where the key was set, file or command line; "" without a file."""
     if any(f"{key}.".startswith(f"{one.partition('=')[0]}.") for one in overrides):
         return "command line: " if path is not None else ""
     both = any(one.startswith(key) for one in overrides)

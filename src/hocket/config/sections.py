@@ -86,7 +86,7 @@ class DataConfig(Section):
     answer_column: str | None = Field("answer", description="Column of the reference answer; null without one.")
     answer_pattern: re.Pattern[str] | None = Field(None, description="Regular expression; its group 1 is the answer.")
     difficulty_column: str | None = Field(None, description="Column of a number, higher for harder rows (curriculum).")
-    response_column: str = Field("response", description="Column of the demonstration, for sft.")
+    response_column: str = Field("response", description="Column of the demonstration, for sft; `messages` needs none.")
     system_prompt: str | None = Field(None, description="System message before every text prompt.")
     chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
     chat_template_kwargs: dict[str, Any] = Field(
@@ -174,8 +174,8 @@ class TrainerConfig(Section):
 
 
 class SftConfig(Section):
-    output: UserPath | None = Field(None, description="Folder of the trained model. Default: <run.dir>/model.")
     batch_size: int = Field(64, ge=1, description="Demonstrations per optimiser step.")
+    epochs: int | None = Field(None, ge=1, description="Passes over the demonstrations. Default: trainer.steps steps.")
 
 
 class PipelineConfig(Section):
