@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from hocket import config as configs
 from hocket.config import read_settings
-from hocket.server import main, vllm_api
+from hocket.server import main, vllm_api, vllm_arguments
 
 ROUNDS = int(os.environ.get("ROUNDS", "7"))
 PROMPTS = int(os.environ.get("PROMPTS", "256"))
@@ -58,7 +58,7 @@ def offline(config: configs.Config) -> None:
     """Answers each line of standard input, a request, with the number of sampled tokens."""
     from vllm import LLM, SamplingParams
 
-    args = vllm_api.engine_arguments(config)
+    args = vllm_arguments.engine_arguments(config)
     llm = LLM(**{name: getattr(args, name) for name in ENGINE if getattr(args, name) is not None})
     print("ready", flush=True)
     for line in sys.stdin:
@@ -168,7 +168,7 @@ if __name__ == "__main__":
         assert partner.stdout is not None
         while partner.stdout.readline() not in ("ready\n", ""):  # "": it has ended, and said why
             pass
-        arguments = vllm_api.engine_arguments(chosen)
+        arguments = vllm_arguments.engine_arguments(chosen)
         running = vllm_api.start_engine(arguments)
         try:
             asyncio.run(measure(running, arguments, chosen, partner))

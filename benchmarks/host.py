@@ -10,7 +10,7 @@ the repeats. `rows` runs in a thread beside the event loop. rank0.py tells what 
 import argparse
 import asyncio
 import contextlib
-import multiprocessing
+import functools
 import pickle
 import random
 import struct
@@ -20,11 +20,11 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from answering import answering
 from torch import Tensor
 
 from hocket.algorithm.samples import shape, train_samples
@@ -86,23 +86,8 @@ def encode(sampled: Sequence[Sampled]) -> list[bytes]:
     return lines
 
 
-def serve(pipe: Connection, lines: Sequence[bytes]) -> None:
-    """Answers every request with these lines, on a port that goes through the pipe."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\nconnection: close\r\n\r\n")
-        for line in lines:
-            writer.write(line)
-            await writer.drain()
-        writer.close()
-
-    async def run() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        pipe.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-    asyncio.run(run())
+def answer(lines: Sequence[bytes], request: object) -> Sequence[bytes]:
+    return lines
 
 
 async def play(port: int, prompts: Sequence[Prompt], stage: Stages) -> list[Group]:
@@ -173,21 +158,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     sampled = sample(options.tokens)
-    ours, theirs = multiprocessing.Pipe()
     lines = [*encode(sampled), StreamEnd(version=1, model="m").model_dump_json().encode() + b"\n"]
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, lines), daemon=True)
-    server.start()
-    try:
-        port = ours.recv()
-        with tempfile.TemporaryDirectory() as folder:
-            for num_ranks in options.ranks:
-                found = [step(port, sampled, num_ranks, Path(folder)) for _ in range(options.repeats)]
-                least = {name: min(one[name] for one in found) for name in found[0]}
-                print(f"{num_ranks} ranks: {sum(least.values()):.3f} s per million tokens: ", end="")
-                print(", ".join(f"{name} {value:.3f}" for name, value in least.items()), flush=True)
-    finally:
-        server.terminate()
-        server.join()
+    with answering(functools.partial(answer, lines)) as port, tempfile.TemporaryDirectory() as folder:
+        for num_ranks in options.ranks:
+            found = [step(port, sampled, num_ranks, Path(folder)) for _ in range(options.repeats)]
+            least = {name: min(one[name] for one in found) for name in found[0]}
+            print(f"{num_ranks} ranks: {sum(least.values()):.3f} s per million tokens: ", end="")
+            print(", ".join(f"{name} {value:.3f}" for name, value in least.items()), flush=True)
 
 
 if __name__ == "__main__":

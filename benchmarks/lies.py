@@ -32,7 +32,6 @@ SETTINGS = (
     "rollout.max_tokens=16",
     "eval.num_prompts=0",
     "checkpoint.every_steps=0",
-    "observe.console=plain",
 )
 SMALL = ("model.path=checkpoints/tiny-sort", "rollout.prompts_per_step=8", "rollout.temperature=0.9")
 LIES = {  # the first version of a run that is a lie

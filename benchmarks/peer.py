@@ -13,6 +13,7 @@ processes together have in RAM at most, with shared pages counted once.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -101,8 +102,12 @@ def watched(command: list[str], log: Path, env: dict[str, str]) -> float:
             time.sleep(0.5)
     finally:
         if child.poll() is None:
-            os.killpg(child.pid, signal.SIGINT)
-            child.wait(60)
+            os.killpg(child.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(60)
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
     if child.returncode:
         sys.exit(f"{' '.join(command)}\nended with {child.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
     return largest / 2**30
@@ -128,7 +133,6 @@ def hocket(model: Path, folder: Path, staleness: int, options: argparse.Namespac
         "trainer.gradient_checkpointing=false",
         "eval.num_prompts=0",
         "checkpoint.every_steps=0",
-        "observe.console=plain",
         *options.set,
     ]
     memory = watched([sys.executable, str(ROOT / "run.py"), "quickstart", *settings], folder / "log", {})
@@ -251,6 +255,7 @@ def main() -> None:
     if options.as_trl:
         play_trl(json.loads(options.as_trl))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what `watched` has started, too
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", options)

@@ -41,7 +41,6 @@ DEFAULTS = (
     "algorithm.kl_coef=1e-3",
     "eval.every_steps=0",
     "checkpoint.every_steps=0",
-    "observe.console=plain",
 )
 
 

@@ -2,28 +2,27 @@
 
     python benchmarks/rank0.py [--rollouts 1024] [--tokens 64,4096] [--ranks 8,32,128]
 
-A second process answers /generate with completions that it has ready, as fast as it can, so that what is counted here
-is the trainer's side alone: HTTP, parsing, rollouts, groups (in the event loop, while servers generate), then rows of
-the rollouts file, pickling for the other ranks and packing (between the last score and the update). No engine, no
-model. simulate.py takes the last line's figures as defaults.
+What is counted is the trainer's side alone (answering.py): HTTP, parsing, rollouts, groups (in the event loop, while
+servers generate), then rows of the rollouts file, dividing, pickling seven of eight ranks' shares and building its own
+(between the last score and the update). No engine, no model. simulate.py takes the last line's figures as defaults.
 """
 
 import argparse
 import asyncio
 import functools
 import json
-import multiprocessing
 import pickle
 import random
-import struct
 import sys
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from answering import answering
 
 from hocket.batcher import Batcher
 from hocket.observe.run_folder import lines_of
@@ -31,7 +30,7 @@ from hocket.pool import Deadline, ServerPool
 from hocket.protocol import Completion, Health, SamplingParams, StreamEnd
 from hocket.rollout.collect import Batch, Plan, collect
 from hocket.rollout.episode import single_turn
-from hocket.trainer.batching import balance, pack
+from hocket.trainer.batching import balance, divide
 from hocket.types import Prompt, Rollout, Score, TrainSample
 
 GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 16, 500, 150_000
@@ -41,43 +40,29 @@ HEALTH = Health(
 )  # fmt: skip
 
 
+def answer(request: Any) -> Iterator[bytes]:
+    """Yields the lines that a server answers: completions of sampling.max_tokens, or its health."""
+    if request is None:
+        yield HEALTH.model_dump_json().encode()
+        return
+    body = completion(request["sampling"]["max_tokens"])
+    for prompt, seeds in enumerate(request["seeds"]):
+        for index in range(len(seeds)):
+            yield f'{{"prompt":{prompt},"index":{index},"completion":{body}}}\n'.encode()
+    yield StreamEnd(version=1, model="m").model_dump_json().encode() + b"\n"
+
+
+@functools.cache
 def completion(tokens: int) -> str:
-    """Returns the JSON of a completion of this length: large token ids, float32 log-probs, four letters per token."""
+    """Returns a completion of this length, packed: large token ids, float32 log-probs, four letters per token."""
     draw = random.Random(tokens)
-    logprobs = [struct.unpack("f", struct.pack("f", -draw.expovariate(2)))[0] for _ in range(tokens)]
-    ids = tuple(draw.randrange(VOCABULARY) for _ in range(tokens))
     return Completion(
-        token_ids=ids, logprobs=tuple(logprobs), text="word" * tokens, finish_reason="stop", versions=((1, 0, tokens),)
-    ).model_dump_json()
-
-
-def serve(pipe: Connection) -> None:
-    """Answers every request with ready completions of sampling.max_tokens, on a port that goes through the pipe."""
-    ready = functools.cache(completion)
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(head.partition("content-length: ")[2].split("\r\n")[0] or 0)
-        request = json.loads(await reader.readexactly(length)) if length else None
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n")
-        if request is None:
-            writer.write(HEALTH.model_dump_json().encode())
-        else:
-            body = ready(request["sampling"]["max_tokens"])
-            for prompt, seeds in enumerate(request["seeds"]):
-                for index in range(len(seeds)):
-                    writer.write(f'{{"prompt":{prompt},"index":{index},"completion":{body}}}\n'.encode())
-                    await writer.drain()
-            writer.write(StreamEnd(version=1, model="m").model_dump_json().encode() + b"\n")
-        await writer.drain()
-        writer.close()
-
-    async def run() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        pipe.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-    asyncio.run(run())
+        token_ids=array("I", [draw.randrange(VOCABULARY) for _ in range(tokens)]),
+        logprobs=array("d", [-draw.expovariate(2) for _ in range(tokens)]),
+        text="word" * tokens,
+        finish_reason="stop",
+        versions=((1, 0, tokens),),
+    ).model_dump_json(context=True)
 
 
 async def score(rollout: Rollout) -> Score:
@@ -113,18 +98,18 @@ def seconds(work: Callable[[], Any]) -> float:
 def prepare(batch: Batch, tokens: int) -> dict[str, float]:
     """Returns the processor seconds of each part of the work between the last score and the update."""
     samples = [
-        TrainSample(sequence=sequence, advantages=tuple(float(sampled) for sampled in sequence.mask))
+        TrainSample(sequence=sequence, advantages=array("d", map(float, sequence.mask)))
         for group in batch.groups
         for rollout in group.rollouts
         for sequence in rollout.sequences
     ]
-    pickled = pickle.dumps(samples)
-    cost = functools.partial(pack, samples, micro_batch_tokens=max(32_768, tokens + PROMPT_TOKENS + 1), num_ranks=1)
+    most = max(32_768, tokens + PROMPT_TOKENS + 1)
+    own, *others = divide(samples, micro_batch_tokens=most, num_ranks=8)
     return {
         "rows": seconds(lambda: lines_of(batch.groups).encode()),
-        "pickle": seconds(lambda: pickle.dumps(samples)),
-        "unpickle": seconds(lambda: pickle.loads(pickled)),
-        "pack": seconds(cost),
+        "divide": seconds(lambda: divide(samples, micro_batch_tokens=most, num_ranks=1)),  # balancing: below
+        "send": seconds(lambda: [pickle.dumps(share) for share in others]),
+        "build": seconds(lambda: [make() for make in own]),
     }
 
 
@@ -142,11 +127,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=numbers, default=[64, 4096], help="a short and a long completion")
     parser.add_argument("--ranks", type=numbers, default=[8, 32, 128])
     options = parser.parse_args()
-    ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
-    server.start()
-    try:
-        port, found = ours.recv(), []
+    with answering(answer) as port:
+        found = []
         for tokens in options.tokens:
             asyncio.run(gather(port, GROUP_SIZE, tokens))  # the server makes its completion
             loop_s, batch = asyncio.run(gather(port, options.rollouts, tokens))
@@ -154,9 +136,6 @@ def main() -> None:
             found.append((loop_s / options.rollouts, sum(parts.values()) / options.rollouts))
             text = ", ".join(f"{name} {value / options.rollouts * 1e3:.3f}" for name, value in parts.items())
             print(f"{tokens} tokens: ms per rollout: event loop {found[-1][0] * 1e3:.3f}, {text}", flush=True)
-    finally:
-        server.terminate()
-        server.join()
     (short, _), (long, after) = found[0], found[-1]
     token_s = (long - short) / (options.tokens[-1] - options.tokens[0])
     pairs = {ranks: pair_s(options.rollouts, ranks) for ranks in options.ranks}

@@ -265,14 +265,14 @@ def run(folder: Path, overrides: Sequence[str]) -> None:
         f"run.dir={folder}/run",
         "rollout.max_tokens=64",
         "trainer.learning_rate=1e-6",
-        "sync.bucket_mib=32",
         *overrides,
     ]
+    weight_group.BUCKET_BYTES = 32 << 20
     full = [*common, f"server.port={free_port()}"]
     with server(full, configs.load(None, full).own_url):
         transports = {"disk": (), "collective": ("sync.backend=nccl",), "delta": ("sync.delta=true",)}
         bench = Bench(full, transports)
-        sizes = [weight_group.num_bytes(bucket) for bucket in bench.trainer.layout(32 << 20)]
+        sizes = [weight_group.num_bytes(bucket) for bucket in bench.trainer.layout(weight_group.BUCKET_BYTES)]
         floors = Floors(configs.load(None, full).own_url, folder, model, sizes)
         rows = asyncio.run(bench.rounds(["collective", "disk"], floors))
         rows |= asyncio.run(bench.rounds(["delta"]))  # alone: each one changes the version before

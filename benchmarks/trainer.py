@@ -46,7 +46,7 @@ from hocket import config as configs
 from hocket.algorithm.losses import LossOutput
 from hocket.trainer.batching import TrainBatch, num_positions, pack
 from hocket.trainer.flops import model_flops, peak_flops, step_flops
-from hocket.trainer.logprobs import token_logprobs
+from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from hocket.trainer.models import configured_loss
 from hocket.trainer.policy import Policy, skeleton
 from hocket.trainer.trainer import Trainer
@@ -145,7 +145,6 @@ def bare(config: configs.Config) -> Step:
         config.model,
         dtype=torch.float32,
         temperature=1.0,
-        chunk_tokens=config.trainer.logprob_chunk_tokens,
         gradient_checkpointing=config.trainer.gradient_checkpointing,
     )
     loop = Loop(policy, config)
@@ -275,13 +274,13 @@ def peak(work: Callable[[], object]) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
 
 
-def logprob_step(num_tokens: int, vocabulary: int, chunk_tokens: int) -> None:
-    """Log-probs and entropies of that many tokens, and their backward pass; chunk_tokens 0: all logits at once."""
+def logprob_step(num_tokens: int, vocabulary: int, in_chunks: bool) -> None:
+    """Log-probs and entropies of that many tokens, and their backward pass, in chunks or with all logits at once."""
     head = nn.Linear(512, vocabulary, bias=False, device=DEVICE)
     hidden = torch.randn(1, num_tokens, 512, device=DEVICE, requires_grad=True)
     targets = torch.zeros(1, num_tokens, dtype=torch.long, device=DEVICE)
-    if chunk_tokens:
-        logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=chunk_tokens)
+    if in_chunks:
+        logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=CHUNK_TOKENS)
     else:
         full = head(hidden).float().log_softmax(dim=-1)
         logprobs = full.gather(-1, targets[..., None]).squeeze(-1)
@@ -361,13 +360,13 @@ def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
         print(f"  {way:>7}: peak memory {in_child(arguments, kind='memory', way=way):7.0f} MiB (4x)", flush=True)
 
 
-def report_logprobs(arguments: Sequence[str], chunk: int) -> None:
+def report_logprobs(arguments: Sequence[str]) -> None:
     """Prints peak memory against sequence length and vocabulary, in chunks and whole."""
-    print(f"log-probs, entropies and backward, hidden size 512, float32: peak MiB in chunks of {chunk} | whole")
+    print(f"log-probs, entropies and backward, hidden size 512, float32: peak MiB in chunks of {CHUNK_TOKENS} | whole")
     for vocabulary in (12_500, 25_000, 50_000):
         for tokens in (1024, 2048, 4096):
             parts, whole = (
-                in_child(arguments, kind="logprobs", sizes=[tokens, vocabulary, size]) for size in (chunk, 0)
+                in_child(arguments, kind="logprobs", sizes=[tokens, vocabulary, size]) for size in (True, False)
             )
             print(f"  {vocabulary:6} x {tokens:5}: {parts:6.0f} | {whole:6.0f}  ({parts / whole:.2f})", flush=True)
 
@@ -394,7 +393,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.only != "logprobs":
         report_steps(arguments, options)
     if options.only != "steps":
-        report_logprobs(arguments, configs.TrainerConfig().logprob_chunk_tokens)
+        report_logprobs(arguments)
 
 
 if __name__ == "__main__":

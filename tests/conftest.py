@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from hocket.server.vllm_arguments import is_cpu_build
+
 ROOT = Path(__file__).parent
 LONGEST = ("server", "faults", "e2e", "trainer")
 """Folders that are begun first, so that no process is left with a long one at the end."""
@@ -18,6 +20,12 @@ TOGETHER = ("tests/server/", "tests/trainer/test_ranks")
 os.environ["OMP_NUM_THREADS"] = "1"
 # A shell has what it starts in the background ignore this, and that has what it starts: no Ctrl-C would end a run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs from tests that mean the CPU: all but `-m gpu`."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -34,7 +42,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with what takes longest."""
+    """Begins with what takes longest. The CUDA build of vLLM can't do without a GPU: its tests are those marked gpu."""
+    if not is_cpu_build():
+        on_gpu = pytest.mark.skip(reason="means vLLM's CPU build: HOCKET_DEVICE=cpu python3 run.py test runs it")
+        for item in items:
+            if {"engine", "e2e"} & {mark.name for mark in item.iter_markers()} and not item.get_closest_marker("gpu"):
+                item.add_marker(on_gpu)
 
     def rank(item: pytest.Item) -> int:
         folder = item.path.relative_to(ROOT).parts[0]

@@ -224,7 +224,7 @@ class LyingServer(Process):
         run_dir, said = self.folder / "runs" / f"{self.runs:03d}", ""
         config = configs.load(None, [*settings, f"run.dir={run_dir}", f"server.urls={self.url}"])
         with contextlib.ExitStack() as stack:
-            console = stack.enter_context(Console("plain", config.trainer.steps))
+            console = stack.enter_context(Console(config.trainer.steps))
             run = commands._run(config, None, console, stack)
             if name == STALE_EXPORT:
                 stack.enter_context(stale_exports(run.trainer))

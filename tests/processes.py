@@ -189,7 +189,6 @@ class Run(Process):
                 f"run.dir={self.dir}",
                 f"server.urls=[{','.join(server.url for server in servers)}]",
                 "eval.num_prompts=0",
-                "observe.console=plain",
                 *settings,
             ],
             folder / f"{name}.log",

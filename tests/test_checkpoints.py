@@ -49,7 +49,7 @@ def train(config: Config, last: int = 0, **metrics: list[float]) -> FakePart:
     with Checkpoints(config, trainer.state, {"part": part}, last=last) as kept:
         for step in range(last + 1, config.trainer.steps + 1):
             trainer.steps = step
-            kept.copy(step)
+            kept.copy(step, last=step == config.trainer.steps)
             trainer.steps = 99  # what happens later is no part of the copy
             part.value = 10 * step
             kept.complete(step, {name: values[step - 1] for name, values in metrics.items()})
@@ -83,7 +83,7 @@ def test_a_due_step_that_was_not_trained_is_made_up_for_by_the_next(tmp_path: Pa
     with Checkpoints(config, FakeTrainer().state, {}) as kept:
         for step in range(1, 11):
             if step not in (3, 6, 7):  # no group had a signal
-                kept.copy(step)
+                kept.copy(step, last=step == 10)
             kept.complete(step, {})
     assert names(config) == ["step_000004", "step_000008", "step_000009", "step_000010"]
 

@@ -17,8 +17,6 @@ from hocket.protocol import (
     AgentRecord,
     DiskSource,
     GenerateRequest,
-    GroupRequest,
-    GroupResponse,
     ReloadRequest,
     SamplingParams,
     SessionRequest,
@@ -163,7 +161,6 @@ async def test_a_call_to_a_server_that_has_left_the_pool_fails_as_if_it_could_no
 
 
 RELOAD = ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain")
-GROUP = GroupRequest(session="g", host="127.0.0.1", port=5, backend="gloo", device=None, timeout_s=9.0)
 SESSION = SessionRequest(sampling=SamplingParams(stop=("x",)), max_length=64, max_calls=3, idle_timeout_s=9.0)
 ASLEEP = SleepResponse(asleep=["kv_cache"], session="s1")
 
@@ -172,7 +169,6 @@ ASLEEP = SleepResponse(asleep=["kv_cache"], session="s1")
     ("call", "route", "asked", "answer"),
     [
         ("reload_weights", "/reload_weights", RELOAD, fakes.reloaded(4, "cc")),
-        ("init_weight_group", "/init_weight_group", GROUP, GroupResponse(session="g", workers=2)),
         ("sleep", "/sleep", SleepRequest(level=2), ASLEEP),
         ("wake_up", "/wake_up", WakeRequest(tags=["weights"]), ASLEEP),
         ("open_session", "/sessions", SESSION, SessionResponse(id="ab", key="its own", model="m")),

@@ -1,5 +1,6 @@
 """What `train --dry-run` says of servers and rewards, with a trainer that loads nothing."""
 
+import asyncio
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 import hocket
-from hocket import commands
+from hocket import commands, parts
 from hocket.client import ServerClient
 from hocket.config import Config, load
 from hocket.errors import ConfigError, ServerError
@@ -35,7 +36,7 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         shutil.copytree(ROOT / "checkpoints" / "tiny-sort", model, dirs_exist_ok=True)
         template = (model / "chat_template.jinja").read_text(encoding="utf-8")
         (model / "chat_template.jinja").write_text(template.rstrip("\n") + "<think>\n\n", encoding="utf-8")
-        places = (f"model.path={model}", f"run.dir={tmp_path / 'run'}", "observe.console=plain", "data.limit=4")
+        places = (f"model.path={model}", f"run.dir={tmp_path / 'run'}", "data.limit=4")
         config = load(None, [*places, "rewards.functions={think_format: 1, exact_match: 1}", *settings])
         commands.train(config, dry_run=True)
         return capsys.readouterr().out.replace("\n", " ")
@@ -108,3 +109,40 @@ def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_ru
     assert "nothing stands in the way" in dry_run("launch.share_gpu=true", "server.urls=http://down")
     with pytest.raises(ConfigError, match=r"the server holds the GPU of launch\.share_gpu: stop it"):
         dry_run("launch.share_gpu=true", "server.urls=http://up")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "waits"),
+    [
+        ("", [], False),
+        ("0", [], True),
+        ("0,1", [], True),  # both take the first one
+        ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], False),  # as `launch` says it
+        ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], True),
+        ("0", ["server.urls=[http://10.0.0.5:8000]"], False),
+        ("", ["launch.share_gpu=true"], True),
+    ],
+)
+def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_memory(
+    gpus: str, settings: list[str], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+
+    class Pool:
+        async def __aenter__(self) -> "Pool":
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def wait_up(self) -> None:
+            done.append("waited")
+
+    async def put_to_sleep(*_: object, keep: bool) -> None:
+        done.append("put to sleep")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.delenv("HOCKET_DEVICE", raising=False)
+    monkeypatch.setattr(parts, "pool_of", lambda *_: Pool())
+    monkeypatch.setattr(parts, "put_to_sleep", put_to_sleep)
+    asyncio.run(parts.clear_gpu(load(None, settings)))
+    assert done == ["waited"] * waits + ["put to sleep"] * ("launch.share_gpu=true" in settings)

@@ -131,6 +131,8 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("algorithm.beta=0.1", "unknown key 'algorithm.beta'; here that is algorithm.kl_coef, with algorithm.kl"),
         ("actor_rollout_ref.rollout.n=4", "unknown key 'actor_rollout_ref.rollout.n'; here that is rollout.group_size"),
         ("actor_rollout_ref.actor.clip_ratio=1 actor_rollout_ref.rollout.n=4", "n'; here that is rollout.group_size"),
+        ("eval.data.subset=main", "here that is data.source: hf:NAME:SUBSET"),
+        ("sync.keep=3", "here that is no setting any more: one value serves all"),
         ("rollout.top_p=0.9", "here that is no setting: training samples from the whole distribution"),
         ("model.lora.rnk=8", "did you mean 'model.lora.rank'"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),

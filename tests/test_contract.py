@@ -32,7 +32,7 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"__main__"},
 )
 HOMES = {  # the only places that may import a package
-    "vllm": {"server.vllm_api", "server.vllm_weights"},
+    "vllm": {"server.vllm_api", "server.vllm_arguments", "server.vllm_weights"},
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},

@@ -61,7 +61,8 @@ def test_an_image_leaves_out_what_only_the_other_process_needs(name: str, file: 
     lines = {line for line in kept.splitlines() if not line.startswith("#")}
     assert any(line.startswith(has) for line in lines)
     assert not any(line.startswith(lacks) for line in lines)
-    assert {"torch==2.13.0", "httpx", "pyarrow", "setuptools==78.1.1"} <= lines  # the last one builds hocket
+    assert any(line.startswith("torch==2.13.0") for line in lines)
+    assert {"httpx", "pyarrow", "setuptools==78.1.1"} <= lines  # the last one builds hocket
     assert environment.SERVER_ALONE in (ROOT / "requirements-cpu-engine.txt").read_text(encoding="utf-8")
 
 

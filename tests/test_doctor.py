@@ -117,3 +117,20 @@ def test_running_processes_are_listed_and_one_without_a_parent_is_a_leftover(
         finally:
             process.kill()
     assert f"kill {process.pid}" in found.note
+
+
+def test_what_triton_and_torch_need_on_a_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None)  # no CPU build
+    monkeypatch.setattr(environment, "driver", lambda: 570)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    found = list(doctor.libraries())
+    assert [(one.label, one.text) for one in found] == [
+        ("driver", "570"),
+        ("libraries", f"a C compiler and Python's headers ({tmp_path}/Python.h) missing"),
+    ]
+    assert all(one.error for one in found)
+    monkeypatch.setattr(environment, "driver", lambda: 580)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    (tmp_path / "Python.h").touch()
+    assert list(doctor.libraries()) == []

@@ -255,6 +255,37 @@ def test_the_ray_job_starts_all_ranks_again_as_soon_as_one_node_is_lost(
     assert ray.cancel.mock_calls == [call(node, force=True) for node in cancelled]  # with what their workers run
 
 
+def test_the_ray_job_places_servers_and_ranks_and_tells_torchrun_where_to_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = fake_ray([(0, 0), (1, 0)])
+    job = job_of(ray, tmp_path, monkeypatch)
+    for_ever = {"max_restarts": -1, "max_task_retries": -1}
+    once = call(num_cpus=1, max_retries=0)  # main() starts the trainer again, with all of its nodes
+    assert ray.remote.call_args_list == [call(num_cpus=0, **for_ever), call(num_cpus=1, **for_ever), once, once]
+    written = {thing.args[0].__name__: thing.args[0] for thing in ray.remote.return_value.call_args_list}
+    job["main"]()
+    # 4 servers of 2 GPUs, 2 nodes with 4 ranks each; the ranks meet on the first of them
+    bundles = [{"CPU": 1, "GPU": size} for size in (2, 2, 2, 2, 4, 4)]
+    ray.placement_group.assert_called_once_with(bundles, strategy="PACK")
+    options = ray.remote.return_value.return_value.options.call_args_list
+    assert [one.kwargs["num_gpus"] for one in options] == [2, 2, 2, 2, 4, 4, 4]
+    places = [one.kwargs["placement_group_bundle_index"] for one in ray.PlacementGroupSchedulingStrategy.call_args_list]
+    assert places == [0, 1, 2, 3, 4, 4, 5]
+    ran = job["run"] = MagicMock(return_value=0)
+    written["train"](1, "10.0.0.1", 29500, "t0ken")
+    ranks = ["--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--master-addr=10.0.0.1", "--master-port=29500"]
+    command = ["-m", "torch.distributed.run", *ranks, "run.py", "train", job["CONFIG"]]
+    ran.assert_called_once_with(command, "t0ken", tmp_path / "run/logs/trainer_1.log", show=False)
+    file = MagicMock()
+    ray.util.get_node_ip_address.return_value = "10.0.0.2"
+    written["Server"]().serve(3, file, "t0ken")
+    file.put.remote.assert_called_once_with("http://10.0.0.2:8003")
+    ran.assert_called_with(
+        ["run.py", "serve", job["CONFIG"], "server.port=8003"], "t0ken", tmp_path / "run/logs/server_3.log"
+    )
+
+
 def test_the_ray_job_keeps_and_shows_whatever_a_program_prints_and_returns_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

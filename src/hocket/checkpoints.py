@@ -89,7 +89,7 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
 
 
 def make_room(run_dir: Path, say: Callable[[str], None], *, resume: bool = False) -> None:
-    """Remove what a run that trained no step has left; move aside what one did, with `resume`, or raise ConfigError."""
+    """Make room for a new run: remove one that trained no step; move another aside (`resume`), or raise ConfigError."""
     there = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
     saved = (int(folder.name.partition("_")[2]) for folder in complete(run_dir))
     steps = max([0, *saved, *(row["step"] for row in read_lines(run_dir / METRICS))])
@@ -128,9 +128,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._wait()
 
     def due(self, step: int, *, last: bool = False) -> bool:
-        """Return whether to save after this step; `last`: the run ends with it, before trainer.steps."""
+        """Return whether to save after this step; `last`: the run ends with it."""
         every = self._settings.every_steps
-        return every > 0 and (step // every > self.last // every or last or step == self._config.trainer.steps)
+        return every > 0 and (step // every > self.last // every or last)
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Copy the idle trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds."""

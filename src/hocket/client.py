@@ -23,8 +23,6 @@ from hocket.protocol import (
     FromTrainer,
     GenerateRequest,
     GenerateResponse,
-    GroupRequest,
-    GroupResponse,
     Health,
     HeartbeatRequest,
     ReloadRequest,
@@ -149,10 +147,6 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
     async def reload_weights(self, request: ReloadRequest, *, timeout_s: float) -> ReloadResponse:
         """Have the server load a weight version; return what it then holds."""
         return await self._post("/reload_weights", request, ReloadResponse, timeout_s)
-
-    async def init_weight_group(self, request: GroupRequest, *, timeout_s: float) -> GroupResponse:
-        """Have the server's workers join a weight group; return once they have."""
-        return await self._post("/init_weight_group", request, GroupResponse, timeout_s)
 
     async def sleep(self, request: SleepRequest, *, timeout_s: float) -> SleepResponse:
         """Have the server's engine leave the GPU; return once it has."""

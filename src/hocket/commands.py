@@ -50,7 +50,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
             asyncio.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
-    with Console(config.observe.console, config.trainer.steps) as console, ExitStack() as stack:
+    with Console(config.trainer.steps) as console, ExitStack() as stack:
         if dry_run:
             _check(Parts(config, console), stack)
             return 0
@@ -190,7 +190,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             export(Path(config.model.path), Path(model), base=None)
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
-        console = stack.enter_context(Console(config.observe.console, steps=0, stderr=True))
+        console = stack.enter_context(Console(0, stderr=True))
         eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
         parts = Parts(config, console)
         held_out = parts.held_out()
@@ -214,7 +214,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
     """Play and score the batches of trainer.steps steps with the servers' weights, into the run folder."""
     load_plugins(config.plugins)
     with (
-        Console(config.observe.console, config.trainer.steps) as console,
+        Console(config.trainer.steps) as console,
         owning(config.run_dir, console.say, wait=False),
         RewardScorer(config.rewards) as scorer,
     ):

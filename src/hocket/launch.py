@@ -44,7 +44,8 @@ class Child(subprocess.Popen[bytes]):
         self.log = log
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") if log is not None else contextlib.nullcontext() as output:
+        with log.open("ab") if log is not None else contextlib.nullcontext() as output:
+            self.begin = output.tell() if output else 0  # of its own words: another launch may have written before
             super().__init__(
                 [sys.executable, *command],
                 env={**os.environ, **env, PARENT_VARIABLE: str(os.getpid())},
@@ -56,7 +57,7 @@ class Child(subprocess.Popen[bytes]):
 
     def last_words(self, name: str) -> str:
         """Return how the process has ended, and the end of its log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log else []
+        lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines() if self.log else []
         return "\n".join([f"{name} ended with status {self.poll()}; the end of {self.log}:", *lines[-NUM_LINES:]])
 
     def refuse_dead(self) -> None:
@@ -97,6 +98,8 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     urls = [config.url_at(port) for port in ports]
     names = [f"server_{number}" for number in range(len(ports))] if len(ports) > 1 else ["server"]
     arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
+    if plan.ranks:
+        arguments += [f"launch.server_gpus={','.join(plan.servers)}", f"launch.trainer_gpus={plan.ranks}"]
     serve = [["-m", "hocket", "serve", *arguments, f"server.port={port}"] for port in ports]
     train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{','.join(urls)}]"]
     print(f"run folder {config.run_dir}, logs in {logs}")
@@ -131,7 +134,7 @@ def place(settings: LaunchConfig, size: int, backend: str, gpus: Sequence[str]) 
     """
     if not gpus:
         return Placement([""] * (settings.servers or 1), "", settings.trainers or 1)
-    ours, theirs = map(_names, (settings.server_gpus, settings.trainer_gpus))
+    ours, theirs = map(listed, (settings.server_gpus, settings.trainer_gpus))
     if not (ours or theirs or settings.share_gpu or len(gpus) == 1):
         left = len(gpus) - settings.trainers if settings.trainers else len(gpus) // 2
         ours = [*gpus[: size * (settings.servers or max(1, left // size))]]
@@ -164,7 +167,7 @@ def visible_gpus() -> list[str]:
     if os.environ.get("HOCKET_DEVICE", "").lower() == "cpu":
         return []
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), _names(chosen))]  # as CUDA reads it
+        return [*itertools.takewhile(lambda gpu: gpu not in ("-1", "NoDevFiles"), listed(chosen))]  # as CUDA reads it
     if "cuda" not in environment.builds():
         return []
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
@@ -224,7 +227,8 @@ def variables(gpus: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
 
 
-def _names(gpus: str | None) -> list[str]:
+def listed(gpus: str | None) -> list[str]:
+    """Return the GPUs that a setting lists, "0,1" for one."""
     return [gpu.strip() for gpu in (gpus or "").split(",") if gpu.strip()]
 
 

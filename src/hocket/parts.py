@@ -8,6 +8,7 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from hocket import tokenizer as tokenizers
 from hocket.batcher import Batcher
@@ -20,7 +21,7 @@ from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
-from hocket.launch import Child, stop, variables
+from hocket.launch import Child, listed, stop, variables, visible_gpus
 from hocket.observe.console import Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
@@ -38,6 +39,7 @@ from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
+from hocket.system import is_loopback
 from hocket.types import Prompt
 
 if TYPE_CHECKING:
@@ -91,8 +93,7 @@ class Parts:
 
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
-        settings, template = self.config.eval, self.config.data.chat_template_kwargs
-        data = settings.data.model_copy(update={"chat_template_kwargs": settings.data.chat_template_kwargs or template})
+        data, settings = self.config.held_out_data, self.config.eval
         return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts] if settings.num_prompts else ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
@@ -211,11 +212,23 @@ async def answers(config: Config) -> bool:
 
 
 async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
-    """With launch.share_gpu, wait for the server and put it to sleep, on every rank before it takes the GPU."""
-    if config.launch.share_gpu:
+    """Wait for a server that may be on this GPU, on every rank before it takes any; put it to sleep to share the GPU.
+
+    vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
+    """
+    if config.launch.share_gpu or _may_meet(config):
         async with pool_of(config, trainer_id(config.run_dir), **tell) as servers:
             await servers.wait_up()
-            await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
+            if config.launch.share_gpu:
+                await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
+
+
+def _may_meet(config: Config) -> bool:
+    """Return whether a server on this machine may be on a GPU of this trainer: all but those known to be apart."""
+    ours, theirs = (set(listed(gpus)) for gpus in (config.launch.server_gpus, config.launch.trainer_gpus))
+    apart = ours and theirs and not ours & theirs
+    local = any(is_loopback(urlsplit(url).hostname or "") for url in config.server_urls)
+    return local and not apart and config.pipeline.replay is None and bool(visible_gpus())
 
 
 def pool_of(config: Config, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:

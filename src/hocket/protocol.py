@@ -231,11 +231,22 @@ class TensorLayout(Strict):
     shape: list[int] = Field(max_length=16, fail_fast=True)
 
 
+class GroupAddress(Strict):
+    """A weight group, which the engine's workers join, and leave any other, unless they are in it."""
+
+    name: str = Field(min_length=1, max_length=128)  # a new one for every attempt
+    host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
+    port: int = Field(ge=1, le=65535)
+    backend: Literal["nccl", "gloo"]
+    device: str | None  # the trainer's GPU: NCCL can't connect two processes on one
+    timeout_s: float = Field(gt=0)
+
+
 class CollectiveSource(Strict):
     """A version that comes through a weight group, bucket after bucket (hocket.weight_group)."""
 
     kind: Literal["nccl"] = "nccl"
-    session: str  # of the group
+    group: GroupAddress
     turn: int = Field(ge=1)  # number of the transfer in the group, so that both ends mean the same one
     adapter: AdapterConfig | None = None  # None for whole weights
     buckets: list[Annotated[list[TensorLayout], FAIL_FAST]] = Field(min_length=1, fail_fast=True)
@@ -284,30 +295,12 @@ class SleepResponse(Strict):
     session: str
 
 
-class GroupRequest(FromTrainer):
-    """POST /init_weight_group: the engine's workers leave their weight group and join a new one, with the trainer."""
-
-    session: str = Field(min_length=1, max_length=128)  # a new name for every attempt
-    host: str = Field(min_length=1, max_length=253)  # of the trainer's key-value store
-    port: int = Field(ge=1, le=65535)
-    backend: Literal["nccl", "gloo"]
-    device: str | None  # the trainer's GPU: NCCL can't connect two processes on one
-    timeout_s: float = Field(gt=0)
-
-
 class HeartbeatRequest(FromTrainer):
     """POST /heartbeat, answered as /health: the trainer has the server, or still has it, unless another one does."""
 
     trainer: str = Field(min_length=1, max_length=128)
     take_over: bool = False  # true takes the server from another trainer
     leaving: bool = False  # true frees it
-
-
-class GroupResponse(Strict):
-    """Answer to /init_weight_group."""
-
-    session: str
-    workers: int  # that have joined
 
 
 class Health(Strict):
@@ -326,7 +319,6 @@ class Health(Strict):
     device: str  # kind of device, "cpu" or "cuda"
     workers: int  # processes that hold weights
     kv_tokens: int  # tokens of all requests together that fit into the KV cache
-    joining: str | None = None  # the weight group that its workers are joining; it generates meanwhile
     error: ErrorBody | None = None
 
 

@@ -1,11 +1,11 @@
-"""Supervised fine-tuning: the GRPO trainer with another loss, on demonstrated responses."""
+"""Supervised fine-tuning: the GRPO trainer with another loss, on demonstrated responses and conversations."""
 
 import itertools
+import math
 import os
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +14,8 @@ from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossOutput
 from hocket.checkpoints import Checkpoints, Part
-from hocket.config import Config
-from hocket.data.prompts import load_demonstrations
+from hocket.config import Config, DataConfig
+from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import Console
 from hocket.observe.owner import owning
@@ -25,13 +25,13 @@ from hocket.system import atomic_folder, kind_of, seed_of
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
-from hocket.types import TokenSequence, TrainSample
+from hocket.types import TrainSample
 
 NUM_LINES = 20  # of progress in a whole run
 
 
 def run(config: Config) -> None:
-    """Train model.path on the responses of data.source and write the model; every rank calls it."""
+    """Train model.path on the demonstrations of data.source and write RUN/model; every rank calls it."""
     if int(os.environ.get("RANK", "0")) > 0:
         Trainer(config, loss=sft_loss).follow()
         return
@@ -41,61 +41,78 @@ def run(config: Config) -> None:
 
 
 def _train(config: Config) -> None:
-    saved = checkpoints.find(config, print)
-    output = Path(config.sft.output) if config.sft.output is not None else config.run_dir / "model"
+    saved, output = checkpoints.find(config, print), config.run_dir / "model"
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
-        raise ConfigError(f"{output} exists and is not a model; choose another sft.output, or remove it")
-    tokenizer, max_length = tokenizers.load(config.model.path), tokenizers.context_length(config.model)
-    rows = load_demonstrations(config.data, tokenizer, max_length)
-    samples = [demonstration(*row) for row in rows]
-    last, steps, batch_size = saved.step if saved else 0, config.trainer.steps, config.sft.batch_size
+        raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
+    samples, held_out = _samples(config, config.data), _held_out(config)
+    last, size, epochs = saved.step if saved else 0, config.sft.batch_size, config.sft.epochs
+    most = None if epochs is None else epochs * len(samples)
+    steps = config.trainer.steps if most is None else math.ceil(most / size)
     with (
-        Console(config.observe.console, steps) as console,
+        Console(steps) as console,
         RunFolder(config) as folder,
         Trainer(config, loss=sft_loss) as trainer,
     ):
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
+        trainer.plan(steps)
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
         console.say(f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters; {trainer.memory}")
-        order = itertools.islice(in_epochs(samples, config.trainer.seed), last * batch_size, None)
-        start, num_tokens = time.perf_counter(), 0.0
+        if saved is None and held_out:
+            before = held_out_loss(trainer, held_out)
+            folder.finish(0, before)
+            console.say(f"step 0/{steps}  held-out loss {before['eval/loss']:.4f}, of {len(held_out)} demonstrations")
+        order = itertools.islice(in_epochs(samples, config.trainer.seed), last * size, most)
+        start, num_tokens, every = time.perf_counter(), 0.0, config.eval.every_steps
         with Checkpoints(config, trainer.state, parts, last=last) as kept:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
-                metrics = trainer.step(list(itertools.islice(order, batch_size)), keep=folder.skipped(step))
-                metrics |= kept.copy(step)
+                metrics = trainer.step(list(itertools.islice(order, size)), keep=folder.skipped(step))
+                num_tokens += metrics["train/tokens"]
+                seconds, said = time.perf_counter() - start, f"  loss {metrics['train/loss']:.4f}"
+                if is_measured := bool(held_out) and (step == steps or (every > 0 and step % every == 0)):
+                    metrics |= held_out_loss(trainer, held_out)
+                    said += f"  held-out loss {metrics['eval/loss']:.4f}"
+                metrics |= kept.copy(step, last=step == steps)
                 folder.finish(step, metrics)
                 kept.complete(step, metrics)
-                num_tokens += metrics["train/tokens"]
-                if step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
-                    seconds = time.perf_counter() - start
+                if is_measured or step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
                     console.say(
-                        f"step {step}/{steps}  loss {metrics['train/loss']:.4f}  {num_tokens / seconds:,.0f} tokens/s  "
+                        f"step {step}/{steps}{said}  {num_tokens / seconds:,.0f} tokens/s  "
                         f"{seconds / (step - last) * (steps - step):.0f} s left"
                     )
             with atomic_folder(output) as partial:
                 trainer.export(partial)
-            done = f"all {steps} steps are done; for more of them raise trainer.steps; " if last >= steps else ""
+            setting = "trainer.steps" if epochs is None else "sft.epochs"
+            done = f"all {steps} steps are done; for more of them raise {setting}; " if last >= steps else ""
             console.say(f"{done}wrote {output}")
+
+
+def _samples(config: Config, data: DataConfig) -> list[TrainSample]:
+    tokenizer, max_length = tokenizers.load(config.model.path), tokenizers.context_length(config.model)
+    rows = load_demonstrations(data, tokenizer, max_length)
+    return [TrainSample(sequence=row, advantages=(0.0,) * len(row.mask)) for row in rows]
+
+
+def _held_out(config: Config) -> list[TrainSample]:
+    """Return the demonstrations of eval.data; none where that is still the default, and what is trained is another."""
+    data, most = config.held_out_data, config.eval.num_prompts
+    if most == 0 or data.source == type(data)().source != config.data.source:
+        return []
+    return _samples(config, data.model_copy(update={"limit": min(most, data.limit or most)}))
+
+
+def held_out_loss(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Return eval/loss: the mean cross-entropy of the taught tokens, in nats."""
+    num_tokens = sum(sample.sequence.mask.count(True) for sample in samples)
+    return {"eval/loss": -math.fsum(itertools.chain(*trainer.logprobs(samples))) / num_tokens}
 
 
 def sft_loss(logprobs_bt: Tensor, entropy_bt: Tensor, batch: TrainBatch) -> LossOutput:
     """Return −Σ mask · logprobs / tokens: this batch's share of the mean cross-entropy of the responses, in nats."""
     del entropy_bt
     return LossOutput(loss=-logprobs_bt.where(batch.mask_bt, 0.0).sum() / batch.num_tokens_global, metrics={})
-
-
-def demonstration(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TrainSample:
-    """Return the row as a sample in which only the response is trained."""
-    length = len(prompt_ids) + len(response_ids)
-    sequence = TokenSequence(
-        token_ids=(*prompt_ids, *response_ids),
-        mask=tuple(index >= len(prompt_ids) for index in range(length)),
-        logprobs=(0.0,) * length,
-    )
-    return TrainSample(sequence=sequence, advantages=(0.0,) * length)
 
 
 def in_epochs(samples: Sequence[TrainSample], seed: int) -> Iterator[TrainSample]:

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import functools
 import hashlib
+import ipaddress
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 _THREADS = ThreadPoolExecutor(32, "hocket")
 
 SMALL_MODEL = 16 << 20  # bytes of weights
-KEPT_MEMORY = 2 << 30
+KEPT_MEMORY = 2 << 30  # bytes of a process; to get them anew in each step takes longer than the step
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -97,10 +98,10 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 def cpu_threads(model: str, *, processes: int) -> int:
-    """Return how many threads each of the trainer's, or of the servers' `processes` computes with on this machine.
+    """Return how many threads each of `processes` computes with: all ranks, or all servers' workers, of this machine.
 
-    Each side uses all cores, also where both compute at the same time: a thread that waits does not spin
-    (environment.prepare). A small model, which waits longer for more threads than it computes, gets half of them.
+    Ranks and servers use all cores, even at the same time: a waiting thread leaves its core to others
+    (environment.prepare). A small model uses half of them: more threads cost more in waiting than they save.
     """
     cores, folder = len(os.sched_getaffinity(0)), Path(model)
     is_small = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL
@@ -108,10 +109,7 @@ def cpu_threads(model: str, *, processes: int) -> int:
 
 
 def return_freed_memory() -> None:
-    """Return what the C library keeps of freed tensors to the system where this process holds more than KEPT_MEMORY.
-
-    Without this it grows from step to step; to get a small step's memory again would take longer than the step.
-    """
+    """Give memory of freed tensors, which the C library keeps, back to the system if the process has > KEPT_MEMORY."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resident > KEPT_MEMORY:
         with suppress(AttributeError):  # not glibc
@@ -233,3 +231,11 @@ def free_memory() -> int:
             most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
             free = min(free, most - now + int(stat[cached]))  # cached files can go
     return max(free, 0)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is this machine's own."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

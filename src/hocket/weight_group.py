@@ -25,6 +25,7 @@ dist: Any = distributed  # whose type stubs name only some of its public classes
 Store = Any
 Named = Sequence[tuple[str, Tensor]]
 
+BUCKET_BYTES = 256 << 20  # of a bucket, about
 _ENVIRONMENT = threading.Lock()  # groups are made in several threads, and each restores what it has set
 _ALIGNMENT = 16
 _CHECKSUM_BYTES = 8

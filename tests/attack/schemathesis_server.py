@@ -24,12 +24,11 @@ import psutil
 from processes import Process, Run, Server, free_port
 
 WARM_STEPS = 40
-OPERATIONS = 14
+OPERATIONS = 13
 ROUTES = (
     "/generate",
     "/health",
     "/heartbeat",
-    "/init_weight_group",
     "/reload_weights",
     "/sessions",
     "/sleep",

@@ -1,7 +1,6 @@
-"""Rows become prompts and demonstrations, each rendered once; between the turns of an episode the template goes on."""
+"""Rows become prompts, each rendered once; between the turns of an episode the template goes on."""
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer
 
 from hocket.config import DataConfig
 from hocket.config.sections import HeldOutConfig
-from hocket.data.prompts import Renderer, TooLongError, load_demonstrations, load_prompts
+from hocket.data.prompts import Renderer, TooLongError, load_prompts
 from hocket.errors import DataError
 from hocket.types import Prompt
 
@@ -61,12 +60,16 @@ def test_a_hugging_face_folder_and_a_saved_data_set_are_read_by_split(
     folder.mkdir()
     write_jsonl(*ROWS, name="folder/train.jsonl")
     check_rows(load(f"hf:{folder}", tokenizer))
-    with pytest.raises(DataError, match=r"can't load hf:.*data\.split test"):
+    with pytest.raises(DataError, match=r"can't load hf:.*data\.split=test"):
         load(f"hf:{folder}", tokenizer, split="test")
+    (folder / "README.md").write_text("---\nconfigs: [{config_name: mine, data_files: train.jsonl}]\n---\n")
+    check_rows(load(f"hf:{folder}:mine", tokenizer))
+    with pytest.raises(DataError, match=r"can't load hf:.*:other, data\.split=train: .*'mine'"):
+        load(f"hf:{folder}:other", tokenizer)
     saved = tmp_path / "saved"
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(saved))
     check_rows(load(f"hf:{saved}", tokenizer))
-    with pytest.raises(DataError, match=r"can't load hf:.*data\.split test"):
+    with pytest.raises(DataError, match=r"can't load hf:.*data\.split=test"):
         load(f"hf:{saved}", tokenizer, split="test")
 
 
@@ -171,40 +174,6 @@ def test_a_difficulty_is_a_number_of_its_own_column(tokenizer: Any, write_jsonl:
     said = r"(?s):2: column 'level' \(data.difficulty_column\) must be a number, got 'hard'.*:3: no column 'level'"
     with pytest.raises(DataError, match=said):
         load(source, tokenizer, difficulty_column="level")
-    demonstrations = write_jsonl({"prompt": "a", "response": "b"})
-    assert load_demonstrations(DataConfig(source=demonstrations, difficulty_column="level"), tokenizer, 20)
-
-
-def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, write_jsonl: Write) -> None:
-    source = write_jsonl({"prompt": "a b", "response": "c d"})
-    rows = load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
-    # <s> user a b <eot> assistant, c d <eot>: one <s>, and the template's end of a turn, not the tokenizer's EOS
-    assert rows == [([0, 8, 3, 4, 2, 9], [5, 6, 2])]
-    chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
-    assert rows[0][0] + rows[0][1] == bos_tokenizer.apply_chat_template(chat)["input_ids"]
-    bos_tokenizer.chat_template = None
-    with pytest.raises(
-        DataError, match=r"put one as chat_template\.jinja into its folder, or set data\.chat_template=false"
-    ):
-        load(source, bos_tokenizer)
-    source = write_jsonl({"prompt": "a b", "answer": "c d"})
-    plain = DataConfig(source=source, chat_template=False, response_column="answer")
-    assert load_demonstrations(plain, bos_tokenizer, 20) == [([0, 3, 4], [5, 6, 1])]
-
-
-def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refused(
-    tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = write_jsonl(*({"prompt": "a", "response": "b" * n} for n in (1, 5, 6)))
-    with caplog.at_level(logging.WARNING):
-        rows = load_demonstrations(DataConfig(source=source), tokenizer, 10)  # 4 + 5 + 1 tokens just fit
-    assert [len(prompt) + len(response) for prompt, response in rows] == [6, 10]
-    assert "left out 1 of 3 demonstrations" in caplog.text
-    with pytest.raises(DataError, match=r"raise model\.max_length"):
-        load_demonstrations(DataConfig(source=source), tokenizer, 5)
-    source = write_jsonl({"prompt": "a", "response": ""}, {"prompt": "a", "response": 3})
-    with pytest.raises(DataError, match=r"(?s)column 'response' must be text, got ''.*got 3"):
-        load_demonstrations(DataConfig(source=source), tokenizer, 10)
 
 
 def test_tasks_and_jsonl_load_no_data_library() -> None:

@@ -1,6 +1,8 @@
 """Chat templates in the shape of well-known ones, and where a thought begins and ends with each of them."""
 
+import itertools
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hocket.config import DataConfig
-from hocket.data.prompts import Renderer, load_demonstrations, load_prompts
+from hocket.data.demonstrations import load_demonstrations
+from hocket.data.prompts import Renderer, load_prompts
 from hocket.errors import DataError
 from hocket.rewards import builtin
+from hocket.types import TokenSequence
 
 IM = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 IM_NEXT = "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -61,6 +65,7 @@ def make_tokenizer(template: str) -> Any:
     """Returns one of bytes, in which every tag is one token."""
     tags = ["<s>", "</s>", "<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>"]
     tags += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]"]
+    tags += ["<tool_call>", "<|call|>", "<|return|>"]
     vocabulary = {token: i for i, token in enumerate([*tags, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -70,6 +75,10 @@ def make_tokenizer(template: str) -> Any:
     fast.add_tokens(tags[4:], special_tokens=True)
     fast.chat_template = template
     return fast
+
+
+def taught(row: TokenSequence, tokenizer: Any) -> str:
+    return str(tokenizer.decode([*itertools.compress(row.token_ids, row.mask)]))
 
 
 @pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
@@ -88,10 +97,10 @@ def test_prompts_are_what_transformers_makes_of_them_and_rewards_know_how_they_e
     for completion, (right, formed) in REWARDS[prompt.opening].items():
         assert builtin.math(completion, prompt.answer, prompt.opening) == right, completion
         assert builtin.think_format(completion, prompt.opening) == formed, completion
-    ((shown, response),) = load_demonstrations(data, tokenizer, 200)
-    assert shown == expected
+    (row,) = load_demonstrations(data, tokenizer, 200)
+    assert list(itertools.compress(row.token_ids, map(operator.not_, row.mask))) == expected
     said = CLOSED if prompt.opening == "<think>\n" else WHOLE  # what the template has begun is not said again
-    assert tokenizer.decode(response) == f"{said}{END.get(name, '<|im_end|>')}"
+    assert taught(row, tokenizer) == f"{said}{END.get(name, '<|im_end|>')}"
 
 
 @pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
@@ -130,7 +139,7 @@ def test_a_demonstration_goes_on_from_the_thought_that_the_template_opens_and_cl
         with pytest.raises(DataError, match=r"rows\.jsonl:1: .* column 'response' never closes it: begin it with"):
             load_demonstrations(data, tokenizer, 200)
     else:
-        assert tokenizer.decode(load_demonstrations(data, tokenizer, 200)[0][1]) == f"{trained}<|im_end|>"
+        assert taught(load_demonstrations(data, tokenizer, 200)[0], tokenizer) == f"{trained}<|im_end|>"
 
 
 def test_a_tokenizer_that_hides_the_end_of_a_thought_from_rewards_is_refused() -> None:

@@ -49,7 +49,7 @@ async def groups_of(
     """Plays one step of config/NAME.yaml, as the loop does."""
     overrides = (f"server.port={port}", f"run.dir={runs}/{name}-played", *overrides)
     settings = config.load(ROOT / "config" / f"{name}.yaml", overrides)
-    parts = Parts(settings, Console("plain", steps=1))
+    parts = Parts(settings, Console(steps=1))
     prompts = parts.prompts("train", settings.data)
     plan = Plan(
         label="s",

@@ -124,7 +124,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
         Trainer(config, ranks=ranks) as trainer,
         RewardScorer(config.rewards) as scorer,
         RunFolder(config) as folder,
-        Console("plain", config.trainer.steps) as console,
+        Console(config.trainer.steps) as console,
         Checkpoints(config, trainer.state, {}) as checkpoints,
     ):
         copy: Any = Copy(trainer, config.model.path)

@@ -1,4 +1,4 @@
-"""A plugin of the drills: every bucket of a collective update takes its time, so that a drill can hit it."""
+"""A plugin of the drills: buckets of a collective update are small and take their time, so that a drill can hit it."""
 
 import os
 import time
@@ -16,3 +16,4 @@ def slow_pack(*args: Any) -> Any:
 
 
 weight_group.pack = slow_pack
+weight_group.BUCKET_BYTES = 1 << 20

@@ -99,7 +99,6 @@ def test_the_only_server_may_die_between_steps_during_an_update_or_just_stop(spa
         [server],
         "trainer.steps=1000",
         "sync.backend=nccl",
-        "sync.bucket_mib=1",
         "server.silence_s=6",
         SLOW,
     )
@@ -151,7 +150,7 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(spares: A
     server = spares.take()
     processes.append(server)
     server.wait_ready()
-    slow = ("trainer.steps=1000", "sync.backend=nccl", "sync.bucket_mib=1", SLOW)
+    slow = ("trainer.steps=1000", "sync.backend=nccl", SLOW)
     over = "sync.take_over=true"  # or it would wait for a minute, as the killed one could not say that it has ended
     for name in ("a", "b"):  # twice: what the first one left behind harms neither the second one nor the server
         run = Run(server.folder, f"update-{name}", [server], *slow, over)
@@ -174,7 +173,7 @@ def test_the_trainer_may_die_during_an_update_and_the_disk_may_be_full(spares: A
     weights = server.folder / "runs" / "full" / "weights"
     weights.mkdir(parents=True)
     with small_disk(weights):
-        run = Run(server.folder, "full", [server], "trainer.steps=1000", "sync.keep=1")
+        run = Run(server.folder, "full", [server], "trainer.steps=1000")
         processes.append(run)
         run.wait_step(3)
         held = server.health()["version"]
@@ -208,7 +207,7 @@ def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_
     assert straight.wait_end() == 0, straight.output()
 
     resumable = ("checkpoint.resume=true", "checkpoint.async=true", *settings, *held_out)
-    slow = ("sync.backend=nccl", "sync.bucket_mib=1", SLOW)
+    slow = ("sync.backend=nccl", SLOW)
     run = Run(tmp_path, "resumed", [server], *resumable, *slow)
     processes.append(run)
     run.wait_step(4)
@@ -306,7 +305,7 @@ def test_a_trainer_that_is_killed_again_and_again_trains_each_prompt_exactly_onc
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], check=False, capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=False, capture_output=True, text=True
     )
     if mounted.returncode != 0:
         pytest.skip(f"no small file system can be mounted here: {mounted.stderr}")

@@ -13,7 +13,7 @@ METRICS = {
 
 
 def test_a_step_is_one_line_under_a_heading_with_every_column(capsys: pytest.CaptureFixture[str]) -> None:
-    with Console("plain", steps=10) as console:
+    with Console(steps=10) as console:
         console.step(1, METRICS)
         console.step(2, {"reward/mean": 0.625})
     heading, legend, first, alarm, second = capsys.readouterr().out.splitlines()
@@ -27,7 +27,7 @@ def test_a_step_is_one_line_under_a_heading_with_every_column(capsys: pytest.Cap
 
 
 def test_an_alarm_is_printed_when_it_begins_and_the_heading_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
-    with Console("plain", steps=100) as console:
+    with Console(steps=100) as console:
         for step in range(1, HEADING_EVERY + 2):
             console.step(step, {"rollout/truncated": 0.0 if step == 3 else 0.2})
     lines = list(enumerate(capsys.readouterr().out.splitlines()))
@@ -38,7 +38,7 @@ def test_an_alarm_is_printed_when_it_begins_and_the_heading_comes_back(capsys: p
 def test_the_first_line_may_be_of_step_0_and_the_first_step_is_not_blamed_for_the_start_of_the_rewards(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Console("plain", steps=10) as console:
+    with Console(steps=10) as console:
         console.step(0, {"eval/accuracy": 0.25})
         for step in (1, 2):
             console.step(step, {"pipeline/wait_for_rewards": 0.4, "time/step": 1.0})
@@ -51,7 +51,7 @@ def test_the_first_line_may_be_of_step_0_and_the_first_step_is_not_blamed_for_th
 
 
 def test_without_a_terminal_an_activity_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with Console("auto", steps=1) as console:
+    with Console(steps=1) as console:
         console.doing("waiting for [the] server", 0.1)
         console.doing("waiting for [the] server", 5.2)
         console.doing("loading", 2.6)
@@ -70,7 +70,7 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
     lines = "".join(json.dumps(item) + "\n" for item in (row, failed, row, row))
     (tmp_path / "rollouts" / "eval_000008.jsonl").write_text(lines)
     (tmp_path / "rollouts" / "eval_000000.jsonl").write_text("")
-    Console("plain", steps=8).finish(tmp_path)
+    Console(steps=8).finish(tmp_path)
     out = capsys.readouterr().out
     assert "held-out accuracy 0.200 → 0.950" in out
     assert out.count("'sort ba' → 'ab'") == 3
@@ -83,5 +83,5 @@ def test_the_end_shows_before_after_samples_and_where_everything_is(
         (0, "0 of 8 steps updated the weights: all rew"),
     ):
         (tmp_path / "summary.json").write_text(json.dumps({"before": 0.2, "after": 0.2, **timed, "updated": updated}))
-        Console("plain", steps=8).finish(tmp_path)
+        Console(steps=8).finish(tmp_path)
         assert said in capsys.readouterr().out

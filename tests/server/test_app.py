@@ -109,6 +109,7 @@ BAD = {
     "null": b"null",
     "nothing": b"",
     "JSON cut off": b'{"prompts": [[5, 6',
+    "two objects": b'{"prompts": [[5]]} {}',
     "no UTF-8": b'{"prompts": ["\xff\xfe"]}',
     "half a surrogate pair": b'{"prompts": ["\\ud800"]}',
     "deep nesting": b'{"prompts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -148,7 +149,7 @@ WRONG: list[tuple[str, Any]] = [
     ("/wake_up", {"tags": ["scheduling"]}),
     ("/reload_weights", {**RELOAD, "version": 0}),
     ("/reload_weights", {**RELOAD, "source": {"kind": "pickle", "name": "v1"}}),
-    ("/init_weight_group", {"session": "g"}),
+    ("/reload_weights", {**RELOAD, "source": {"kind": "nccl", "group": {"name": "g"}, "turn": 1, "buckets": [[]]}}),
 ]
 
 
@@ -218,7 +219,7 @@ async def test_only_its_own_key_opens_a_session(kit: Any, engine: FakeEngine) ->
 
 async def test_docs_describe_all_bodies(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
-    routes = {"generate": "Generate", "reload_weights": "Reload", "init_weight_group": "Group"}
+    routes = {"generate": "Generate", "reload_weights": "Reload"}
     routes |= {"sleep": "Sleep", "wake_up": "Wake", "sessions": "Session", "heartbeat": "Heartbeat"}
     for path, model in routes.items():
         body = schema["paths"][f"/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -103,20 +103,24 @@ def test_whatever_a_vanished_trainer_leaves_half_loaded_the_next_update_is_whole
         assert max(server.gaps()) < 1e-4
 
 
-def test_the_engine_goes_on_while_its_workers_wait_for_a_trainer_that_never_comes(server: Any) -> None:
-    def join(port: int, session: str, timeout_s: float) -> Any:
-        group = {"session": session, "host": "127.0.0.1", "port": port, "backend": "gloo", "device": None}
-        return server.client.post("/init_weight_group", json={**group, "timeout_s": timeout_s})
+def test_the_engine_goes_on_while_its_workers_wait_for_a_trainer_that_never_comes(server: Any, kit: Any) -> None:
+    buckets = [[item.model_dump() for item in bucket] for bucket in kit.Source.of(server.model).layouts]
+
+    def load(port: int, name: str, timeout_s: float) -> Any:
+        address = {"host": "127.0.0.1", "port": port, "backend": "gloo", "device": None, "timeout_s": timeout_s}
+        source = {"kind": "nccl", "group": {"name": name, **address}, "turn": 1, "buckets": buckets}
+        return server.client.post("/reload_weights", json={"version": server.new_version(), "source": source})
 
     with socket.create_server(("127.0.0.1", 0)) as mute, ThreadPoolExecutor(1) as thread:
         port = mute.getsockname()[1]
-        joining = thread.submit(join, port, "never", 5.0)
-        server.wait_until(lambda health: health["joining"] == "never")
+        joining = thread.submit(load, port, "never", 10.0)
+        connections = [mute.accept() for _ in range(2)]  # of the server, which tries the address, and of its worker
         assert len(server.generate(prompts=[[5]], n=8, sampling={"max_tokens": 20})["completions"][0]) == 8
-        second = join(port, "second", 5.0)
-        assert (second.status_code, second.json()["error"]["code"]) == (409, "joining")
         assert not joining.done()
+        server.publish_and_load(kit.make_model(tied=True, seed=350))  # waits until they have given up
         assert (joining.result().status_code, joining.result().json()["error"]["code"]) == (409, "no_group")
-    refused = join(port, "nobody listens there now", 60.0)  # is found out at once, and the workers are not even told
+        assert len(connections) == 2
+    refused = load(port, "nobody listens there now", 60.0)  # is found out at once, and the workers are not even told
     assert refused.json()["error"]["code"] == "no_group"
-    assert (server.health()["joining"], server.health()["status"]) == (None, "ready")
+    assert server.health()["status"] == "ready"
+    assert max(server.gaps()) < 1e-4

@@ -11,7 +11,6 @@ from hocket import manifest
 from hocket.protocol import (
     DiskSource,
     GenerateRequest,
-    GroupRequest,
     HeartbeatRequest,
     ReloadRequest,
     SamplingParams,
@@ -304,8 +303,7 @@ async def test_an_engine_that_dies_asleep_is_dead(engine: Engine, llm: FakeLLM) 
 
 
 async def test_an_engine_works_for_one_trainer_and_for_those_who_are_none(engine: Engine, llm: FakeLLM) -> None:
-    sampling, group = SamplingParams(), {"host": "127.0.0.1", "port": 5, "backend": "gloo", "device": None}
-    session = {"sampling": sampling, "max_length": 9, "max_calls": 1, "idle_timeout_s": 9.0}
+    session = {"sampling": SamplingParams(), "max_length": 9, "max_calls": 1, "idle_timeout_s": 9.0}
 
     def calls(trainer: str | None) -> list[Any]:
         async def check() -> None:
@@ -317,7 +315,6 @@ async def test_an_engine_works_for_one_trainer_and_for_those_who_are_none(engine
         return [
             engine.read(GenerateRequest(trainer=trainer, prompts=[[5]]).model_dump_json().encode()),
             check(),
-            engine.join_group(GroupRequest(trainer=trainer, session="g", timeout_s=1.0, **group)),
             engine.reload(request().model_copy(update={"trainer": trainer})),
             engine.sleep(SleepRequest(trainer=trainer)),
             engine.wake_up(WakeRequest(trainer=trainer)),
@@ -326,7 +323,7 @@ async def test_an_engine_works_for_one_trainer_and_for_those_who_are_none(engine
 
     engine.heartbeat(HeartbeatRequest(trainer="first"))
     refused = await asyncio.gather(*calls("second"), return_exceptions=True)
-    assert [error.body.code for error in refused] == ["other_trainer"] * 7
+    assert [error.body.code for error in refused] == ["other_trainer"] * 6
     assert llm.calls == []
     engine.heartbeat(HeartbeatRequest(trainer="second", take_over=True))
     with pytest.raises(ApiError, match="works for trainer second"):

@@ -63,6 +63,9 @@ def test_what_just_fits_is_taken_and_one_token_more_is_not(reader: Sampler) -> N
         read(reader, prompts=[[5] * 17], sampling={"max_tokens": 16})
     with pytest.raises(ApiError, match="token id 96 is outside the vocabulary of 96"):
         read(reader, prompts=[[96]])
+    for prompt in ("", []):
+        with pytest.raises(ApiError, match=r"prompts\.1: the prompt has no tokens"):
+            read(reader, prompts=["a", prompt])
     # The longest token, "<pad>", has 5 characters: 32 tokens have at most 160. Nothing longer is tokenized.
     with pytest.raises(ApiError, match="161 characters can't fit"):
         read(reader, prompts=["a" * 161])
@@ -91,6 +94,7 @@ def test_caps_are_taken_and_one_more_is_not(reader: Sampler) -> None:
         ([{"role": "wizard", "content": "a"}], "prompts.0.0.role: must be one of"),
         ([{"content": "a"}], "prompts.0.0.role: must be one of"),
         ([{"role": "user"}], "prompts.0.0.content: must be text"),
+        ([{"role": "user", "content": 5}], "prompts.0.0.content: must be text"),
         ([{"role": "user", "content": None}], "prompts.0.0.content: must be text"),
         ([{"role": "user", "content": [{"type": "image"}]}], "prompts.0.0.content: must be text"),
         ([{"role": "user", "content": "a", "colour": 1}], "prompts.0.0: unknown field 'colour'"),
@@ -115,8 +119,12 @@ def test_a_model_without_chat_template_refuses_messages(kit: Any) -> None:
 def test_sampling_that_the_engine_would_change_silently_is_refused(reader: Sampler) -> None:
     for good in ({"temperature": 0.0, "top_k": 96}, {"temperature": 0.01}):
         reader.check_sampling(SamplingParams(**good))
-    for wrong in ({"temperature": 0.005}, {"top_k": 97}):
-        with pytest.raises(ApiError, match=r"below 0\.01|more than"):
+    for wrong, said in (
+        ({"temperature": 0.005}, r"below 0\.01"),
+        ({"top_k": 97}, "more than the vocabulary's 96"),
+        ({"stop_token_ids": (95, 96)}, r"stop_token_ids: token id 96 is outside the vocabulary of 96"),
+    ):
+        with pytest.raises(ApiError, match=said):
             reader.check_sampling(SamplingParams(**wrong))
 
 

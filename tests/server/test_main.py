@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from hocket import environment
+from hocket import config, environment
 from hocket.errors import ConfigError
 from hocket.server import main
 from hocket.server.errors import ApiError
+from processes import free_port
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
@@ -89,7 +91,7 @@ def test_the_environment_keeps_what_the_user_set_and_run_py_sets_other_variables
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
-    monkeypatch.setattr(main.vllm_api, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(main.vllm_arguments, "is_cpu_build", lambda: True)
     main.prepare_environment(1, threads=3)
     assert (os.environ["OMP_NUM_THREADS"], os.environ["TORCHDYNAMO_DISABLE"]) == ("7", "1")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
@@ -105,6 +107,33 @@ def test_the_environment_keeps_what_the_user_set_and_run_py_sets_other_variables
 def test_torch_is_imported_only_while_the_engine_s_process_imports_it_too() -> None:
     script = "import sys, hocket.server.main; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": SOURCE}).returncode == 0
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_interrupt_while_the_engine_starts_ends_the_server_also_where_python_drops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    def start_engine(args: object) -> object:
+        with contextlib.suppress(BaseException):  # "Exception ignored in ...", as Python does within some callbacks
+            signal.raise_signal(signal.SIGINT)
+        if fails:
+            raise RuntimeError("the engine's process was killed")
+        return object()
+
+    before = [signal.getsignal(number) for number in main.SIGNALS]
+    monkeypatch.setattr(main, "_children", list)  # those of the tests stay alive
+    monkeypatch.setattr(main, "prepare_environment", lambda *_: None)
+    monkeypatch.setattr(main.tokenizers, "load", lambda _: None)
+    monkeypatch.setattr(main.vllm_api, "engine_arguments", lambda _: None)
+    monkeypatch.setattr(main.vllm_api, "start_engine", start_engine)
+    try:
+        main.serve(config.load(None, [f"model.path={tmp_path}", f"server.port={free_port()}"]))
+        after = [signal.getsignal(number) for number in main.SIGNALS]
+    finally:
+        for number, handler in zip(main.SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+    assert after == [signal.default_int_handler, signal.SIG_DFL]
+    assert capsys.readouterr().out.endswith("hocket: stopped\n")
 
 
 class LosingEngine:

@@ -1,4 +1,4 @@
-"""The contract with vLLM: every name that our two files of vLLM use, and the token in front of every route."""
+"""The contract with vLLM: every name that our three files of vLLM use, and the token in front of every route."""
 
 import ast
 import contextlib
@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 from argparse import Namespace
 from pathlib import Path
@@ -20,8 +21,8 @@ import pytest
 
 from hocket import tokenizer
 from hocket.config import load
-from hocket.protocol import Completion, SamplingParams, SessionRequest, Toolbox
-from hocket.server import main, vllm_api, vllm_weights
+from hocket.protocol import Completion, SamplingParams, SessionRequest, TensorSpec, Toolbox
+from hocket.server import main, vllm_api, vllm_arguments, vllm_weights, worker
 from hocket.server.errors import ApiError
 from hocket.server.openai import TOO_LONG
 from hocket.server.sessions import OpenSession, SampledCall
@@ -78,7 +79,7 @@ def test_vllm_still_has_every_name_that_is_used() -> None:
     names = [(module, name) for module, names in NAMES.items() for name in names.split()]
     imported = [
         (node.module, alias.name)
-        for module in (vllm_api, vllm_weights)
+        for module in (vllm_api, vllm_arguments, vllm_weights)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm.")
         for alias in node.names
@@ -188,10 +189,14 @@ class FakeLLM:
 
 def test_a_forked_engine_runs_vllm_s_function_once_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_api, "die_with_parent", lambda *what: TIED.append(what))
-    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", Mock())
+    engine_arguments = Mock()
+    make = engine_arguments.from_cli_args.return_value.create_engine_config
+    make.return_value.scheduler_config.max_num_seqs = 4
+    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", engine_arguments)
     monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM", FakeLLM)
     monkeypatch.setattr("vllm.v1.engine.core.EngineCoreProc", FakeCore)
-    assert [vllm_api.start_engine(Namespace(max_num_seqs=4)) for _ in range(2)] == [(3, True, True)] * 2
+    assert [vllm_api.start_engine(Namespace()) for _ in range(2)] == [(3, True, True)] * 2
+    make.assert_called_with("OPENAI_API_SERVER")  # else vLLM takes a quarter of the batched tokens on an H100
 
 
 @pytest.mark.parametrize("second", [-0.25, float("nan")])
@@ -222,9 +227,28 @@ def test_the_worker_has_no_method_of_our_extension_s_names() -> None:
     assert all("hocket" in name and not hasattr(Worker, name) for name in ours)
 
 
+def test_memory_of_a_bucket_is_used_anew_only_when_the_engine_s_stream_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: "the engine's")
+    tensor, specs = Mock(is_cuda=True), dict[str, TensorSpec]()
+    assert next(worker._tensors(iter([([("a", tensor)], {})]), specs)) == ("a", tensor)
+    tensor.record_stream.assert_called_once_with("the engine's")
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_load_frees_its_memory_for_a_kv_cache_that_wakes_up(sleeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.empty_cache", free := Mock())
+    for method in ("_expert_methods", "_reload", "_packed_heads"):
+        monkeypatch.setattr(vllm_weights, method, lambda *_: [])
+    settings = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps), lora_config=None)
+    vllm_weights.load(SimpleNamespace(vllm_config=settings), iter(()), None)
+    assert free.called is sleeps
+
+
 def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def arguments(*settings: str) -> Any:
-        return vllm_api.engine_arguments(load(None, [f"model.path={model}", "server.kv_cache_mib=64", *settings]))
+        return vllm_arguments.engine_arguments(load(None, [f"model.path={model}", "server.kv_cache_mib=64", *settings]))
 
     args = arguments("launch.share_gpu=true")
     assert (args.model, args.served_model_name, args.trust_remote_code) == (model, [model], False)
@@ -240,9 +264,32 @@ def test_the_arguments_say_what_the_config_says(model: str, monkeypatch: pytest.
     assert (tools.enable_auto_tool_choice, tools.tool_call_parser) == (True, "hermes")
     with pytest.raises(ValueError, match=r"server.tool_parser=hermesse: vLLM has no such parser; it has .*hermes"):
         arguments("server.tool_parser=hermesse")
-    monkeypatch.setattr(vllm_api, "is_cpu_build", lambda: False)  # the CPU's worker can't sleep
-    assert arguments("launch.share_gpu=true").enable_sleep_mode
+    monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda: False)  # the CPU's worker can't sleep
+    on_gpu = arguments("launch.share_gpu=true")
+    assert on_gpu.enable_sleep_mode
+    assert (on_gpu.max_num_seqs, on_gpu.gpu_memory_utilization) == (None, 0.01)  # vLLM's own; no share must be free
     assert not arguments().enable_sleep_mode
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("{max_model_len: 9}", "server.engine.max_model_len can't be set, as hocket sets it: set model.max_length"),
+        ("{generation_config: auto}", "server.engine.generation_config can't be set, as hocket sets it: leave it out"),
+        ("{worker_cls: mine}", "server.engine.worker_cls can't be set, as hocket sets it: leave it out"),
+        ("{enforce_eage: 1}", "server.engine.enforce_eage: vLLM has no such engine argument (did you mean 'enforce_e"),
+        ("{chat_template: x}", "server.engine.chat_template: vLLM has no such engine argument"),  # but its server has
+    ],
+)
+def test_an_engine_argument_that_hocket_owns_or_vllm_lacks_is_refused(model: str, engine: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        vllm_arguments.engine_arguments(load(None, [f"model.path={model}", f"server.engine={engine}"]))
+
+
+def test_engine_arguments_are_passed_on_before_hocket_s_own_choice(model: str) -> None:
+    engine = "{max_num_batched_tokens: 4096, kv_cache_dtype: fp8, enforce_eager: false}"
+    args = vllm_arguments.engine_arguments(load(None, [f"model.path={model}", f"server.engine={engine}"]))
+    assert (args.max_num_batched_tokens, args.kv_cache_dtype, args.enforce_eager) == (4096, "fp8", False)
 
 
 def test_sampling_reaches_vllm_unchanged() -> None:
@@ -254,12 +301,12 @@ def test_sampling_reaches_vllm_unchanged() -> None:
 
 
 async def test_every_route_of_the_whole_app_needs_the_token_and_health_is_ours(kit: Any, model: str) -> None:
-    args = vllm_api.engine_arguments(load(None, [f"model.path={model}"]))
+    args = vllm_arguments.engine_arguments(load(None, [f"model.path={model}"]))
     app = vllm_api.app_without_engine(args, ("generate",), None)
     door = kit.wrap(app, kit.idle_engine(), token=kit.TOKEN)
     assert [route.endpoint.__module__ for route in app.routes if route.path == "/health"] == ["hocket.server.app"]
     paths = {(route.path, method) for route in app.routes for method in getattr(route, "methods", None) or ["GET"]}
-    ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/init_weight_group", "/sessions")}
+    ours = {(path, "POST") for path in ("/generate", "/reload_weights", "/sessions")}
     assert ours | {("/v1/chat/completions", "POST"), ("/metrics", "GET")} <= paths
     theirs = {route.path for route in app.routes if "hocket." not in getattr(route, "endpoint", app).__module__}
     assert theirs == set(vllm_api.ROUTES), "vLLM's other routes abort requests, scale engines, and the like"

@@ -161,9 +161,10 @@ async def test_a_version_that_the_disk_has_no_room_for_is_tried_once_more_and_le
 
 
 async def test_a_version_is_never_written_over_but_those_of_steps_that_are_taken_again_are_removed(
-    tmp_path: Path, servers: Any
+    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = Disk(tmp_path, "sync.keep=9")
+    monkeypatch.setattr("hocket.sync.disk.KEEP", 9)
+    disk = Disk(tmp_path)
     for version in (3, 4, 5):
         await disk.deliver(version)
     for name in ("v000004", "v000005"):
@@ -205,7 +206,8 @@ async def test_a_chain_of_deltas_and_full_versions_ends_bit_by_bit_where_a_full_
     tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch, full_every: int, keep: int, full: Any, left: Any
 ) -> None:
     monkeypatch.setattr("hocket.sync.disk.FULL_EVERY", full_every)
-    disk, server = Disk(tmp_path, "sync.delta=true", f"sync.keep={keep}"), servers()
+    monkeypatch.setattr("hocket.sync.disk.KEEP", keep)
+    disk, server = Disk(tmp_path, "sync.delta=true"), servers()
     for version in range(1, 8):
         disk.trainer.step(version, 100 * version)
         await disk.deliver(version, server)

@@ -23,7 +23,6 @@ SETTINGS = (
     "sync.check_every=5",
     "eval.num_prompts=0",
     "checkpoint.every_steps=0",
-    "observe.console=plain",
 )
 TINY = "trainer.learning_rate=1e-6"
 LIES = {  # (lie and the load it begins with, a setting): the last version that it may reach, and what is said then

@@ -87,7 +87,7 @@ def test_the_kernel_for_gpus_is_asked_for_the_same(
 
 def save(model: nn.Module, folder: Path) -> Policy:
     model.save_pretrained(folder)  # type: ignore[operator]
-    return Policy(ModelConfig(path=str(folder)), dtype=torch.float32, temperature=1.0, chunk_tokens=16)
+    return Policy(ModelConfig(path=str(folder)), dtype=torch.float32, temperature=1.0)
 
 
 def test_a_model_with_a_sliding_window_is_trained_with_it(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_an_architecture_with_more_in_its_attention_is_refused(
     def biased(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         return original(module, query, key + torch.linspace(-1, 1, key.shape[2])[:, None], *args, **kwargs)
 
-    policy = Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, chunk_tokens=16)
+    policy = Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0)
     policy.check_architecture(CPU)
     monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", biased)
     with pytest.raises(TrainerError, match="more in its attention"):

@@ -127,10 +127,10 @@ CPU_FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {}
 def test_a_full_memory_names_what_it_was_for_and_the_setting(
     ranks: Ranks, tied_model: str, place: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, full = make_trainer(ranks, tied_model, "trainer.logprob_chunk_tokens=64"), CPU_FULL.format(3072)
+    trainer, full = make_trainer(ranks, tied_model), CPU_FULL.format(3072)
     with monkeypatch.context() as patch:
         patch.setattr(trainer.engine._engine, place, Mock(side_effect=RuntimeError(full)))
-        advice = r"micro_batch_tokens=10 \(now 20\); or .*chunk_tokens=32; or .*checkpointing=true; or .*zero_stage=3"
+        advice = r"micro_batch_tokens=10 \(now 20\); or .*checkpointing=true; or .*zero_stage=3"
         with pytest.raises(TrainerError, match=rf"memory in the {what} \(could not allocate 3072 bytes\).*{advice}"):
             trainer.step(SAMPLES)
     with pytest.raises(TrainerError, match="broke in an earlier call"):

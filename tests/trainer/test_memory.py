@@ -47,15 +47,15 @@ def test_a_hand_worked_estimate() -> None:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=12, num_key_value_heads=2))
     count = sum(p.numel() for p in model.parameters())
-    config = TrainerConfig(micro_batch_tokens=8192, logprob_chunk_tokens=1024)
+    config = TrainerConfig(micro_batch_tokens=8192)
     found = estimate(model, config, dtype=torch.bfloat16, stage=2, num_ranks=4)
     assert found.weights == 2 * count
     assert found.optimizer == 12 * count / 4
     assert found.gradients == 2 * count + 4 * count / 4 + 2 * BUCKET_ELEMENTS
     layer = 16 * 1536 + 2 * (3 * 1536 + 2 * 256 + 4 * 8960)
     assert found.activations == 8192 * (28 * layer + 16 * 1536)
-    assert found.logits == 12 * 1024 * 151_936
-    assert f"{found}".startswith("about 38 GiB per rank: weights 3.31, gradients 5.06, optimizer 4.97, activations")
+    assert found.logits == 12 * 512 * 151_936
+    assert f"{found}".startswith("about 37 GiB per rank: weights 3.31, gradients 5.06, optimizer 4.97, activations")
     less = config.model_copy(update={"gradient_checkpointing": True})
     found = estimate(model, less, dtype=torch.bfloat16, stage=3, num_ranks=4, offloads=True)
     assert (found.weights, found.optimizer) == (2 * count / 4, 0)
@@ -68,7 +68,7 @@ def test_a_hand_worked_estimate() -> None:
 def test_the_estimate_of_a_mixture_counts_the_experts_that_a_token_takes(family: str) -> None:
     with torch.device("meta"):
         model = make_experts(family)
-    config = TrainerConfig(micro_batch_tokens=1024, logprob_chunk_tokens=64)
+    config = TrainerConfig(micro_batch_tokens=1024)
     found = estimate(model, config, dtype=torch.float32, stage=1, num_ranks=1)
     layer = 24 * 32 + 4 * (3 * 32 + 2 * 16 + 4 * 2 * 64)  # two experts of width 64
     assert found.activations == 1024 * (2 * layer + 24 * 32)
@@ -105,7 +105,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 24 * GIB)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
-    settings = ("trainer.micro_batch_tokens=10000000", "trainer.logprob_chunk_tokens=64", "trainer.zero_stage=0")
+    settings = ("trainer.micro_batch_tokens=10000000", "trainer.zero_stage=0")
     with pytest.raises(ConfigError) as refused:
         make_trainer(ranks, tied_model, *settings)
     message = str(refused.value)

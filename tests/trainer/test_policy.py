@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def make_policy(path: str, **options: object) -> Policy:
     config = ModelConfig(path=path, random_init=bool(options.pop("random_init", False)))
-    settings = {"temperature": 0.7, "chunk_tokens": 16} | options
+    settings = {"temperature": 0.7} | options
     return Policy(config, dtype=torch.float32, **settings)  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def test_a_float32_head_computes_logits_in_float32_whatever_the_dtype(
     found = {}
     for exact in (False, True):
         config = ModelConfig(path=tied_model, float32_head=exact)
-        policy = Policy(config, dtype=torch.bfloat16, temperature=0.7, chunk_tokens=16)
+        policy = Policy(config, dtype=torch.bfloat16, temperature=0.7)
         hidden = policy._hidden(batch.input_ids_bt, batch.position_ids_bt, batch.segment_lengths)
         logits = hidden.double() @ policy.model.lm_head.weight.double().T / 0.7
         expected = logits.log_softmax(-1).gather(-1, batch.target_ids_bt[..., None]).squeeze(-1)

@@ -38,9 +38,16 @@ def assert_close(measured: Sequence[Measured], expected: Sequence[Sequence[float
 # In 32 bits only ZeRO-3 makes a difference to a frozen model.
 @pytest.mark.parametrize(("stage", "tokens", "temperature"), [(1, 19, 1.0), (3, 1000, 2.0)])
 def test_the_start_stays_the_reference_while_the_policy_moves(
-    ranks: Ranks, tied_model: str, stage: int, tokens: int, temperature: float, tmp_path: Path
+    ranks: Ranks,
+    tied_model: str,
+    stage: int,
+    tokens: int,
+    temperature: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = (f"trainer.zero_stage={stage}", f"trainer.micro_batch_tokens={tokens}", "trainer.logprob_chunk_tokens=7")
+    settings = (f"trainer.zero_stage={stage}", f"trainer.micro_batch_tokens={tokens}")
+    monkeypatch.setattr("hocket.trainer.policy.CHUNK_TOKENS", 7)
     expected = logprobs_of(tied_model, ROLLOUTS, temperature)
     with make_trainer(ranks, tied_model, *settings, f"rollout.temperature={temperature}") as trainer:
         for _ in range(3):

@@ -31,7 +31,7 @@ def make_config(model: str, tmp_path: Path, *settings: str) -> config_module.Con
 
 def save(trainer: Trainer, config: config_module.Config) -> Path:
     with Checkpoints(config, trainer.state, {}) as kept:
-        kept.copy(config.trainer.steps)
+        kept.copy(config.trainer.steps, last=True)
         kept.complete(config.trainer.steps, {})
     return config.run_dir / "checkpoints" / f"step_{config.trainer.steps:06d}"
 

@@ -1,8 +1,9 @@
-"""Say what the settings of TRL, OpenRLHF and verl are called here."""
+"""Say what the settings of TRL, OpenRLHF and verl are called here, and those of earlier versions."""
 
 NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any section
     "model.path": "model_name_or_path pretrain actor_rollout_ref.model.path",
     "model.lora.rank": "lora_r lora_rank",
+    "data.source: hf:NAME:SUBSET": "subset dataset_config",
     "data.source": "dataset_name prompt_data prompt_dataset train_files",
     "data.prompt_column": "input_key prompt_key",
     "data.answer_column": "label_key",
@@ -33,13 +34,14 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
     "trainer.warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_ratio",
     "trainer.micro_batch_tokens": "micro_train_batch_size train.micro_batch_size ppo_micro_batch_size_per_gpu",
     "trainer.steps": "max_steps total_training_steps",
-    "trainer.steps: epochs x prompts / rollout.prompts_per_step": "num_train_epochs num_episodes total_epochs",
+    "sft.epochs; trainer.steps: epochs x prompts / prompts_per_step": "num_train_epochs num_episodes total_epochs",
     "server.urls": "vllm_server_base_url",
     "server.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
     "checkpoint.every_steps": "save_steps save_freq",
     "checkpoint.resume": "resume_from_checkpoint load_checkpoint resume_mode",
     "observe.tensorboard": "report_to use_tensorboard",
     "run.dir": "output_dir default_local_dir",
+    "no setting any more: one value serves all": "sync.keep bucket_mib observe.console logprob_chunk_tokens",
 }
 _HERE = {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
@@ -53,4 +55,4 @@ def name_here(key: str) -> str | None:
 def names_table() -> str:
     """Return the names as a Markdown table."""
     rows = (f"| {here} | `{names.replace(' ', '`, `')}` |" for here, names in NAMES_ELSEWHERE.items())
-    return "\n".join(["| here | in TRL, OpenRLHF or verl |", "|---|---|", *rows])
+    return "\n".join(["| here | in TRL, OpenRLHF, verl or an earlier hocket |", "|---|---|", *rows])

@@ -155,7 +155,7 @@ def _is_text(key: str) -> bool:
 
 
 def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
-    """Return whose mistake a key is, the file's or the command line's; nothing without a file."""
+    """Return how the error of a key begins: with where the key was set, file or command line; "" without a file."""
     if any(f"{key}.".startswith(f"{one}.") for one in given):
         return "command line: " if path is not None else ""
     both = any(one.startswith(key) for one in given)

@@ -80,14 +80,13 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     section: ClassVar[str] = "data"
-    source: str = Field("task:sort", description="Rows: file.jsonl, file.parquet, hf:NAME (Hugging Face), task:NAME.")
-    subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
+    source: str = Field("task:sort", description="Rows: file.jsonl, file.parquet, hf:NAME[:SUBSET] (hub), task:NAME.")
     split: str = Field("train", description="Split of a Hugging Face dataset or of a built-in task.")
     prompt_column: str = Field("prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field("answer", description="Column of the reference answer; null without one.")
     answer_pattern: re.Pattern[str] | None = Field(None, description="Regular expression; its group 1 is the answer.")
     difficulty_column: str | None = Field(None, description="Column of a number, higher for harder rows (curriculum).")
-    response_column: str = Field("response", description="Column of the demonstration, for sft.")
+    response_column: str = Field("response", description="Column of the demonstration, for sft; `messages` needs none.")
     system_prompt: str | None = Field(None, description="System message before every text prompt.")
     chat_template: bool = Field(True, description="Rendering of text prompts as a user message in the chat template.")
     chat_template_kwargs: dict[str, Any] = Field(
@@ -163,7 +162,6 @@ class TrainerConfig(Section):
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
         8192, description="Maximum tokens per forward pass of one rank. `auto`: the size that fits, found at the start."
     )
-    logprob_chunk_tokens: int = Field(512, ge=1, description="Tokens per chunk of logits; fewer save memory.")
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None, description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 0 for one rank in float32."
     )
@@ -176,8 +174,8 @@ class TrainerConfig(Section):
 
 
 class SftConfig(Section):
-    output: UserPath | None = Field(None, description="Folder of the trained model. Default: <run.dir>/model.")
     batch_size: int = Field(64, ge=1, description="Demonstrations per optimiser step.")
+    epochs: int | None = Field(None, ge=1, description="Passes over the demonstrations. Default: trainer.steps steps.")
 
 
 class PipelineConfig(Section):
@@ -188,13 +186,11 @@ class PipelineConfig(Section):
 class SyncConfig(Section):
     backend: Literal["disk", "nccl"] = Field("disk", description="New weights by files, or GPU to GPU (gloo on a CPU).")
     root: UserPath | None = Field(None, description="Folder above run.dir, equal on both sides. Default: its parent.")
-    keep: int = Field(2, ge=1, description="Number of newest published versions kept on disk.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
     in_flight: InFlight = Field("keep", description="Requests during a sync: `keep` continues, `drain` waits, `abort`.")
     take_over: bool = Field(False, description="Take the servers of another trainer that runs, which then stops.")
     delta: bool = Field(False, description="Changed weights alone (backend disk); copies in RAM and servers' $TMPDIR.")
     upload: bool = Field(False, description="Upload of published files over HTTP, without a shared disk.")
-    bucket_mib: int = Field(256, ge=1, description="Size of a bucket of tensors, in MiB (backend nccl, or delta).")
     check_every: int = Field(20, ge=0, description="Versions between proofs, besides the first two. 0 disables them.")
     max_logprob_gap: float | None = Field(
         None, gt=0, description="Highest mean |Δ log-prob| in them. Default: dtype's."
@@ -221,7 +217,10 @@ class ServerConfig(Section):
         description="Share of GPU memory. A trainer beside it needs the rest; with launch.share_gpu leave 2 GiB.",
     )
     kv_cache_mib: int | None = Field(None, ge=16, description="KV cache in MiB. Default: share on a GPU, 256 on a CPU.")
-    max_concurrent: int = Field(256, ge=1, description="Maximum sequences that the engine decodes at the same time.")
+    max_concurrent: int | None = Field(
+        None, ge=1, description="Maximum sequences decoded at the same time. Default: vLLM's on a GPU, 256 on a CPU."
+    )
+    engine: dict[str, Any] = Field({}, description="Other engine arguments of vLLM: {enforce_eager: true}.")
     tool_parser: str | None = Field(None, description="vLLM's tool-call format (hermes, ...) of /v1, not env `tools`.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
@@ -264,7 +263,6 @@ class CheckpointConfig(Section):
 
 class ObserveConfig(Section):
     tensorboard: bool = Field(False, description="TensorBoard files; needs `pip install tensorboard`.")
-    console: Literal["auto", "live", "plain"] = Field("auto", description="Live table or plain lines; `auto` decides.")
 
 
 class LaunchConfig(Section):

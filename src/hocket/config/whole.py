@@ -86,6 +86,14 @@ class Config(Section):
         return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent
 
     @property
+    def held_out_data(self) -> sections.HeldOutConfig:
+        """Source of the evaluation, rendered with the options of section data unless it has some of its own."""
+        data = self.eval.data
+        return data.model_copy(
+            update={"chat_template_kwargs": data.chat_template_kwargs or self.data.chat_template_kwargs}
+        )
+
+    @property
     def pass_reward(self) -> str:
         """Reward function whose mean is a prompt's pass rate: eval.reward if it is trained, else the first one."""
         names = list(self.rewards.functions)

@@ -1,4 +1,4 @@
-"""Turn rows into prompts and demonstrations: each row is checked, rendered and encoded exactly once.
+"""Turn rows into prompts: each row is checked, rendered and encoded exactly once.
 
 The chat template writes every special token itself, the beginning-of-sequence token included, so its text is encoded
 without adding any; plain text gets the one that the tokenizer puts before text, unless it starts with it.
@@ -7,13 +7,12 @@ without adding any; plain text gets the one that the tokenizer puts before text,
 import functools
 import itertools
 import json
-import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -28,11 +27,12 @@ PROBE = "hocket-0123456789"  # the text of a made-up model turn, to find the tem
 TURN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE})
 NUM_SHOWN = 5  # rows that an error names
 PART = 1024  # rows that are encoded together
+NO_TOKEN = "the tokenizer makes no token of it"
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt
 
 Options = Mapping[str, Any] | None  # of the chat template; None: those of the section
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class TooLongError(ValueError):
@@ -45,14 +45,17 @@ def opening_of(prompt: str) -> str:
     return found[0] if found else ""
 
 
+def left_open(text: str) -> str:
+    """Return "<think>" if a text ends within a thought, else ""."""
+    return "<think>" if "<think>" in text.rpartition("</think>")[2] else ""
+
+
 def load_prompts(
     data: DataConfig, tokenizer: Any, *, max_prompt_tokens: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Sequence[Prompt], int, int]:
     """Return the prompts of `data.source` that are short enough, the number of others, and the tokens of the longest.
 
-    None is cut. Raise DataError for a bad row.
-
-    Those of a large source come from the cache.
+    None is cut. Prompts of a large source come from the cache. Raise DataError for a bad row.
     """
     longest = min(max_prompt_tokens, data.max_prompt_tokens or max_prompt_tokens)
     renderer = Renderer(data, tokenizer, tools)
@@ -76,43 +79,36 @@ def load_prompts(
     return kept, len(prompts) - len(kept), max(len(prompt.token_ids) for prompt in prompts)
 
 
-def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:
-    """Return (prompt ids, response ids, ended as a turn) of every row of at most max_length tokens."""
-    renderer = Renderer(data, tokenizer)
-    end, kept, num_rows = renderer.end_of_turn(), [], 0
-    for prompts in _parts(data, renderer, with_response=True):
-        responses = renderer.encode([prompt.answer or "" for prompt in prompts])
-        rows = [([*prompt.token_ids], [*response, end]) for prompt, response in zip(prompts, responses, strict=True)]
-        kept += [(prompt, response) for prompt, response in rows if len(prompt) + len(response) <= max_length]
-        num_rows += len(rows)
-    if not kept:
-        raise DataError(f"no row of {data.source} has at most {max_length} tokens; raise model.max_length")
-    if num := num_rows - len(kept):
-        log.warning("left out %d of %d demonstrations: more than %d tokens", num, num_rows, max_length)
-    return kept
+def _parts(data: DataConfig, renderer: "Renderer") -> Iterator[list[Prompt]]:
+    is_file = not data.source.startswith(("task:", "hf:"))
+    for rendered, problems in in_parts(data, renderer.row):
+        prompts = []
+        token_ids = renderer.encode_prompts([text for _, (text, _) in rendered])
+        for (place, (_, fields)), ids in zip(rendered, token_ids, strict=True):
+            prompts.append(Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields))
+            if not ids:
+                problems[place] = NO_TOKEN
+        yield prompts
 
 
-def _parts(data: DataConfig, renderer: "Renderer", *, with_response: bool = False) -> Iterator[list[Prompt]]:
-    """Yield the prompts in parts, as encoding all at once takes gigabytes; raise DataError at the end for bad rows."""
+def in_parts(
+    data: DataConfig, render: Callable[[Mapping[str, Any]], T]
+) -> Iterator[tuple[list[tuple[str, T]], dict[str, str]]]:
+    """Yield (place, rendered row) in parts, as encoding all at once takes gigabytes, and what is wrong, by place.
+
+    Raise DataError at the end for the rows that `render` raises a ValueError for, or the caller has added.
+    """
     num_rows, problems = 0, dict[str, str]()
     rows = iter(tqdm(read_rows(data), f"encoding {data.source}", unit=" rows", delay=2, mininterval=5))
-    is_file = not data.source.startswith(("task:", "hf:"))
     while part := list(itertools.islice(rows, PART)):
         rendered, num_rows = [], num_rows + len(part)
         for place, columns in part:
             try:
-                rendered.append((place, *renderer.row(columns, with_response=with_response)))
+                rendered.append((place, render(_columns(columns))))
             except ValueError as error:
                 problems[place] = str(error)
-        if problems:
-            continue  # to name the others
-        prompts = []
-        token_ids = renderer.encode_prompts([text for _, text, _ in rendered])
-        for (place, _, fields), ids in zip(rendered, token_ids, strict=True):
-            prompts.append(Prompt(id=Path(place).name if is_file else place, token_ids=tuple(ids), **fields))
-            if not ids:
-                problems[place] = "the tokenizer makes no token of it"
-        yield prompts
+        if not problems:  # else go on, to name the others
+            yield rendered, problems
     if problems:
         unit = "line" if data.source.endswith(".jsonl") else "row, from 0"
         what = f"{len(problems)} of {num_rows} rows of {data.source}"
@@ -123,6 +119,13 @@ def _parts(data: DataConfig, renderer: "Renderer", *, with_response: bool = Fals
         raise DataError("\n".join([f"{what} can't be used{advice} ({unit}):", *lines]))
     if not num_rows:
         raise DataError(f"{data.source} has no rows")
+
+
+def _columns(row: Any) -> Mapping[str, Any]:
+    columns = json.loads(row) if isinstance(row, bytes) else row
+    if not isinstance(columns, Mapping):
+        raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
+    return columns
 
 
 class Renderer:
@@ -137,27 +140,26 @@ class Renderer:
         self._data, self._tokenizer = data, tokenizer
         self._tools = list(tools) or None
 
-    def row(self, columns: Any, *, with_response: bool = False) -> tuple[str, dict[str, Any]]:
-        """Return a row's text and Prompt fields; `with_response` its answer is that. ValueError names its fault."""
-        if isinstance(columns, bytes):
-            columns = json.loads(columns)
-        if not isinstance(columns, Mapping):
-            raise ValueError(f"must be a JSON object, got {type(columns).__name__}")
+    def row(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return a row's text and Prompt fields. Raise ValueError that names its fault."""
         data = self._data
-        value = self._column(columns, "prompt_column")
-        messages = self._messages(value)
+        text, messages = self.prompt(columns)
         asked = [message["content"] for message in messages or () if message["role"] == "user"]
-        text = value if messages is None else self.render(messages)
-        opening = opening_of(text)
         return text, {
             "messages": messages,
-            "text": value if messages is None else (asked or [messages[-1]["content"]])[-1],
-            "opening": opening,
+            "text": text if messages is None else (asked or [messages[-1]["content"]])[-1],
+            "opening": opening_of(text),
             "options": data.chat_template_kwargs,
-            "answer": self._response(columns, opening) if with_response else self._answer(columns),
-            "difficulty": None if with_response else self._difficulty(columns),
+            "answer": self._answer(columns),
+            "difficulty": self._difficulty(columns),
             "meta": {k: v for k, v in columns.items() if k not in (data.prompt_column, data.answer_column)},
         }
+
+    def prompt(self, columns: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
+        """Return a row's prompt, and the chat that it was rendered from; None for plain text."""
+        value = self.column(columns, "prompt_column")
+        messages = self._messages(value)
+        return value if messages is None else self.render(messages), messages
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         token_ids = self.encode(texts)
@@ -173,8 +175,18 @@ class Renderer:
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
 
-    def render(self, messages: Sequence[Message], options: Options = None) -> str:
-        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        options: Options = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        ended: bool = False,
+    ) -> str:
+        """Return the chat as text, up to where the model's next turn begins, or (`ended`) after its last message.
+
+        `tools` stand in for the renderer's own. Raise ValueError if it can't be rendered.
+        """
         from jinja2 import TemplateError
 
         if not self._data.chat_template:
@@ -182,12 +194,13 @@ class Renderer:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=self._tools,
-                add_generation_prompt=True,
+                tools=list(tools) or self._tools,
+                add_generation_prompt=not ended,
                 tokenize=False,
                 **(self._data.chat_template_kwargs if options is None else options),
             )
-        except TemplateError as error:
+        # A template is a small program: besides its own refusals it fails in these ways on what it did not expect.
+        except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return text
 
@@ -212,15 +225,17 @@ class Renderer:
         (token_ids,) = self.encode([after], at_most=at_most)
         return token_ids[1:] if token_ids[:1] == [ended] else token_ids
 
+    @functools.cached_property
+    def after_turn(self) -> str:
+        """What the chat template writes after a last turn of the model: its end, and maybe a line break."""
+        return self.render(TURN, ended=True).rpartition(PROBE)[2] if self._data.chat_template else ""
+
     def end_of_turn(self) -> int:
         """Return the token with which the model ends its answer: the chat template's own, else the tokenizer's EOS."""
         eos: int | None = self._tokenizer.eos_token_id
-        if self._data.chat_template:
-            options = self._data.chat_template_kwargs
-            text = self._tokenizer.apply_chat_template(list(TURN), tokenize=False, **options)
-            after = self.encode([text.rpartition(PROBE)[2]])[0][:1]
-            if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
-                return after[0]
+        after = self.encode([self.after_turn])[0][:1]
+        if after and self._tokenizer.decode(after, skip_special_tokens=True) == "":
+            return after[0]
         if eos is None:
             raise DataError("the tokenizer has no end-of-sequence token, so that no response could ever end")
         return eos
@@ -243,24 +258,11 @@ class Renderer:
             raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
         return tuple(value)
 
-    def _response(self, columns: Mapping[str, Any], opening: str) -> str:
-        """Return the demonstration from where the prompt ends: behind the opening of a thought."""
-        column = self._data.response_column
-        response = self._column(columns, "response_column")
-        if not (isinstance(response, str) and response):
-            raise ValueError(f"column {column!r} must be text, got {response!r:.80}")
-        if opening and response.lstrip().startswith(opening.strip()):
-            response = response.lstrip().removeprefix(opening.strip()).lstrip()
-        if opening and "</think>" not in opening + response:
-            what = "the chat template opens a thought in the prompt"
-            raise ValueError(f"{what}, column {column!r} never closes it: begin it with the thought and </think>")
-        return response
-
     def _answer(self, columns: Mapping[str, Any]) -> str | None:
         column, pattern = self._data.answer_column, self._data.answer_pattern
         if column is None:
             return None
-        value = self._column(columns, "answer_column", ", or to null where there is no answer")
+        value = self.column(columns, "answer_column", ", or to null where there is no answer")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(f"column {column!r} must be text or a number, got {value!r:.80}")
         answer = str(value)
@@ -278,12 +280,13 @@ class Renderer:
         column = self._data.difficulty_column
         if column is None:
             return None
-        value = self._column(columns, "difficulty_column")
+        value = self.column(columns, "difficulty_column")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"column {column!r} (data.difficulty_column) must be a number, got {value!r:.80}")
         return float(value)
 
-    def _column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
+    def column(self, columns: Mapping[str, Any], setting: str, hint: str = "") -> Any:
+        """Return the value of the column that `setting` names; without it, raise ValueError with those there are."""
         name, there = getattr(self._data, setting), ", ".join(map(repr, columns)) or "an empty object"
         if name not in columns:
             advice = f"set {self._data.section}.{setting} to one of these{hint}"

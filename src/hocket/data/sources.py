@@ -34,7 +34,7 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     if kind == "task":
         rows, limit = enumerate(TASKS.get(name)(data.split, 0)), data.limit or NUM_ROWS
     elif kind == "hf":
-        rows = enumerate(_hugging_face(name, data.subset, data.split))
+        rows = enumerate(_hugging_face(name, data.split))
     else:
         readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
         path = Path(data.source).expanduser()
@@ -54,7 +54,7 @@ def identity(data: DataConfig) -> str | None:
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None
-    if kind == "hf" and (loaded := _hugging_face(name, data.subset, data.split)).data.nbytes > SMALL:
+    if kind == "hf" and (loaded := _hugging_face(name, data.split)).data.nbytes > SMALL:
         return str(loaded._fingerprint)
     return sha256_of(path) if path.is_file() and path.stat().st_size > SMALL else None
 
@@ -88,17 +88,18 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 @functools.lru_cache(1)  # asked for its identity, then for its rows
-def _hugging_face(name: str, subset: str | None, split: str) -> Any:
+def _hugging_face(source: str, split: str) -> Any:
     import datasets
 
+    name, _, subset = source.partition(":")
     folder = Path(name).expanduser()
     try:
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(str(folder))
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
+        return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset or None, split=split)
     except (OSError, ValueError, KeyError) as error:  # not found, no network, no such split or subset, not readable
-        raise DataError(f"can't load hf:{name} (data.subset {subset}, data.split {split}): {error}") from error
+        raise DataError(f"can't load hf:{source}, data.split={split}: {error}") from error
 
 
 @TASKS.register("sort")

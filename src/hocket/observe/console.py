@@ -35,12 +35,12 @@ NUM_SAMPLES = 3
 
 
 class Console(AbstractContextManager["Console"]):
-    """Show a run's progress. Modes: "live" has a status line, "plain" only prints lines, "auto" asks the terminal."""
+    """Show a run's progress: on a terminal with a status line, elsewhere by plain lines."""
 
-    def __init__(self, mode: str, steps: int, *, stderr: bool = False) -> None:
+    def __init__(self, steps: int, *, stderr: bool = False) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True, stderr=stderr)
         self._rich.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]
-        self._live = mode == "live" or (mode == "auto" and self._rich.is_terminal)
+        self._live = self._rich.is_terminal
         self._status = self._rich.status("")
         self._steps = steps
         self._start = 0.0  # when the first step here began

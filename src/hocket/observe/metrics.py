@@ -58,6 +58,7 @@ METRICS = (
     Metric("pipeline/queued_groups", "scored groups that were ready when the trainer asked for its batch"),
     Metric("rollout/oversampling", "algorithm.oversampling: prompts played for the step / rollout.prompts_per_step"),
     Metric("eval/accuracy", "held-out prompts: mean of the reward function eval.reward"),
+    Metric("eval/loss", "sft: mean cross-entropy of the taught tokens of the held-out demonstrations, in nats"),
     Metric("eval/pass@K", "eval.samples: unbiased chance that one of K samples has a reward of 1 (arXiv 2107.03374)"),
     Metric("eval/reward_errors", "held-out prompts: share without a score; the accuracy leaves them out",
            high=0.05, advice="read the `error` fields in rollouts/eval_*.jsonl"),

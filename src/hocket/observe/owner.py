@@ -1,4 +1,4 @@
-"""Give a run folder to one process at a time. owner.json says to which; the time of its last change, that it lives."""
+"""Give a run folder to one process at a time: owner.json names it; its modification time is the owner's heartbeat."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def owning(run_dir: Path, say: Callable[[str], None], *, wait: bool) -> Iterator
         yield
     finally:
         ended.set()
-        beating.join()
+        beating.join(BEAT_S)  # it may hang on a disk that is gone
         if _look(path)[0] == text:
             path.unlink()
         with contextlib.suppress(OSError):  # something has been written

@@ -91,7 +91,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             "before": self.history[0].get("eval/accuracy"),
             "after": next(evaluated, None),
             "steps": self.last_step,
-            "updated": sum("time/train" in one and one.get("train/skipped") != 1 for one in self.history),  # weights
+            "updated": sum("time/train" in one and one.get("train/skipped") != 1 for one in self.history),  # steps
             "train_seconds": math.fsum(record.get("time/step") or 0.0 for record in self.history),
             "seed": seed,
             "final_version": final_version,

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hocket.batcher import Turn
-from hocket.data.prompts import Renderer, TooLongError
+from hocket.data.prompts import Renderer, TooLongError, left_open
 from hocket.envs import Action, Environment, Observation, Step
 from hocket.errors import ServerError
 from hocket.protocol import Completion, SamplingParams
@@ -101,21 +101,20 @@ class Transcript:
         self.turns = 0
         self.text = ""  # of the last turn
         self.finish_reason: FinishReason = "stop"
-        self.add_observation(token_ids)
+        self.add_observation(token_ids, Observation())
 
-    def add_observation(self, token_ids: Sequence[int], observation: Observation | None = None) -> None:
+    def add_observation(self, token_ids: Sequence[int], observation: Observation) -> None:
         """Append tokens that the policy did not sample: what the environment said, or the prompt."""
         self.token_ids.extend(token_ids)
         self.mask += [False] * len(token_ids)
         self.logprobs.extend(array("d", bytes(8 * len(token_ids))))
-        self._goes_on = observation is not None and observation.goes_on
-        if observation is not None and observation.goes_on:
+        self._goes_on = observation.goes_on
+        if self._goes_on:
             self.text += observation.text
-        elif observation is not None:
+        else:
             if self.turns:
-                thought = self.opening + self.text + observation.text
-                left_open = "<think>" if "<think>" in thought.rpartition("</think>")[2] else ""
-                self.opening = self._template_opening if observation.messages else left_open
+                said = self.opening + self.text + observation.text
+                self.opening = self._template_opening if observation.messages else left_open(said)
             self.dialogue += observation.messages
             self.dialogue += [{"role": "environment", "content": observation.text}] if observation.text else []
 

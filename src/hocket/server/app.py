@@ -116,7 +116,6 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
         return engine.heartbeat(request)
 
     router.post("/reload_weights")(engine.reload)
-    router.post("/init_weight_group")(engine.join_group)
     router.post("/sleep")(engine.sleep)
     router.post("/wake_up")(engine.wake_up)
 

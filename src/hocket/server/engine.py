@@ -16,8 +16,7 @@ from hocket.protocol import (
     DiskSource,
     ErrorBody,
     GenerateRequest,
-    GroupRequest,
-    GroupResponse,
+    GroupAddress,
     Health,
     HeartbeatRequest,
     Memory,
@@ -41,7 +40,8 @@ T = TypeVar("T")
 
 REACH_S = 5.0
 """Seconds for a first connection to the trainer's address; then the workers join."""
-JOIN_POLL_S = 0.05
+JOIN_SHARE, JOIN_POLL_S = 0.5, 0.05
+"""Share of the deadline that joining may take, as others wait for it, and seconds between looks at it."""
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
 PARTS: tuple[Memory, ...] = ("weights", "kv_cache")
 ASLEEP = ErrorBody(
@@ -89,7 +89,6 @@ class Engine:
         self._held: tuple[str, ReloadResponse] | None = ("", first)
         self._asleep: tuple[Memory, ...] = ()
         self._group: str | None = None
-        self._joining: str | None = None  # the group that the workers are joining
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
         self._holder = Holder()
@@ -132,7 +131,6 @@ class Engine:
             device=str(vllm.device_config.device_type),
             workers=self._workers,
             kv_tokens=int(vllm.cache_config.num_gpu_blocks or 0) * int(vllm.cache_config.block_size),
-            joining=self._joining,
             error=None if reason is ASLEEP else reason,
         )
 
@@ -160,38 +158,23 @@ class Engine:
         if request.session not in (None, self._session):
             raise ApiError(409, "other_session", "this server was started again", "bring it up to date first")
 
-    async def join_group(self, request: GroupRequest) -> GroupResponse:
-        """Connect the engine's workers with the trainer; idempotent. Raises ApiError where they can't reach it."""
-        self._holder.hear(request.trainer)
-        self.require_ready(admits=CURABLE)
-        if self._joining is not None:
-            message = f"the workers are joining the weight group {self._joining}"
-            raise ApiError(409, "joining", message, "send it again when /health no longer says so")
-        if request.session != self._group:
-            request = request.model_copy(update={"timeout_s": min(request.timeout_s, self._timeout_s)})
-            self._joining = request.session
-            try:
-                await asyncio.wait_for(self._join(request), request.timeout_s)
-            except Exception as error:
-                message = f"the workers can't join the trainer at {request.host}:{request.port}: {cause_of(error)}"
-                hint = "can this machine reach that address? sync.backend=disk needs no such connection"
-                raise ApiError(409, "no_group", message, hint) from error
-            finally:
-                self._joining = None
-            self._group = request.session
-        return GroupResponse(session=request.session, workers=self._workers)
-
-    async def _join(self, request: GroupRequest) -> None:
-        async with asyncio.timeout(REACH_S):  # before the workers leave the group that they have
-            _, connection = await asyncio.open_connection(request.host, request.port)
-            connection.close()
-        message, size = request.model_dump_json(), self._workers + 1
-        async with self._reload_lock:
-            self._group = None
-            joined = await vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
-        while not all(joined):
-            await asyncio.sleep(JOIN_POLL_S)
-            joined = await vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
+    async def _join(self, group: GroupAddress) -> None:
+        """Connect the workers with the trainer while the engine goes on; raise ApiError where they can't reach it."""
+        try:
+            async with asyncio.timeout(REACH_S):  # before the workers leave the group that they have
+                _, connection = await asyncio.open_connection(group.host, group.port)
+                connection.close()
+            self._group, joined = None, [False]
+            async with asyncio.timeout(JOIN_SHARE * min(group.timeout_s, self._timeout_s)):
+                while not all(joined):
+                    await asyncio.sleep(JOIN_POLL_S)
+                    message, size = group.model_dump_json(), self._workers + 1
+                    joined = await vllm_api.call_workers(self.llm, "hocket_join_group", message, size)
+        except Exception as error:
+            message = f"the workers can't join the trainer at {group.host}:{group.port}: {cause_of(error)}"
+            hint = "can this machine reach that address? sync.backend=disk needs no such connection"
+            raise ApiError(409, "no_group", message, hint) from error
+        self._group = group.name
 
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
         """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.
@@ -219,13 +202,13 @@ class Engine:
                 call, checksum = "hocket_load_disk", described.checksum
                 arguments: tuple[str, ...] = (str(folder), adapter.model_dump_json() if adapter else "")
             else:
-                key = source.session
+                key = source.group.name
                 if held := self._holds(request, key):
                     return held
                 adapter = source.adapter
-                if key != self._group:
-                    raise ApiError(409, "no_group", f"there is no weight group {key}", "POST /init_weight_group")
                 versions.check_buckets(source.buckets, self._expected(adapter, shapes))
+                if key != self._group:
+                    await self._join(source.group)
                 call, arguments = "hocket_load_group", (source.model_dump_json(),)
                 checksum = self._held[1].checksum if request.compare and self._held else ""
             if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import os
 import signal
 import socket
@@ -21,9 +20,9 @@ from hocket import tokenizer as tokenizers
 from hocket.config import Config
 from hocket.doctor import holder
 from hocket.errors import ConfigError, ServerError
-from hocket.server import vllm_api
+from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
-from hocket.system import cpu_threads
+from hocket.system import cpu_threads, is_loopback
 
 if TYPE_CHECKING:
     from hocket.server.engine import Engine
@@ -60,7 +59,7 @@ def serve(config: Config) -> None:
             print(f"hocket: loading model {config.model.path}", flush=True)
             try:
                 tokenizers.load(config.model.path)  # what is wrong with the folder is said before the engine starts
-                args = vllm_api.engine_arguments(config)
+                args = vllm_arguments.engine_arguments(config)
                 llm = vllm_api.start_engine(args)
                 if interrupted.is_set():
                     raise _Interrupted
@@ -98,7 +97,7 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TORCH_LOGS": "-torch._library.triton",
     }
-    if vllm_api.is_cpu_build():
+    if vllm_arguments.is_cpu_build():
         defaults |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process: one start less
             "OMP_NUM_THREADS": str(threads),
@@ -113,7 +112,7 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
 
 
 def _check(host: str, token: str | None, *, random_init: bool) -> None:
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise ConfigError(
             f"server.host={host} lets other machines in: set server.token (or HOCKET_TOKEN) to at least 8 characters, "
             f"or keep server.host=127.0.0.1"
@@ -123,13 +122,6 @@ def _check(host: str, token: str | None, *, random_init: bool) -> None:
             "model.random_init has no meaning for the server: its random weights would not be the trainer's. "
             "Save a model first, e.g. with `python run.py sft`, and set model.path to it"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _bind(host: str, port: int) -> socket.socket:

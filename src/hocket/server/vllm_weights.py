@@ -32,6 +32,7 @@ def load(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> None:
     for _, head in _packed_heads(worker):
         head.quant_method.process_weights_after_loading(head)
     drop_adapter(worker)
+    _free_cached_memory(worker)
 
 
 def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> list[str]:
@@ -41,6 +42,14 @@ def compare(worker: Any, weights: Weights, adapter: AdapterConfig | None) -> lis
     with _unwritten(_adapter_slots(worker)) as different:
         _add_adapter(worker, weights, adapter)
     return different
+
+
+def _free_cached_memory(worker: Any) -> None:
+    """Free what torch keeps of a load's tensors, where a KV cache that sleeps needs that memory to wake up."""
+    import torch
+
+    if worker.vllm_config.model_config.enable_sleep_mode:
+        torch.cuda.empty_cache()
 
 
 def _add_adapter(worker: Any, weights: Weights, adapter: AdapterConfig) -> None:
@@ -132,6 +141,7 @@ def _compare_model(worker: Any, weights: Weights) -> list[str]:
         for method, kept in kernels.items():
             method.moe_kernel, method.moe_quant_config = kept
         drop_adapter(worker)
+        _free_cached_memory(worker)
     heads = _packed_heads(worker)
     return different + [name for name, head in heads if not _computes_with(head.cpu_linear, head.weight)]
 

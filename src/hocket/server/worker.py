@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hocket import manifest, weight_group
-from hocket.protocol import AdapterConfig, CollectiveSource, GroupRequest, TensorSpec
+from hocket.protocol import AdapterConfig, CollectiveSource, GroupAddress, TensorSpec
 from hocket.server import vllm_api, vllm_weights
 from hocket.weight_group import WeightGroup
 
@@ -62,21 +62,21 @@ class WorkerExtension:
 
         A thread joins, so that the engine goes on: whatever listens there may never answer.
         """
-        request = GroupRequest.model_validate_json(message)
-        session, joined = self.hocket_group or ("", None)
-        if joined is not None and session == request.session:
+        address = GroupAddress.model_validate_json(message)
+        name, joined = self.hocket_group or ("", None)
+        if joined is not None and name == address.name:
             return joined.done() and joined.result() is not None
         if joined is not None:
             joined.add_done_callback(_leave)
         self.hocket_group = None
-        device = self.device if self.device is not None and request.backend == "nccl" else torch.device("cpu")
-        if request.device is not None and weight_group.gpu_id(device) == request.device:
+        device = self.device if self.device is not None and address.backend == "nccl" else torch.device("cpu")
+        if address.device is not None and weight_group.gpu_id(device) == address.device:
             raise RuntimeError(
                 "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
                 "(launch.server_gpus, launch.trainer_gpus), or set sync.backend=disk"
             )
-        self.hocket_group = (request.session, Future())
-        arguments = (self.hocket_group[1], request, 1 + self.rank, size, device)
+        self.hocket_group = (address.name, Future())
+        arguments = (self.hocket_group[1], address, 1 + self.rank, size, device)
         threading.Thread(target=_join, args=arguments, name="join", daemon=True).start()
         return False
 
@@ -84,9 +84,9 @@ class WorkerExtension:
     def hocket_load_group(self, message: str, compare: bool = False) -> dict[str, Any]:
         """Load the tensors that the trainer sends as `hocket_load_disk` does; leave the group where that fails."""
         source = CollectiveSource.model_validate_json(message)
-        session, joined = self.hocket_group or ("", None)
-        if joined is None or session != source.session:
-            raise RuntimeError(f"this worker is in no weight group {source.session}; the trainer must join again")
+        name, joined = self.hocket_group or ("", None)
+        assert joined is not None, "the engine has it join first"
+        assert name == source.group.name, "the engine has it join first"
         group = joined.result()
         try:
             # The group is closed before the second thread has ended, which may be waiting for a bucket.
@@ -111,17 +111,17 @@ class WorkerExtension:
         return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs), "different": different}
 
 
-def _join(joined: "Future[WeightGroup]", request: GroupRequest, rank: int, size: int, device: torch.device) -> None:
+def _join(joined: "Future[WeightGroup]", address: GroupAddress, rank: int, size: int, device: torch.device) -> None:
     """Join a weight group; `joined` gets it, or the error."""
     try:
         group = weight_group.WeightGroup(
-            store=weight_group.find_store(request.host, request.port, request.timeout_s),
-            name=request.session,
+            store=weight_group.find_store(address.host, address.port, address.timeout_s),
+            name=address.name,
             rank=rank,
             size=size,
             device=device,
-            address=weight_group.address_towards(request.host, request.port),
-            timeout_s=request.timeout_s,
+            address=weight_group.address_towards(address.host, address.port),
+            timeout_s=address.timeout_s,
         )
     except BaseException as error:  # noqa: BLE001 - raised where the result is read
         joined.set_exception(error)
@@ -177,6 +177,9 @@ def _tensors(parts: Iterator[Part], specs: dict[str, TensorSpec]) -> Iterator[tu
     """Yield the tensors of all parts in turn, and add their specs to `specs`."""
     for named, made in parts:
         specs |= made
+        for _, tensor in named:
+            if tensor.is_cuda:  # made on another thread's stream: not used anew before this one has read it
+                tensor.record_stream(torch.cuda.current_stream())
         yield from named
 
 

@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -23,7 +23,7 @@ from hocket import manifest, weight_group
 from hocket.client import ServerClient
 from hocket.config import SyncConfig
 from hocket.errors import HocketError, ServerError, SyncError
-from hocket.protocol import CollectiveSource, GroupRequest, Health, ReloadRequest, TensorLayout, TensorSpec
+from hocket.protocol import CollectiveSource, GroupAddress, Health, ReloadRequest, TensorLayout, TensorSpec
 from hocket.sync.publish import Answer, Delivery
 from hocket.system import run_in_thread
 
@@ -45,14 +45,13 @@ class CollectiveTransport:
     sync: SyncConfig
     buckets: list[list[TensorLayout]] = dataclasses.field(default_factory=list)
     _links: "dict[ServerClient, _Link]" = dataclasses.field(default_factory=dict)
-    _unreachable: dict[ServerClient, str] = dataclasses.field(default_factory=dict)  # sessions slow to join
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
         """Load the version into the servers, as `Transport.deliver`; connect with new ones first."""
         start = time.perf_counter()
         for left in [server for server in self._links if server.is_closed]:
-            self._links.pop(left).group.close()
-        self.buckets = self.buckets or self.trainer.layout(self.sync.bucket_mib << 20)
+            self._links.pop(left).close()
+        self.buckets = self.buckets or self.trainer.layout(weight_group.BUCKET_BYTES)
         joined = await asyncio.gather(*map(self._link, servers))
         links = [link for link in joined if isinstance(link, _Link)]
         await asyncio.gather(*(link.begin(version, compare) for link in links))
@@ -61,7 +60,7 @@ class CollectiveTransport:
             checksum = await run_in_thread(self._send, version, links)
         except BaseException:  # of the trainer: the servers need not wait for what will not come
             for link in links:
-                link.group.close()
+                link.close()
                 link.answer.cancel()
             raise
         answers = [(checksum, await link.outcome() if isinstance(link, _Link) else link) for link in joined]
@@ -75,7 +74,7 @@ class CollectiveTransport:
     def close(self) -> None:
         """Leave all groups."""
         for link in self._links.values():
-            link.group.close()
+            link.close()
 
     def _send(self, version: int, links: "Sequence[_Link]") -> str:
         """Send the trainer's weights to all, each bucket while the next is made; return the checksum."""
@@ -92,7 +91,7 @@ class CollectiveTransport:
                 name = next(names)
                 running[:] = [threads.submit(link.send, name, flat) for link in links]
 
-            self.trainer.stream(self.sync.bucket_mib << 20, sink)
+            self.trainer.stream(weight_group.BUCKET_BYTES, sink)
             for bucket in running:
                 bucket.result()
         return manifest.total_checksum(specs)
@@ -101,114 +100,117 @@ class CollectiveTransport:
         """Return the connection to a server: a new one if there was none, or the server was started again."""
         try:
             health = await server.health()
-            if self._unreachable.get(server) == health.session:
-                return SyncError(f"the workers of {server.url} could not be connected with since they were started")
             link = self._links.get(server)
-            if link is None or link.session != health.session or link.group.is_closed:
+            if link is not None and link.session == health.session and link.unreachable:
+                return SyncError(f"the workers of {server.url} could not be connected with since they were started")
+            if link is None or link.session != health.session or link.is_closed:
                 if link is not None:
-                    link.group.close()
-                link = self._links[server] = await self._join(server, health)
+                    link.close()
+                link = self._links[server] = _Link(self, server, health)
             return link
         except HocketError as error:
             return error
         except (OSError, RuntimeError) as error:
-            return SyncError(f"can't connect with the workers of {server.url}: {_cause(error)}")
-
-    async def _join(self, server: ServerClient, health: Health) -> "_Link":
-        start = time.monotonic()
-        timeout_s, name = self.sync.timeout_s, secrets.token_hex(8)
-        device = self.trainer.device if health.device == "cuda" else torch.device("cpu")
-        url = urlsplit(server.url)
-        address = weight_group.address_towards(url.hostname or "", url.port or 80)
-        store = weight_group.make_store(address, timeout_s)
-        gpu = weight_group.gpu_id(device)
-        backend: Literal["nccl", "gloo"] = "nccl" if gpu else "gloo"
-        request = GroupRequest(
-            session=name, host=address, port=store.port, backend=backend, device=gpu, timeout_s=timeout_s
-        )
-        joining = asyncio.create_task(server.init_weight_group(request, timeout_s=READY_SHARE * timeout_s))
-        joining.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, even if not awaited
-        try:
-            if not await _announced(store, name, 0, health.workers, joining):
-                joining.result()  # raises the server's reason
-            size, bucket_s = 1 + health.workers, BUCKET_SHARE * timeout_s
-            group = await run_in_thread(
-                weight_group.WeightGroup, store, name, device, address, rank=0, size=size, timeout_s=bucket_s
-            )
-            await joining
-        except BaseException:
-            if time.monotonic() - start > SLOW_JOIN_S:
-                self._unreachable[server] = health.session
-            raise
-        return _Link(self, server, group, session=health.session, workers=health.workers)
+            return SyncError(f"can't listen for the workers of {server.url}: {_cause(error)}")
 
 
-@dataclasses.dataclass(eq=False)
 class _Link:
-    """The connection to one process of a server. A failure closes the group; both ends begin again with a new one."""
+    """The connection to one process of a server. A failure closes it; both ends begin again with a new one."""
 
-    transport: CollectiveTransport
-    server: ServerClient
-    group: weight_group.WeightGroup
-    session: str  # of the server's process
-    workers: int
-    transfers: int = 0  # that the group has seen, this one included
-    ready: bool = False  # its workers are about to receive
-    failure: SyncError | None = None  # what this end knows of a transfer that broke
-    answer: "asyncio.Task[Answer]" = dataclasses.field(init=False)
+    def __init__(self, transport: CollectiveTransport, server: ServerClient, health: Health) -> None:
+        self.session = health.session  # of the server's process
+        self.is_closed = False
+        self.unreachable = False  # its workers took long to join, and failed
+        self.group: weight_group.WeightGroup | None = None  # once the workers join
+        self.answer: asyncio.Task[Answer]
+        self._transport, self._server, self._workers = transport, server, health.workers
+        self._device = transport.trainer.device if health.device == "cuda" else torch.device("cpu")
+        self._transfers = 0  # that the group has seen, the running one included
+        self._ready = False  # its workers are about to receive
+        self._failure: SyncError | None = None  # what this end knows of a transfer that broke
+        url, gpu, timeout_s = urlsplit(server.url), weight_group.gpu_id(self._device), transport.sync.timeout_s
+        host = weight_group.address_towards(url.hostname or "", url.port or 80)
+        self._store = weight_group.make_store(host, timeout_s)
+        self._address = GroupAddress(
+            name=secrets.token_hex(8),
+            host=host,
+            port=self._store.port,
+            backend="nccl" if gpu else "gloo",
+            device=gpu,
+            timeout_s=timeout_s,
+        )
+
+    def close(self) -> None:
+        """Leave the group: its workers receive no more, and no sender waits for the deadline."""
+        self.is_closed = True
+        if self.group is not None:
+            self.group.close()
 
     async def begin(self, version: int, compare: bool) -> None:
         """Tell the server what will come; wait until its workers are about to receive, or it has answered."""
-        self.transfers += 1
-        sync, buckets, adapter = self.transport.sync, self.transport.buckets, self.transport.trainer.adapter
-        source = CollectiveSource(session=self.group.name, turn=self.transfers, adapter=adapter, buckets=buckets)
-        request = ReloadRequest(version=version, source=source, in_flight=sync.in_flight, compare=compare)
+        start, transport = time.monotonic(), self._transport
+        self._transfers += 1
+        source = CollectiveSource(
+            group=self._address, turn=self._transfers, adapter=transport.trainer.adapter, buckets=transport.buckets
+        )
+        request = ReloadRequest(version=version, source=source, in_flight=transport.sync.in_flight, compare=compare)
         self.answer = asyncio.create_task(self._ask(request))
-        seconds, group = READY_SHARE * sync.timeout_s, self.group
+        seconds = READY_SHARE * transport.sync.timeout_s
         try:
             async with asyncio.timeout(seconds):
-                self.ready = await _announced(group.store, group.name, self.transfers, self.workers, self.answer)
+                if self.group is None and await self._announced(0):
+                    self.group = await run_in_thread(self._join)
+                self._ready = await self._announced(self._transfers)
         except TimeoutError:
-            self.failure = SyncError(
-                f"server {self.server.url} did not begin to receive version {version} in {seconds:g} s; "
+            self._failure = SyncError(
+                f"server {self._server.url} did not begin to receive version {version} in {seconds:g} s; "
                 f"requests that it drains first need a higher sync.timeout_s"
             )
+        except RuntimeError as error:
+            self._failure = SyncError(f"can't connect with the workers of {self._server.url}: {_cause(error)}")
+        self.unreachable = self.group is None and time.monotonic() - start > SLOW_JOIN_S
+
+    async def _announced(self, number: int) -> bool:
+        """Wait until all workers have announced a transfer, or the server has answered; return whether they have."""
+        which = (self._store, self._address.name, number, range(1, 1 + self._workers))
+        while not (there := weight_group.announced(*which)) and not self.answer.done():
+            await asyncio.sleep(POLL_S)
+        return there
+
+    def _join(self) -> weight_group.WeightGroup:
+        address, timeout_s = self._address, BUCKET_SHARE * self._transport.sync.timeout_s
+        return weight_group.WeightGroup(
+            self._store, address.name, self._device, address.host, rank=0, size=1 + self._workers, timeout_s=timeout_s
+        )
 
     async def _ask(self, request: ReloadRequest) -> Answer:
         try:
-            return await self.server.reload_weights(request, timeout_s=self.transport.sync.timeout_s)
+            return await self._server.reload_weights(request, timeout_s=self._transport.sync.timeout_s)
         except HocketError as error:
-            self.group.close()  # its workers receive no more: no sender must wait for the deadline
+            self.close()
             return error
 
     def send(self, name: str, flat: Tensor) -> None:
         """Send one bucket; after a failure, nothing more."""
-        if not self.ready or self.failure is not None:
+        if self.group is None or not self._ready or self._failure is not None:
             return
         try:
             self.group.broadcast(flat.to(self.group.device))
         except RuntimeError as error:
             reason = f"the connection broke: {_cause(error)}"
             if re.search("(?i)timed ?out", str(error)):
-                seconds = BUCKET_SHARE * self.transport.sync.timeout_s
+                seconds = BUCKET_SHARE * self._transport.sync.timeout_s
                 reason = f"{seconds:g} s passed; is it stopped? A slower network needs a higher sync.timeout_s"
-            self.failure = SyncError(f"server {self.server.url} did not take {name}: {reason}")
+            self._failure = SyncError(f"server {self._server.url} did not take {name}: {reason}")
 
     async def outcome(self) -> Answer:
         """Return the server's answer; if it names no cause itself, join it to the failure seen from this end."""
-        if self.failure is not None:
-            self.group.close()  # the workers stop waiting, too: their error comes now
+        if self._failure is not None:
+            self.close()  # the workers stop waiting, too: their error comes now
         answer = await self.answer
-        if self.failure is None or (isinstance(answer, ServerError) and answer.status is not None):
+        if self._failure is None or (isinstance(answer, ServerError) and answer.status is not None):
             return answer
-        return SyncError(f"{self.failure}; {answer}") if isinstance(answer, HocketError) else self.failure
-
-
-async def _announced(store: Any, name: str, number: int, workers: int, until: "asyncio.Future[Any]") -> bool:
-    """Wait until all workers have announced a transfer, or `until` is done; return whether they have."""
-    while not (there := weight_group.announced(store, name, number, range(1, 1 + workers))) and not until.done():
-        await asyncio.sleep(POLL_S)
-    return there
+        return SyncError(f"{self._failure}; {answer}") if isinstance(answer, HocketError) else self._failure
 
 
 def _cause(error: Exception) -> str:

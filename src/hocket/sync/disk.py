@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
-from hocket import delta, manifest
+from hocket import delta, manifest, weight_group
 from hocket.config import SyncConfig
 from hocket.errors import SyncError, remedy
 from hocket.protocol import TensorSpec
 from hocket.system import atomic_folder, remove_folder
 
 FULL_EVERY = 50  # versions; the others are deltas with sync.delta
+KEEP = 2  # newest versions of each kind that stay on the disk: servers may be loading those
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -110,7 +111,7 @@ class Versions:
                 self._last[name] = new
 
         def fill(folder: Path) -> Mapping[str, TensorSpec]:
-            self._trainer.stream(self._sync.bucket_mib << 20, sink)
+            self._trainer.stream(weight_group.BUCKET_BYTES, sink)
             delta.save(changes, folder)
             return manifest.specs(self._last.items())
 
@@ -157,8 +158,8 @@ class Versions:
             )
 
     def prune(self) -> None:
-        """Remove all but the newest sync.keep folders of both kinds: servers may be loading those."""
+        """Remove all but the newest folders of both kinds."""
         for kind in ("weights", "deltas"):
-            for old in sorted(self._run_dir.glob(f"{kind}/v*"))[: -self._sync.keep]:
+            for old in sorted(self._run_dir.glob(f"{kind}/v*"))[:-KEEP]:
                 with contextlib.suppress(OSError):  # it is tried again after the next version
                     remove_folder(old)

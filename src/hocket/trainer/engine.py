@@ -103,7 +103,7 @@ class DeepSpeedEngine:
 
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self.stage = default_zero_stage(config, dtype, ranks)
-        self._max_grad_norm, self._dtype, self._ranks = config.max_grad_norm, dtype, ranks
+        self._config, self._max_grad_norm, self._dtype, self._ranks = config, config.max_grad_norm, dtype, ranks
         self._adamw = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
@@ -129,6 +129,10 @@ class DeepSpeedEngine:
     def num_steps(self) -> int:
         """Number of steps taken in the whole run, those without an update not counted."""
         return int(self._scheduler.last_epoch)
+
+    def plan(self, steps: int) -> None:
+        """Have the schedule end after so many steps, instead of trainer.steps; call it before the first one."""
+        self._scheduler.lr_lambdas = [learning_rate_factor(self._config.model_copy(update={"steps": steps}))]
 
     def end_step(self) -> None:
         """Go to the learning rate of the run's next step."""

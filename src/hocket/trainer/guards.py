@@ -75,10 +75,9 @@ def out_of_memory(
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") == "hocket.trainer.engine":
             work = {"forward": "forward pass", "backward": "backward pass"}.get(frame.f_code.co_name, work)
-    chunk, smaller = config.logprob_chunk_tokens // 2, max(longest, micro_batch_tokens // 2)
+    smaller = max(longest, micro_batch_tokens // 2)
     fixes = {
         f"trainer.micro_batch_tokens={smaller} (now {micro_batch_tokens})": 0 < longest <= smaller < micro_batch_tokens,
-        f"trainer.logprob_chunk_tokens={chunk}": longest > 0 and chunk > 0,
         "trainer.gradient_checkpointing=true": longest > 0 and not config.gradient_checkpointing,
         "trainer.offload_optimizer=true": on_gpu and not config.offload_optimizer,
         "trainer.zero_stage=3 on more ranks": True,

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+CHUNK_TOKENS = 512  # of a policy's forward pass
+
 
 def token_logprobs(
     hidden_bth: Tensor,

@@ -18,6 +18,7 @@ from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
 from hocket.trainer.batching import pack
 from hocket.trainer.engine import BUCKET_ELEMENTS, default_zero_stage
+from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.policy import skeleton
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.step import Learner
@@ -86,7 +87,7 @@ def estimate(
     bucket = 0 if stage == 0 or (stage == 1 and half) or not trained else BUCKET_ELEMENTS * dtype.itemsize
     itemsize = 4 if stage == 0 else dtype.itemsize  # ZeRO-0 autocasts 16 bits
     weights = (sum(p.numel() for p in parameters) - small) * itemsize + _NF4_BYTES * small
-    tokens = config.logprob_chunk_tokens if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
+    tokens = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
     norms = (4 * itemsize + 8) * text.hidden_size  # computed in float32
     layer = norms + itemsize * (3 * query + 2 * key + 4 * inner)
     per_token = text.num_hidden_layers * layer + norms
@@ -97,7 +98,7 @@ def estimate(
         gradients=trained * (whole + shared / num_ranks) + bucket,
         optimizer=0 if offloads else 8 * trained if stage == 0 else 12 * trained / num_ranks,
         activations=tokens * per_token if trained else 0,
-        logits=_HEAD_BYTES * min(tokens, config.logprob_chunk_tokens) * text.vocab_size,
+        logits=_HEAD_BYTES * min(tokens, CHUNK_TOKENS) * text.vocab_size,
     )
 
 
@@ -144,8 +145,7 @@ def fit_micro_batch(learners: Sequence[Learner], config: TrainerConfig, ranks: R
     """Return the micro-batch size that fits into the memory of every rank's GPU; on a CPU, the setting's default."""
     if ranks.device.type != "cuda":
         return int(TrainerConfig.model_fields["micro_batch_tokens"].default)
-    size = max(512, config.logprob_chunk_tokens)
-    learner = learners[0]
+    size, learner = CHUNK_TOKENS, learners[0]
     rehearse(learner, size, ranks)  # the first run allocates what libraries keep, which is no part of a micro-batch
     small, large = (_peak_bytes(learner, tokens, ranks) for tokens in (size, 2 * size))
     per_token = (large - small) / size
@@ -155,7 +155,7 @@ def fit_micro_batch(learners: Sequence[Learner], config: TrainerConfig, ranks: R
     if tokens < 2:
         raise TrainerError(
             "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; set "
-            "trainer.gradient_checkpointing=true, a smaller trainer.logprob_chunk_tokens, or take more ranks"
+            "trainer.gradient_checkpointing=true, or take more ranks"
         )
     return tokens
 

@@ -51,7 +51,6 @@ class Models:
                 models[name],
                 dtype=parameter_dtype(settings, self.dtype, ranks),
                 temperature=config.rollout.temperature if own_loss else 1.0,
-                chunk_tokens=settings.logprob_chunk_tokens,
                 gradient_checkpointing=settings.gradient_checkpointing,
                 entropy_gradient=algorithm.entropy_coef > 0,
                 seed=settings.seed,

@@ -19,7 +19,7 @@ from hocket.protocol import TensorSpec
 from hocket.trainer import attention, lora
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.linear import use_onednn
-from hocket.trainer.logprobs import token_logprobs
+from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
 
@@ -36,7 +36,6 @@ class Policy(nn.Module):
 
     Args:
         dtype: of the parameters.
-        chunk_tokens: positions whose logits exist at the same time.
         entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
     """
@@ -47,7 +46,6 @@ class Policy(nn.Module):
         *,
         dtype: torch.dtype,
         temperature: float,
-        chunk_tokens: int,
         gradient_checkpointing: bool = False,
         entropy_gradient: bool = False,
         seed: int = 0,
@@ -61,7 +59,7 @@ class Policy(nn.Module):
         self.model = model = _load(config, random_init=config.random_init, **options)
         # The adapter alone is trained; None: all weights are.
         self.adapter = None if config.lora is None else lora.inject(model, config.lora, base=config.path, seed=seed)
-        self.temperature, self.chunk_tokens, self.entropy_gradient = temperature, chunk_tokens, entropy_gradient
+        self.temperature, self.entropy_gradient = temperature, entropy_gradient
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()  # transformers recomputes activations in training mode only
@@ -107,7 +105,7 @@ class Policy(nn.Module):
             self.model.get_output_embeddings(),
             batch.target_ids_bt,
             temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=CHUNK_TOKENS,
             mask_bt=batch.mask_bt,
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,

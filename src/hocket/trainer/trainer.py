@@ -43,7 +43,7 @@ OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importa
 
 
 def on_all_ranks(method: F) -> F:
-    """Make a method run on all ranks when rank 0 calls it. A list has an item per rank; only rank 0 gets a function."""
+    """Run the method on all ranks when rank 0 calls it: rank r gets item r of a list, and no rank but 0 a function."""
     name = method.__name__
     _METHODS[name] = method
 
@@ -242,6 +242,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         seconds = time.perf_counter() - start
         by_batch = "old_logprobs" in self.models.columns
         return {**over_updates(metrics, seconds, by_batch), "train/learning_rate": rate, "time/train": seconds}
+
+    @on_all_ranks
+    def plan(self, steps: int) -> None:
+        """Have the learning rate's schedule end after so many steps, instead of trainer.steps."""
+        self.engine.plan(steps)
 
     @on_all_ranks
     def _end_step(self, names: Sequence[str]) -> None:

@@ -1,0 +1,153 @@
+"""Turn rows into demonstrations: token ids, and which of them are taught.
+
+A row is a prompt with its response, or a whole conversation, of which every turn of the assistant is taught, with the
+token that ends it, and nothing else. As in a rollout, a turn stands behind exactly what the model reads before it
+writes one: the template's rendering of the messages so far, generation prompt included. The text of a turn is what the
+template adds to that when the turn is the last message. Where a template writes an earlier turn otherwise, as those of
+thinking models do that leave old thoughts out, the conversation goes on in a sample of its own. This holds for every
+template; the `{% generation %}` marks of transformers, which few have, mark such turns behind what no model will read.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hocket.config import DataConfig
+from hocket.data.prompts import NO_TOKEN, Renderer, in_parts, opening_of
+from hocket.errors import DataError
+from hocket.types import Message, TokenSequence
+
+MESSAGES, TOOLS = "messages", "tools"  # columns, as TRL calls them
+Piece = tuple[str, Sequence[int] | None]  # a text, and the tokens that end it if it is taught; None: it is only read
+
+log = logging.getLogger(__name__)
+
+
+def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
+    """Return the demonstrations of at most max_length tokens, whose mask says what is taught."""
+    renderer = Renderer(data, tokenizer)
+    end, kept, num_samples = renderer.end_of_turn(), list[TokenSequence](), 0
+    for rendered, problems in in_parts(data, lambda columns: _samples(renderer, data, columns, end)):
+        places = [place for place, samples in rendered for _ in samples]
+        encoded = _encode(renderer, [sample for _, samples in rendered for sample in samples])
+        for place, sequence in zip(places, encoded, strict=True):
+            num_samples += 1
+            if all(sequence.mask):
+                problems[place] = NO_TOKEN
+            elif len(sequence.mask) <= max_length:
+                kept.append(sequence)
+    if not kept:
+        raise DataError(f"no row of {data.source} has at most {max_length} tokens; raise model.max_length")
+    if num := num_samples - len(kept):
+        log.warning("left out %d of %d demonstrations: more than %d tokens", num, num_samples, max_length)
+    return kept
+
+
+def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int) -> list[list[Piece]]:
+    """Return the samples of a row, each in pieces."""
+    whole = [name for name in (data.prompt_column, MESSAGES) if isinstance(columns.get(name), list)]
+    if whole and data.response_column not in columns:
+        return _conversation(renderer, _turns(columns[whole[0]], whole[0], data), _tools(columns.get(TOOLS)), end)
+    prompt, _ = renderer.prompt(columns)
+    hint = f", or {data.section}.prompt_column to one of whole conversations"
+    hint += ", or eval.num_prompts=0" if data.section == "eval.data" else ""
+    hint += ", or eval.num_prompts=0" if data.section == "eval.data" else ""
+    response = renderer.column(columns, "response_column", hint)
+    if not (isinstance(response, str) and response):
+        raise ValueError(f"column {data.response_column!r} must be text, got {response!r:.80}")
+    return [[(prompt, None), (_behind(opening_of(prompt), response, f"column {data.response_column!r}"), [end])]]
+
+
+def _conversation(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], end: int
+) -> list[list[Piece]]:
+    samples = list[list[Piece]]()
+    told = said = ""  # the text of the last sample: in its pieces, and with what stands behind its last turn
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked = renderer.render(messages[:index], tools=tools)
+        whole = renderer.render(messages[: index + 1], tools=tools, ended=True)
+        if whole.startswith(asked):
+            turn = whole[len(asked) :]
+        elif message.keys() <= {"role", "content"}:  # the template has left the turn's own thought out
+            turn = _behind(opening_of(asked), message["content"], f"message {index}") + renderer.after_turn
+        else:
+            what = f"the chat template does not write message {index} as it lets the model begin it: {asked[-20:]!r}"
+            raise ValueError(f"{what}; write its tool calls and thoughts into its content, or use another template")
+        if not samples or not asked.startswith(said):
+            samples.append([])
+            told = ""
+        body = turn.removesuffix(renderer.after_turn)  # else the turn has an end of its own: <|call|>
+        ends = turn.endswith(renderer.after_turn)
+        samples[-1] += [(asked[len(told) :], None), (body, [end] if ends else [])]
+        told, said = asked + body, asked + turn
+    return samples
+
+
+def _encode(renderer: Renderer, samples: Sequence[Sequence[Piece]]) -> list[TokenSequence]:
+    """Encode each piece by itself, as in a rollout, where no text is encoded together with what the model wrote."""
+    prompts = iter(renderer.encode_prompts([pieces[0][0] for pieces in samples]))
+    others = iter(renderer.encode([text for pieces in samples for text, _ in pieces[1:]]))
+    sequences = []
+    for pieces in samples:
+        token_ids, mask = list[int](), list[bool]()
+        for number, (_, ends) in enumerate(pieces):
+            piece = next(others if number else prompts)
+            if ends is None and number and piece[:1] == token_ids[-1:]:  # the end of the turn before
+                piece = piece[1:]
+            piece = [*piece, *(ends or ())]
+            token_ids += piece
+            mask += [ends is not None] * len(piece)
+        sequences.append(TokenSequence(token_ids=tuple(token_ids), mask=tuple(mask), logprobs=(0.0,) * len(mask)))
+    return sequences
+
+
+def _behind(opening: str, response: str, what: str) -> str:
+    """Return what the model writes behind a prompt that ends with the `opening` of a thought."""
+    if opening and response.lstrip().startswith(opening.strip()):
+        response = response.lstrip().removeprefix(opening.strip()).lstrip()
+    if opening and "</think>" not in opening + response:
+        why = "the chat template opens a thought in the prompt"
+        raise ValueError(f"{why}, {what} never closes it: begin it with the thought and </think>")
+    return response
+
+
+def _turns(messages: Sequence[Any], column: str, data: DataConfig) -> list[Message]:
+    """Return the messages of a conversation, which ends with the assistant's."""
+    turns = list[Message]()
+    for index, message in enumerate(messages):
+        turn = {"content": "", **_clean(message)} if isinstance(message, Mapping) else {}
+        if not all(isinstance(turn.get(key), str) for key in ("role", "content")):
+            what = f"message {index} of column {column!r}"
+            raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
+        if turn["role"] == "assistant" and not turn["content"] and len(turn) == 2:
+            raise ValueError(f"message {index} of column {column!r} is an empty turn of the assistant: remove it")
+        turns.append(turn)
+    if not turns or turns[-1]["role"] != "assistant":
+        last = f"a message of {turns[-1]['role']!r}, which nothing answers" if turns else "nothing"
+        advice = f"remove that, add the answer, or name its column in {data.section}.response_column"
+        raise ValueError(f"column {column!r} ends with {last}: {advice}")
+    return turns
+
+
+def _tools(tools: Any) -> list[Mapping[str, Any]]:
+    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    if not isinstance(tools or [], list):
+        raise ValueError(f"column {TOOLS!r} must be a list of JSON schemas, got {tools!r:.80}")
+    return [_clean(tool) for tool in tools or ()]
+
+
+def _clean(value: Any) -> Any:
+    """Drop the nulls with which tables fill objects of several shapes; read a call's arguments, as vLLM does."""
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    given = {key: _clean(item) for key, item in value.items() if item is not None}
+    if isinstance(given.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            given["arguments"] = json.loads(given["arguments"])
+    return given

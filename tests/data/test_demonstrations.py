@@ -1,0 +1,189 @@
+"""Rows become demonstrations: of a conversation, the turns of the assistant are taught, behind what it would read."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from tests.data.test_thinking import OFF, TEMPLATES, make_tokenizer
+
+from hocket.config import DataConfig
+from hocket.config.sections import HeldOutConfig
+from hocket.data.demonstrations import load_demonstrations
+from hocket.errors import DataError
+from hocket.types import TokenSequence
+
+Write = Callable[..., str]
+STOCK = (  # as Qwen3's: thoughts are kept behind the last question alone, an empty one is added to the last message
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% set ns = namespace(last=0) %}"
+    "{% for m in messages if m.role == 'user' %}{% set ns.asked = m %}{% endfor %}"
+    "{% for m in messages %}{% if m == ns.asked %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set thought = m.reasoning_content or '' %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
+    "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HARMONY = (  # as gpt-oss's: what ends a turn depends on what it is, and on what follows
+    "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}{% if m.tool_calls %}<tool_call><|call|>"
+    "{% elif m.role == 'assistant' and loop.last and not add_generation_prompt %}<|return|>"
+    "{% else %}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+TURNS = ("<think>a</think>1", "<think>b</think>2")
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def says(content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def pairs(rows: Sequence[TokenSequence]) -> list[tuple[list[int], list[int]]]:
+    """The tokens that are read and those that are taught, of each row."""
+    return [
+        tuple([t for t, on in zip(row.token_ids, row.mask, strict=True) if on is taught] for taught in (False, True))
+        for row in rows
+    ]
+
+
+def shown(rows: Sequence[TokenSequence], tokenizer: Any) -> list[str]:
+    """Each row as text, with what is taught in «quotes»."""
+    texts = []
+    for row in rows:
+        parts = [i for i in range(len(row.mask)) if i == 0 or row.mask[i] is not row.mask[i - 1]]
+        spans = zip(parts, [*parts[1:], len(row.mask)], strict=True)
+        decoded = [(tokenizer.decode(list(row.token_ids[a:b])), row.mask[a]) for a, b in spans]
+        texts.append("".join(f"«{text}»" if on else text for text, on in decoded))
+    return texts
+
+
+def test_every_turn_of_the_assistant_is_taught_with_its_end_and_nothing_else(
+    bos_tokenizer: Any, write_jsonl: Write
+) -> None:
+    chat = [user("a b"), says("c"), user("d"), says("e a")]
+    source = write_jsonl({"messages": chat}, {"conversation": chat[:2]}, {"prompt": "a b", "response": "c"})
+    # <s> user a b <eot> assistant c <eot> user d <eot> assistant e a <eot>
+    tokens = (0, 8, 3, 4, 2, 9, 5, 2, 8, 6, 2, 9, 7, 3, 2)
+    mask = "000000" + "11" + "0000" + "111"
+    (whole,) = load_demonstrations(DataConfig(source=source, limit=1), bos_tokenizer, 20)
+    assert whole.token_ids == tokens
+    assert "".join(str(int(on)) for on in whole.mask) == mask
+    assert list(tokens) == bos_tokenizer.apply_chat_template(chat)["input_ids"]
+    short = DataConfig(source=write_jsonl({"conversation": chat[:2]}), prompt_column="conversation")
+    row = DataConfig(source=write_jsonl({"prompt": "a b", "response": "c", "messages": chat}, name="b.jsonl"))
+    assert pairs(load_demonstrations(row, bos_tokenizer, 20)) == [([0, 8, 3, 4, 2, 9], [5, 2])]
+    assert load_demonstrations(short, bos_tokenizer, 20) == load_demonstrations(row, bos_tokenizer, 20)
+
+
+@pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_turn_is_taught_behind_what_the_model_reads_before_it(
+    name: str, options: dict[str, Any], write_jsonl: Write
+) -> None:
+    tokenizer = make_tokenizer(TEMPLATES[name])
+    chat = [user("x"), says(TURNS[0]), user("y"), says(TURNS[1])]
+
+    def load(row: Any) -> list[TokenSequence]:
+        return load_demonstrations(DataConfig(source=write_jsonl(row), chat_template_kwargs=options), tokenizer, 500)
+
+    samples = load({"messages": chat})
+    one_by_one = [load({"prompt": chat[:n], "response": chat[n]["content"]})[0] for n in (1, 3)]
+    # R1-Distill leaves thoughts out, this Qwen3 the empty one of the prompt; Qwen3-Thinking has <think>a, not <think>\n
+    splits = name in ("R1-Distill", "Qwen3-Thinking") or (name == "Qwen3" and options)
+    if splits:
+        assert samples == one_by_one
+    else:
+        (whole,) = samples
+        told = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **options)
+        assert list(whole.token_ids) == told[: len(whole.token_ids)]
+        assert tokenizer.decode(told[len(whole.token_ids) :]) in ("", "\n")
+        ends = [tokenizer.decode(row.token_ids[-1:]) for row in one_by_one]
+        space = " " if name == "Mistral" else ""  # of the template, before each turn
+        said = [f"{space}{turn}{end}" for turn, end in zip(TURNS, ends, strict=True)]
+        assert tokenizer.decode(pairs(samples)[0][1]) == "".join(said)
+
+
+def test_calls_and_thoughts_are_taught_and_old_thoughts_are_in_no_sample_that_the_template_keeps_without_them(
+    write_jsonl: Write,
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": null}'}, "index": None}
+    chat = [user("2+3?"), says(None, reasoning_content="add", tool_calls=[call]), {"role": "tool", "content": "5"}]
+    chat += [says("5", reasoning_content="so"), user("Thanks"), says("Bye", tool_calls=None)]
+    row = {"messages": chat, "tools": json.dumps([{"name": "add", "strict": None}])}
+    tokenizer = make_tokenizer(STOCK)
+    first, second = shown(load_demonstrations(DataConfig(source=write_jsonl(row)), tokenizer, 500), tokenizer)
+    read = '<|im_start|>system\n[{"name": "add"}]<|im_end|>\n<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n'
+    called = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": null}}<|im_end|>'
+    told = "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert first == f"{read}«<think>\nadd\n</think>\n\n{called}»{told}«<think>\nso\n</think>\n\n5<|im_end|>»"
+    asked = "\n<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n"
+    assert second == f"{read}{called}{told}5<|im_end|>{asked}«<think>\n\n</think>\n\nBye<|im_end|>»"
+
+
+def test_a_turn_with_an_end_of_its_own_is_taught_with_that(write_jsonl: Write) -> None:
+    chat = [user("x"), says("", tool_calls=[{}]), {"role": "tool", "content": "1"}, says("one"), user("y"), says("two")]
+    tokenizer = make_tokenizer(HARMONY)
+    data = DataConfig(source=write_jsonl({"messages": chat}))
+    first, second = shown(load_demonstrations(data, tokenizer, 99), tokenizer)
+    read, called = "<|im_start|>user:x<|im_end|><|im_start|>assistant:", "<tool_call><|call|>"
+    told = "<|im_start|>tool:1<|im_end|><|im_start|>assistant:"
+    assert first == f"{read}«{called}»{told}«one<|return|>»"
+    asked = "<|im_end|><|im_start|>user:y<|im_end|><|im_start|>assistant:"
+    assert second == f"{read}{called}{told}one{asked}«two<|return|>»"
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"messages": [user("x"), says("y"), user("z")]}, "ends with a message of 'user', which nothing answers"),
+        ({"messages": []}, "column 'messages' ends with nothing"),
+        ({"messages": [user("x"), says(None)]}, "message 1 of column 'messages' is an empty turn of the assistant"),
+        ({"messages": [{"content": "x"}, says("y")]}, "message 0 of column 'messages' must be {'role': text"),
+        ({"messages": [user("x"), says("y")], "tools": "add"}, "Expecting value"),
+        ({"messages": [user("x"), says("y")], "tools": {"a": 1}}, "column 'tools' must be a list of JSON schemas"),
+        ({"prompt": "x"}, "or eval.data.prompt_column to one of whole conversations, or eval.num_prompts=0"),
+        ({"messages": [user("x"), says("", tool_calls=[{}])]}, "does not write message 1 as it lets the model begin"),
+        ({"messages": [user("x"), says("y")]}, "message 1 never closes it: begin it with the thought and </think>"),
+    ],
+)
+def test_a_conversation_that_teaches_nothing_is_named_by_file_and_line(row: Any, what: str, write_jsonl: Write) -> None:
+    source, tokenizer = write_jsonl("", row), make_tokenizer(TEMPLATES["Qwen3-Thinking"])
+    with pytest.raises(DataError) as caught:
+        load_demonstrations(HeldOutConfig(source=source), tokenizer, 99)
+    assert f"{source}:2: " in str(caught.value)
+    assert what in str(caught.value)
+
+
+def test_a_demonstration_ends_as_the_template_ends_a_turn(bos_tokenizer: Any, write_jsonl: Write) -> None:
+    source = write_jsonl({"prompt": "a b", "response": "c d"})
+    rows = load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
+    # <s> user a b <eot> assistant, c d <eot>: one <s>, and the template's end of a turn, not the tokenizer's EOS
+    assert pairs(rows) == [([0, 8, 3, 4, 2, 9], [5, 6, 2])]
+    chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    assert list(rows[0].token_ids) == bos_tokenizer.apply_chat_template(chat)["input_ids"]
+    bos_tokenizer.chat_template = None
+    with pytest.raises(
+        DataError, match=r"put one as chat_template\.jinja into its folder, or set data\.chat_template=false"
+    ):
+        load_demonstrations(DataConfig(source=source), bos_tokenizer, 20)
+    source = write_jsonl({"prompt": "a b", "answer": "c d"})
+    plain = DataConfig(source=source, chat_template=False, response_column="answer")
+    assert pairs(load_demonstrations(plain, bos_tokenizer, 20)) == [([0, 3, 4], [5, 6, 1])]
+
+
+def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refused(
+    tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_jsonl(*({"prompt": "a", "response": "b" * n} for n in (1, 5, 6)))
+    with caplog.at_level(logging.WARNING):
+        rows = load_demonstrations(DataConfig(source=source), tokenizer, 10)  # 4 + 5 + 1 tokens just fit
+    assert [len(row.token_ids) for row in rows] == [6, 10]
+    assert "left out 1 of 3 demonstrations" in caplog.text
+    with pytest.raises(DataError, match=r"raise model\.max_length"):
+        load_demonstrations(DataConfig(source=source), tokenizer, 5)
+    source = write_jsonl({"prompt": "a", "response": ""}, {"prompt": "a", "response": 3})
+    with pytest.raises(DataError, match=r"(?s)column 'response' must be text, got ''.*got 3"):
+        load_demonstrations(DataConfig(source=source), tokenizer, 10)
