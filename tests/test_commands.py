@@ -92,7 +92,7 @@ def test_python_gives_the_command_its_settings_and_rewards_and_gets_what_the_run
     assert values == {"run": {"dir": str(folder)}, "trainer": {"seed": 1}}
     assert (result["steps"], result["history"][1]["reward/mean"]) == (1, 0.5)
     assert (result["run_dir"], result["model"]) == (folder, folder / "weights" / "v000002")
-    with pytest.raises(ConfigError, match="reward mine.*needs the option 'text': set rewards.functions.mine.text"):
+    with pytest.raises(ConfigError, match=r"reward mine.*needs the option 'text': set rewards.functions.mine.text"):
         hocket.train(values, rewards={"mine": lambda text: 1.0})  # the cell that defines it runs again
     with pytest.raises(ConfigError, match="reward 'math' is registered twice"):
         hocket.train(values, rewards={"math": mine})

@@ -1,5 +1,7 @@
 """Score letters that are to be sorted from Z to A; parts of a right answer count, or there would be nothing to learn."""
 
+from itertools import pairwise
+
 from hocket.rewards import reward
 
 
@@ -8,6 +10,5 @@ def falling(completion: str, answer: str, bonus: float = 0.0) -> dict[str, float
     """Return the share of neighbours in falling order, 0 with other letters than asked for; a bonus if all is right."""
     if sorted(completion) != sorted(answer):
         return {"neighbours": 0.0}
-    pairs = list(zip(completion, completion[1:], strict=False))
-    share = sum(first > second for first, second in pairs) / len(pairs)
-    return {"neighbours": share, "bonus": bonus * (completion == answer)}
+    falls = [first > second for first, second in pairwise(completion)]
+    return {"neighbours": sum(falls) / len(falls), "bonus": bonus * (completion == answer)}
