@@ -1,4 +1,4 @@
-"""Score letters that are to be sorted from Z to A; parts of a right answer count, or there would be nothing to learn."""
+"""Score letters that are to be sorted from Z to A. What is right in part counts, too, or nothing would be learned."""
 
 from itertools import pairwise
 
