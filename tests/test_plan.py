@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def row(model: str, size: str, mode: str, card: str) -> dict[str, str]:
     """Returns a line of the table: one server and one trainer rank, a GPU of this size for each."""
-    found = plan.make_plan(load(None, [f"model.path={model}", *COMMON, *MODES[mode]]), 2, plan.GPUS[card])
+    found = plan.find_needs(load(None, [f"model.path={model}", *COMMON, *MODES[mode]]), 2, plan.GPUS[card])
     numbers = {
         "rank_gib": f"{found.rank.total / GIB:.1f}",
         "micro_batch_tokens": str(found.largest_micro_batch),
@@ -72,7 +72,7 @@ def test_what_fits_on_which_gpu_is_what_the_table_says(models: dict[str, str], m
 
 def test_a_plan_has_the_sizes_that_are_published_and_the_seconds_worked_out_by_hand(models: dict[str, str]) -> None:
     settings = [f"model.path={models['7B']}", *COMMON, "launch.servers=4", "server.gpu_memory_utilization=0.9"]
-    found = plan.make_plan(load(None, settings), 8, plan.GPUS["80GB"])
+    found = plan.find_needs(load(None, settings), 8, plan.GPUS["80GB"])
     assert found.parameters == 7_615_616_512
     assert (found.where.servers, found.where.ranks) == (["0", "1", "2", "3"], "4,5,6,7")
     # keys and values, 28 layers of 4 heads of 128 in bfloat16: 57,344 bytes per token; 2.5 GiB are vLLM's own

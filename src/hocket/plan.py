@@ -62,7 +62,7 @@ NUM_WAYS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Needs:
     """What a run needs on each kind of process; sizes in bytes, times in seconds of one step."""
 
     where: Placement
@@ -82,8 +82,8 @@ class Plan:
         return self.rank.total <= self.room and self.sequences > 0
 
 
-def make_plan(config: Config, num_gpus: int, gpu: Gpu) -> Plan:
-    """Return the plan of a config on GPUs of one machine, or of as many as it needs."""
+def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
+    """Return what a config needs on the GPUs of one machine. Raises ConfigError where they can't be divided."""
     server, size = config.server, config.server.tensor_parallel_size
     where = place(config.launch, size, config.sync.backend, [str(number) for number in range(num_gpus)])
     dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
@@ -102,7 +102,7 @@ def make_plan(config: Config, num_gpus: int, gpu: Gpu) -> Plan:
     per_token = rank.activations / _tokens(config)
     free = (1 - memory.MARGIN) * room - (rank.total - rank.activations)
     micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token)) if per_token else 0
-    plan = Plan(
+    needs = Needs(
         where=where,
         parameters=sum(p.numel() for p in model.parameters()),
         rank=rank,
@@ -114,7 +114,7 @@ def make_plan(config: Config, num_gpus: int, gpu: Gpu) -> Plan:
         sequences=int(kv_cache / kv_token) // tokenizers.context_length(config.model),
         seconds={},
     )
-    return dataclasses.replace(plan, seconds=_seconds(config, plan, model, gpu, kv_token)) if plan.fits else plan
+    return dataclasses.replace(needs, seconds=_seconds(config, needs, model, gpu, kv_token)) if needs.fits else needs
 
 
 def _tokens(config: Config) -> int:
@@ -123,20 +123,20 @@ def _tokens(config: Config) -> int:
     return CHUNK_TOKENS if size == "auto" else size
 
 
-def _seconds(config: Config, plan: Plan, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:
+def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:
     """Return the seconds of each phase of a step."""
     rollout, peak = config.rollout, flops.PEAKS[gpu.name]
     length, prompt = LENGTH * rollout.max_tokens, config.data.max_prompt_tokens or PROMPT_TOKENS
     count = rollout.prompts_per_step * rollout.group_size
-    size, mine = config.server.tensor_parallel_size, count / len(plan.where.servers)
+    size, mine = config.server.tensor_parallel_size, count / len(needs.where.servers)
     limit = config.server.max_concurrent or MAX_SEQUENCES
-    running = max(1.0, min(mine, limit, plan.kv_tokens / (prompt + length)))
-    read = plan.weights + running * (prompt + length / 2) * kv_token / size
-    product = 2 * plan.parameters * running / size / (DECODE_FLOPS * peak)
+    running = max(1.0, min(mine, limit, needs.kv_tokens / (prompt + length)))
+    read = needs.weights + running * (prompt + length / 2) * kv_token / size
+    product = 2 * needs.parameters * running / size / (DECODE_FLOPS * peak)
     iteration = ITERATION_S + max(read / (DECODE_MEMORY * gpu.bandwidth), product)
-    prefill = 2 * plan.parameters * prompt * mine / rollout.group_size / size / (DECODE_FLOPS * peak)
+    prefill = 2 * needs.parameters * prompt * mine / rollout.group_size / size / (DECODE_FLOPS * peak)
     of_step = flops.step_flops(flops.model_flops(model), [int(prompt + length)] * count, int(length * count))
-    update = of_step / (plan.where.num_ranks * MFU * peak) * (4 / 3 if config.trainer.gradient_checkpointing else 1)
+    update = of_step / (needs.where.num_ranks * MFU * peak) * (4 / 3 if config.trainer.gradient_checkpointing else 1)
     passes = (config.algorithm.kl != "off") + (config.algorithm.updates > 1)  # of log-probs alone
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     published = trained * 2
@@ -149,19 +149,19 @@ def _seconds(config: Config, plan: Plan, model: Any, gpu: Gpu, kv_token: int) ->
     }
 
 
-def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tuple[str, Plan]]:
-    """Yield settings that would make a config fit, with its plan then, the least costly first."""
+def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
+    """Yield settings that would make a config fit, with its needs then, the least costly first."""
     found: list[set[str]] = []
     for way in WAYS:
         if any(less <= set(way) for less in found):
             continue
         try:
-            plan = make_plan(read_settings([*arguments, *way])[0], num_gpus, gpu)
+            needs = find_needs(read_settings([*arguments, *way])[0], num_gpus, gpu)
         except ConfigError:  # it contradicts another setting
             continue
-        if plan.fits:
+        if needs.fits:
             found.append(set(way))
-            yield " ".join(way), plan
+            yield " ".join(way), needs
 
 
 def report(config: Config, arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
@@ -169,22 +169,23 @@ def report(config: Config, arguments: Sequence[str], num_gpus: int, size: str) -
     if size not in GPUS:
         raise ConfigError(f"--gpu {size} is not known: choose {', '.join(GPUS)}")
     gpu = GPUS[size]
-    plan = make_plan(config, num_gpus, gpu)
-    where, context = plan.where, tokenizers.context_length(config.model)
-    yield f"{config.model.path}: {plan.parameters / 1e9:.2f} billion parameters; {num_gpus} x {size} ({gpu.name})"
+    needs = find_needs(config, num_gpus, gpu)
+    where, context = needs.where, tokenizers.context_length(config.model)
+    yield f"{config.model.path}: {needs.parameters / 1e9:.2f} billion parameters; {num_gpus} x {size} ({gpu.name})"
     yield (
-        f"servers  {len(where.servers)}, the first on GPU {where.servers[0]}: weights {plan.weights / GIB:.1f} GiB, KV "
-        f"cache {plan.kv_cache / GIB:.1f} GiB for {plan.kv_tokens:,} tokens: {plan.sequences} sequences of {context:,}"
+        f"servers  {len(where.servers)}, the first on GPU {where.servers[0]}: weights {needs.weights / GIB:.1f} GiB, "
+        f"KV cache {needs.kv_cache / GIB:.1f} GiB for {needs.kv_tokens:,} tokens: {needs.sequences} sequences of "
+        f"{context:,}"
     )
-    yield f"ranks    {where.num_ranks} on GPU {where.ranks}: {plan.rank}; there are {plan.room / GIB:.1f}"
-    yield f"         largest trainer.micro_batch_tokens that fits: {plan.largest_micro_batch:,}"
-    if plan.fits:
-        times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in plan.seconds.items())
+    yield f"ranks    {where.num_ranks} on GPU {where.ranks}: {needs.rank}; there are {needs.room / GIB:.1f}"
+    yield f"         largest trainer.micro_batch_tokens that fits: {needs.largest_micro_batch:,}"
+    if needs.fits:
+        times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in needs.seconds.items())
         yield f"a step   {times}; completions of {LENGTH:.0%} of rollout.max_tokens are assumed"
-    if plan.sequences == 0:
+    if needs.sequences == 0:
         advice = "a shorter model.max_length, server.tensor_parallel_size=2 or 4, or larger GPUs"
         yield f"does not fit: the server has no room for one sequence of {context:,} tokens; choose {advice}"
-    if plan.rank.total > plan.room:
+    if needs.rank.total > needs.room:
         yield "does not fit: a rank needs more than its GPU has. What would change it:"
         found = [way for way, _ in zip(ways_out(arguments, num_gpus, gpu), range(NUM_WAYS), strict=False)]
         yield from (f"         {way}: {other.rank}" for way, other in found)
