@@ -13,6 +13,7 @@ from hocket import commands, parts
 from hocket.client import ServerClient
 from hocket.config import Config, load
 from hocket.errors import ConfigError, ServerError
+from hocket.observe.console import Console
 from hocket.rewards.base import REWARDS, bind
 
 ROOT = Path(__file__).parents[1]
@@ -146,3 +147,27 @@ def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_mem
     monkeypatch.setattr(parts, "put_to_sleep", put_to_sleep)
     asyncio.run(parts.clear_gpu(load(None, settings)))
     assert done == ["waited"] * waits + ["put to sleep"] * ("launch.share_gpu=true" in settings)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "ahead", "broadcasts"),
+    [
+        ("", [], 0, False),
+        ("0", [], 0, False),  # a server here may be on the same one
+        ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], 1, True),
+        ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], 0, False),
+        ("0", ["server.urls=[http://10.0.0.5:8000]"], 1, True),
+        ("0", ["server.discover=gpus.example:8000"], 1, True),
+        ("", ["server.urls=[http://10.0.0.5:8000]"], 0, False),  # CPUs: results stay those of one machine
+        ("0", ["server.urls=[http://10.0.0.5:8000]", "sync.delta=true", "pipeline.max_staleness=0"], 0, False),
+        ("", ["sync.backend=nccl", "pipeline.max_staleness=2"], 2, True),
+        ("0", ["launch.share_gpu=true", "server.urls=[http://10.0.0.5:8000]"], 0, False),
+    ],
+)
+def test_with_gpus_apart_batches_overlap_and_weights_are_broadcast(
+    gpus: str, settings: list[str], ahead: int, broadcasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.delenv("HOCKET_DEVICE", raising=False)
+    chosen = parts.Parts(load(ROOT / "config" / "quickstart.yaml", settings), Console(steps=1))
+    assert (chosen.ahead, chosen.broadcasts) == (ahead, broadcasts)

@@ -8,7 +8,6 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from hocket import tokenizer as tokenizers
 from hocket.batcher import Batcher
@@ -21,7 +20,7 @@ from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
-from hocket.launch import Child, listed, stop, variables, visible_gpus
+from hocket.launch import Child, stop, variables, visible_gpus
 from hocket.observe.console import Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
@@ -39,7 +38,6 @@ from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
-from hocket.system import is_loopback
 from hocket.types import Prompt
 
 if TYPE_CHECKING:
@@ -59,6 +57,18 @@ class Parts:
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.longest, self.limit = tokenizers.longest_sequence(config.model, config.trainer)
+
+    @property
+    def ahead(self) -> int:
+        """Batches ahead: pipeline.max_staleness; `auto` is 1 where neither side waits for the other's GPU."""
+        ahead = self.config.pipeline.max_staleness
+        return int(self.config.gpus_apart and bool(visible_gpus())) if ahead == "auto" else ahead
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether weights go from memory to memory first: sync.backend; `auto` is nccl where NCCL can connect GPUs."""
+        sync, apart = self.config.sync, self.config.gpus_apart
+        return sync.backend == "nccl" or (sync.backend == "auto" and apart and not sync.delta and bool(visible_gpus()))
 
     def trainer(self, stack: ExitStack) -> "Trainer":
         """Load the model into a trainer, which ends with the stack."""
@@ -118,7 +128,7 @@ class Parts:
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
         """Return the pipeline of the batches that `new_batch` gathers."""
-        config, trainer, ahead = self.config.rollout, self.config.trainer, self.config.pipeline.max_staleness
+        config, trainer, ahead = self.config.rollout, self.config.trainer, self.ahead
         oversampling = self.config.algorithm.oversampling
         plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
         return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
@@ -136,7 +146,7 @@ class Parts:
             sampling=sampling_params(
                 config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature, max_tokens=settings.max_tokens
             ),
-            timeout_s=config.rollout.timeout_s * (1 + config.pipeline.max_staleness),
+            timeout_s=config.rollout.timeout_s * (1 + self.ahead),
             max_error_rate=config.rewards.max_error_rate,
         )
 
@@ -152,7 +162,7 @@ class Parts:
         if config.launch.share_gpu:
             transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=config.model.lora is not None)
             turn = transport.trainer_turn
-        elif config.sync.backend == "nccl" and config.pipeline.replay is None:
+        elif self.broadcasts and config.pipeline.replay is None:
             transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
         proof = Proof(
             prompts=prompts[:PROOF_PROMPTS],
@@ -216,19 +226,11 @@ async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
 
     vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
     """
-    if config.launch.share_gpu or _may_meet(config):
+    if config.launch.share_gpu or (not config.gpus_apart and config.pipeline.replay is None and visible_gpus()):
         async with pool_of(config, trainer_id(config.run_dir), **tell) as servers:
             await servers.wait_up()
             if config.launch.share_gpu:
                 await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
-
-
-def _may_meet(config: Config) -> bool:
-    """Return whether a server on this machine may be on a GPU of this trainer: all but those known to be apart."""
-    ours, theirs = (set(listed(gpus)) for gpus in (config.launch.server_gpus, config.launch.trainer_gpus))
-    apart = ours and theirs and not ours & theirs
-    local = any(is_loopback(urlsplit(url).hostname or "") for url in config.server_urls)
-    return local and not apart and config.pipeline.replay is None and bool(visible_gpus())
 
 
 def pool_of(config: Config, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
