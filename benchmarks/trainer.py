@@ -280,7 +280,7 @@ def logprob_step(num_tokens: int, vocabulary: int, in_chunks: bool) -> None:
     hidden = torch.randn(1, num_tokens, 512, device=DEVICE, requires_grad=True)
     targets = torch.zeros(1, num_tokens, dtype=torch.long, device=DEVICE)
     if in_chunks:
-        logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0)
+        logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=CHUNK_TOKENS)
     else:
         full = head(hidden).float().log_softmax(dim=-1)
         logprobs = full.gather(-1, targets[..., None]).squeeze(-1)

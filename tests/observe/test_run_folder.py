@@ -65,8 +65,8 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     assert rows[0] == {
         "id": "step 1/0/0", "group_id": "step 1/0", "prompt_id": "task:step 1/0", "prompt": "sort ba", "answer": "ab",
         "messages": None, "completion": "ab\u2028\r\n", "reward": 1.0, "parts": {"m": 1.0}, "error": None,
-        "finish_reason": "stop", "turns": 2, "num_tokens": 2, "version_min": 3, "version_max": 4, "token_ids": [1, 2, 3, 4, 5],
-        "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345], "mask": [0, 0, 1, 0, 1],
+        "finish_reason": "stop", "turns": 2, "num_tokens": 2, "version_min": 3, "version_max": 4,
+        "token_ids": [1, 2, 3, 4, 5], "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345], "mask": [0, 0, 1, 0, 1],
     }  # fmt: skip
     assert summary == json.loads((run / "summary.json").read_text())
     timed = {"steps": 3, "updated": 1, "train_seconds": 3.5, "seed": 0, "final_version": 2}

@@ -4,7 +4,6 @@ import pytest
 import torch
 from tests.trainer.builders import peak_bytes
 
-from hocket.trainer import logprobs as logprobs_module
 from hocket.trainer.logprobs import token_logprobs
 
 TEMPERATURE = 0.7
@@ -21,9 +20,8 @@ def inputs() -> Inputs:
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize(("chunk_tokens", "masked"), [(1, True), (7, True), (7, False), (1000, True)])
 def test_values_and_gradients_equal_those_of_all_logits(
-    inputs: Inputs, chunk_tokens: int, masked: bool, entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch
+    inputs: Inputs, chunk_tokens: int, masked: bool, entropy_gradient: bool
 ) -> None:
-    monkeypatch.setattr(logprobs_module, "CHUNK_TOKENS", chunk_tokens)
     hidden, head, targets, mask = inputs
     mask = mask if masked else torch.ones_like(mask)
     weights, others = torch.randn(3, 11), torch.randn(3, 11)
@@ -33,7 +31,7 @@ def test_values_and_gradients_equal_those_of_all_logits(
     loss = (expected * weights).sum() + ((expected_entropy * others).sum() if entropy_gradient else 0)
     expected_grads = torch.autograd.grad(loss, [hidden, head.weight])
 
-    options: Any = {"temperature": TEMPERATURE, "mask_bt": mask if masked else None}
+    options: Any = {"temperature": TEMPERATURE, "chunk_tokens": chunk_tokens, "mask_bt": mask if masked else None}
     options["entropy_gradient"] = entropy_gradient
     logprobs, entropy = token_logprobs(hidden, head, targets, **options)
     torch.testing.assert_close(logprobs, expected)
@@ -45,17 +43,14 @@ def test_values_and_gradients_equal_those_of_all_logits(
         assert not token_logprobs(hidden, head, targets, **options)[1].requires_grad
 
 
-def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(logprobs_module, "CHUNK_TOKENS", 32)
+def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backward() -> None:
     head = torch.nn.Linear(4, 2000, bias=False)
     peaks = []
     for tokens in (64, 512):
         hidden, targets = torch.randn(1, tokens, 4, requires_grad=True), torch.zeros(1, tokens, dtype=torch.long)
 
         def work(hidden: torch.Tensor = hidden, targets: torch.Tensor = targets) -> None:
-            logprobs, _ = token_logprobs(hidden, head, targets, temperature=0.7)
+            logprobs, _ = token_logprobs(hidden, head, targets, temperature=0.7, chunk_tokens=32)
             logprobs.sum().backward()
 
         peaks.append(peak_bytes(work))
@@ -63,8 +58,7 @@ def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backwa
     assert peaks[1] < 1.15 * peaks[0]
 
 
-def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs_module, "CHUNK_TOKENS", 7)
+def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs) -> None:
     hidden, head, targets, mask = inputs
     calls = 0
 
@@ -75,7 +69,9 @@ def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs, mon
     head.register_forward_hook(count)
     for masked in (mask, torch.zeros_like(mask)):
         calls = 0
-        logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0, mask_bt=masked, max_tokens=33)
+        logprobs, _ = token_logprobs(
+            hidden, head, targets, temperature=1.0, chunk_tokens=7, mask_bt=masked, max_tokens=33
+        )
         assert calls == 5  # ⌈33 / 7⌉
         logprobs.sum().backward()
         assert calls == 10  # and again in the backward pass
@@ -84,6 +80,8 @@ def test_the_head_is_called_equally_often_whatever_is_masked(inputs: Inputs, mon
 
 def test_an_impossible_token_gives_minus_infinity_but_a_finite_entropy() -> None:
     logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
-    logprobs, entropy = token_logprobs(logits, torch.nn.Identity(), torch.tensor([[2]]), temperature=1.0)
+    logprobs, entropy = token_logprobs(
+        logits, torch.nn.Identity(), torch.tensor([[2]]), temperature=1.0, chunk_tokens=4
+    )
     assert logprobs.item() == -torch.inf
     assert entropy.item() == pytest.approx(torch.tensor(2.0).log().item())

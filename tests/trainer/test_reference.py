@@ -47,7 +47,7 @@ def test_the_start_stays_the_reference_while_the_policy_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = (f"trainer.zero_stage={stage}", f"trainer.micro_batch_tokens={tokens}")
-    monkeypatch.setattr("hocket.trainer.logprobs.CHUNK_TOKENS", 7)
+    monkeypatch.setattr("hocket.trainer.policy.CHUNK_TOKENS", 7)
     expected = logprobs_of(tied_model, ROLLOUTS, temperature)
     with make_trainer(ranks, tied_model, *settings, f"rollout.temperature={temperature}") as trainer:
         for _ in range(3):

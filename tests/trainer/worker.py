@@ -23,7 +23,7 @@ from tests.trainer.builders import gap_of, load, make_groups, make_rollouts, mea
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
-from hocket.trainer import engine, logprobs, ranks
+from hocket.trainer import engine, policy, ranks
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -132,13 +132,13 @@ def matrix(model: str, output: Path, ranks: Ranks) -> None:
     assert ranks.smallest(10 - ranks.rank) == 11 - ranks.size
     cells = {name: [f"trainer.{one}" for one in cell.split()] for name, cell in MATRIX.items()}
     for cell, settings in cells.items():
-        logprobs.CHUNK_TOKENS = 1000 if "whole logits" in cell else 4
+        policy.CHUNK_TOKENS = 1000 if "whole logits" in cell else 4
         for name, trainer in led(model, ranks, {cell: settings}):
             order = -1 if "reversed" in name else 1
             stats = [trainer.step(make_samples(step)[::order]) for step in range(2)]
             trainer.export(output / name)
             (output / name / "stats.json").write_text(json.dumps(stats))
-    logprobs.CHUNK_TOKENS = 4
+    policy.CHUNK_TOKENS = 4
 
 
 def streams(model: str, output: Path, ranks: Ranks) -> None:
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str]) -> None:
     if words[0] in FAILURES:
         fail(*words)
         return
-    logprobs.CHUNK_TOKENS = 4
+    policy.CHUNK_TOKENS = 4
     shard_everything()
     together = Ranks(timeout_s=60)
     for name, model in zip(words[::2], words[1::2], strict=True):

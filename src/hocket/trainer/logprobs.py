@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_TOKENS = 512  # positions whose logits exist at the same time
+CHUNK_TOKENS = 512  # of a policy's forward pass
 
 
 def token_logprobs(
@@ -13,13 +13,14 @@ def token_logprobs(
     target_ids_bt: Tensor,
     *,
     temperature: float,
+    chunk_tokens: int,
     mask_bt: Tensor | None = None,
     max_tokens: int = 0,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (log softmax(lm_head(hidden) / temperature)[target], entropy of that softmax), float32 [b, t] each.
 
-    Logits exist for CHUNK_TOKENS positions at a time and are computed again in the backward pass. Where the mask is
+    Logits exist for `chunk_tokens` positions at a time and are computed again in the backward pass. Where the mask is
     false nothing is computed and both results are 0.
 
     Args:
@@ -30,7 +31,7 @@ def token_logprobs(
     """
     select_bt = torch.ones_like(target_ids_bt, dtype=torch.bool) if mask_bt is None else mask_bt
     hidden_nh, targets_n = hidden_bth[select_bt], target_ids_bt[select_bt]
-    num_calls = max(1, -(-max(len(targets_n), max_tokens) // CHUNK_TOKENS))
+    num_calls = max(1, -(-max(len(targets_n), max_tokens) // chunk_tokens))
 
     def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
         logprobs_cv = (lm_head(hidden_ch).float() / temperature).log_softmax(dim=-1)
@@ -45,8 +46,8 @@ def token_logprobs(
         return logprobs_c, entropy_c
 
     chunks = []
-    for start in range(0, num_calls * CHUNK_TOKENS, CHUNK_TOKENS):
-        part = slice(start, start + CHUNK_TOKENS)
+    for start in range(0, num_calls * chunk_tokens, chunk_tokens):
+        part = slice(start, start + chunk_tokens)
         chunks.append(
             checkpoint(of_chunk, hidden_nh[part], targets_n[part], use_reentrant=False, preserve_rng_state=False)
         )

@@ -19,7 +19,7 @@ from hocket.protocol import TensorSpec
 from hocket.trainer import attention, lora
 from hocket.trainer.batching import TrainBatch
 from hocket.trainer.linear import use_onednn
-from hocket.trainer.logprobs import token_logprobs
+from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
 
@@ -105,6 +105,7 @@ class Policy(nn.Module):
             self.model.get_output_embeddings(),
             batch.target_ids_bt,
             temperature=self.temperature,
+            chunk_tokens=CHUNK_TOKENS,
             mask_bt=batch.mask_bt,
             max_tokens=batch.max_tokens,
             entropy_gradient=self.entropy_gradient,
