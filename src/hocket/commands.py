@@ -22,13 +22,8 @@ from hocket.errors import ConfigError, ServerError, SyncError
 from hocket.launch import door, free_port
 from hocket.observe.console import Console
 from hocket.observe.owner import owning
-<<<<<<< HEAD
 from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
-from hocket.parts import SHORT, Parts, clear_gpu, pool_of
-=======
-from hocket.observe.run_folder import RunFolder, lines_of, trainer_id
 from hocket.parts import SHORT, Parts, answers, clear_gpu, pool_of
->>>>>>> main
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
