@@ -260,7 +260,7 @@ PRINTS = {  # a command → what writes far more than a pipe holds, or writes af
     "": "import hocket; hocket.COMMANDS['test'] = 'x' * 1_000_000",
     "doctor": "from hocket import doctor; doctor.run = lambda: print('x' * 1_000_000)",
     "config": "from hocket import cli, observe; from hocket.observe.console import Console\n"
-    "cli._config = lambda args: [Console('plain', 9).say('x' * 100_000) for _ in range(9)]",
+    "cli._config = lambda args: [Console(9).say('x' * 100_000) for _ in range(9)]",
     "config nowhere.yaml": "import os; os.dup2(1, 2)",
 }
 

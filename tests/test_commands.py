@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+import hocket
 from hocket import commands, parts
 from hocket.client import ServerClient
-from hocket.config import load
+from hocket.config import Config, load
 from hocket.errors import ConfigError, ServerError
+from hocket.rewards.base import REWARDS, bind
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,6 +63,42 @@ def test_a_run_without_an_update_ends_with_status_3(
     monkeypatch.setattr(commands, "_train", train)
     monkeypatch.setattr(commands.Console, "finish", lambda *_: None)
     assert commands.train(load(None, [f"run.dir={tmp_path}/a"])) == status
+
+
+def test_python_gives_the_command_its_settings_and_rewards_and_gets_what_the_run_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, got = tmp_path / "a", list[Any]()
+
+    def train(config: Config, *, serve: bool, on_step: object) -> None:
+        rewards = [bind(name, spec.weight, {}) for name, spec in config.rewards.functions.items()]
+        got.append((config.trainer.steps, config.trainer.seed, serve, [(one.name, one.runs) for one in rewards]))
+        (folder / "weights" / "v000002").mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").write_text('{"steps": 1}')
+        (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n')
+
+    async def slow(answer: str) -> float:
+        return 1.0
+
+    def mine(completion: str) -> float:
+        return 1.0
+
+    monkeypatch.setattr(commands, "train", train)
+    (tmp_path / "a.yaml").write_text(f"run: {{dir: {folder}}}\ntrainer: {{seed: 1}}\n")
+    values = {"run": {"dir": str(folder)}, "trainer": {"seed": 1}}
+    for config in (tmp_path / "a.yaml", str(tmp_path / "a.yaml"), values, load(None, values)):
+        result = hocket.train(config, {"trainer.steps": 5}, rewards={"mine": mine, "slow": slow})
+    assert got == [(5, 1, True, [("mine", "inline"), ("slow", "async")])] * 4
+    assert values == {"run": {"dir": str(folder)}, "trainer": {"seed": 1}}
+    assert (result["steps"], result["history"][1]["reward/mean"]) == (1, 0.5)
+    assert (result["run_dir"], result["model"]) == (folder, folder / "weights" / "v000002")
+    with pytest.raises(ConfigError, match=r"reward mine.*needs the option 'text': set rewards.functions.mine.text"):
+        hocket.train(values, rewards={"mine": lambda text: 1.0})  # the cell that defines it runs again
+    with pytest.raises(ConfigError, match="reward 'math' is registered twice"):
+        hocket.train(values, rewards={"math": mine})
+    assert REWARDS.get("math").runs == "worker"
+    with pytest.raises(ConfigError, match="there is no reward 'mine'"):
+        REWARDS.get("mine")
 
 
 def test_a_dry_run_looks_up_servers_and_shares_no_gpu_with_one_that_is_up(dry_run: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
-from hocket.types import Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -103,6 +103,7 @@ async def trained(
     held_out: int = 2,
     score_s: float = 0.0,
     reference: tuple[float, float] | None = None,
+    on_step: OnStep | None = None,
 ) -> tuple[World, list[Any], Any]:
     fixed = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]
     config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *fixed, *settings])
@@ -143,6 +144,7 @@ async def trained(
             folder=folder,
             console=console,
             checkpoints=kept,
+            on_step=on_step,
         ).train()
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
     return world, [json.loads(line) for line in lines], summary
@@ -172,6 +174,19 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
     assert (summary["steps"], summary["final_version"], summary["before"], summary["after"]) == (2, 7, 0.0, 0.0)
     written = sorted(path.stem for path in (tmp_path / "runs/a/rollouts").iterdir())
     assert written == ["eval_000000", "eval_000002", "step_000001", "step_000002"]
+
+
+async def test_the_users_on_step_sees_every_step_and_ends_the_run(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def on_step(step: int, metrics: dict[str, float]) -> bool:
+        seen.append(metrics["reward/mean"])
+        return step == 2
+
+    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=9", on_step=on_step)
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert seen == [0.5, 0.5]
+    assert (summary["before"], summary["after"]) == (0.0, None)  # no evaluation came after it
 
 
 async def test_every_prompt_that_was_drawn_is_in_the_ledger_with_its_outcome(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from hocket.system import (
     free_memory,
     remove_folder,
     return_freed_memory,
+    run,
     run_in_thread,
     write_atomically,
 )
@@ -110,6 +112,30 @@ async def test_a_cancelled_call_ends_once_its_thread_has() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
+
+
+async def test_a_coroutine_runs_inside_a_running_loop_too_and_an_interrupt_cancels_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = []
+
+    async def work(seconds: float) -> int:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start() if seconds else None
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            await asyncio.sleep(0)  # what it leaves can still be tidied up
+            ended.append(seconds)
+        return 7
+
+    assert run(work(0)) == 7
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook's, while a cell runs
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(work(60))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == [0, 60]
 
 
 async def test_a_call_in_a_thread_returns_or_raises_and_leaves_asyncios_threads_alone() -> None:

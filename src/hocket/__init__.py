@@ -1,5 +1,16 @@
 """GRPO with a vLLM generation server and a DeepSpeed trainer, in step over HTTP."""
 
+import gc
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hocket.config import Config
+    from hocket.types import OnStep
+
 COMMANDS = {
     "quickstart": "start server and trainer on this machine; without CONFIG, train the small policy that ships here",
     "launch": "start the servers and trainer ranks of CONFIG on this machine, GPUs divided between them",
@@ -12,6 +23,52 @@ COMMANDS = {
     "eval": "measure held-out accuracy of a running server, or of model.path where none answers",
     "ledger": "report the fate of every prompt of the run in folder RUN",
     "export": "turn a checkpoint, or a trained adapter (model.lora), into a Hugging Face model folder",
+    "plan": "say what a run needs and takes on given GPUs, from the model's config.json alone",
     "config": "check a config, or print every key",
     "doctor": "report on this machine: packages, GPUs, ports, leftovers",
 }
+
+
+def train(
+    config: "str | Path | Mapping[str, Any] | Config" = "",
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    on_step: "OnStep | None" = None,
+) -> dict[str, Any]:
+    """Train as the command does, with a server that this starts if none answers (docs/python.md). Raise HocketError.
+
+    Args:
+        config: a YAML file, or values as in `overrides`.
+        overrides: "section.key" → value, or section → mapping.
+        rewards: name → function, called in this process; instead of rewards.functions, each with weight 1.
+        on_step: called with number and metrics of each step; the run ends with a checkpoint where it returns True.
+
+    Returns:
+        The content of summary.json, "run_dir", "model" (folder of the newest weights), and "history" (metrics.jsonl).
+    """
+    import torch
+
+    from hocket import commands, environment
+    from hocket import config as configs
+    from hocket.observe.run_folder import read_lines
+    from hocket.rewards.base import REWARDS, reward
+
+    environment.prepare()
+    path, values = (config or None, {}) if isinstance(config, str | Path) else (None, dict(config))
+    if isinstance(config, configs.Config):
+        values = config.model_dump(by_alias=True, exclude_unset=True)
+    if rewards:
+        values["rewards.functions"] = dict.fromkeys(rewards, 1.0)
+    loaded = configs.load(path, values | dict(overrides or {}))
+    with ExitStack() as stack:
+        stack.callback(torch.cuda.empty_cache)
+        stack.callback(gc.collect)  # a run's sockets and GPU memory are held by cycles
+        for name, function in (rewards or {}).items():
+            reward(name, inline=True)(function)
+            stack.callback(REWARDS.forget, name)
+        commands.train(loaded, serve=True, on_step=on_step)
+    folder = loaded.run_dir
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text("utf-8"))
+    model, history = max(folder.glob("weights/v*")), read_lines(folder / "metrics.jsonl")
+    return summary | {"run_dir": folder, "model": model, "history": history}

@@ -111,12 +111,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Writes the checkpoints of one run; its end as a context manager waits for one that is being written.
 
     With checkpoint.async a thread writes the files while training goes on, one checkpoint at a time; its errors are
-    raised at the next step. `last`: the step that the run resumes from, 0 at the beginning.
+    raised at the next step. `last`: the step of the newest one, 0 before any.
     """
 
     def __init__(self, config: Config, state: TrainerState, parts: Mapping[str, Part], *, last: int = 0) -> None:
         self._config, self._settings, self._root = config, config.checkpoint, config.run_dir / FOLDER
-        self._state, self._parts, self._last = state, parts, last
+        self._state, self._parts, self.last = state, parts, last
         self._copied: Mapping[str, Any] | None = None  # the trainer's state of a checkpoint that is not complete yet
         self._buckets: list[Mapping[str, Any]] = []  # its tensors, with checkpoint.async
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -130,7 +130,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def due(self, step: int, *, last: bool = False) -> bool:
         """Return whether to save after this step; `last`: the run ends with it."""
         every = self._settings.every_steps
-        return every > 0 and (step // every > self._last // every or last)
+        return every > 0 and (step // every > self.last // every or last)
 
     def copy(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Copy the idle trainer's state after `step` where a checkpoint is due; return time/checkpoint, in seconds."""
@@ -147,7 +147,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial_of(self._folder).mkdir(parents=True)
             self._copied = self._state(self._buckets.append if self._settings.in_background else self._write)
-        self._last = step
+        self.last = step
         return {"time/checkpoint": time.perf_counter() - start}
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:

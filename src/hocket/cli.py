@@ -108,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--text", action="store_true", help="send the prompt as plain text, without chat template")
     generate.add_argument("--json", action="store_true", help="print the server's whole answer")
     add("eval", _eval).add_argument("--json", action="store_true", help="print one JSON object")
+    plan = add("plan", _plan)
+    plan.add_argument("--gpus", type=int, default=8, metavar="N", help="number of GPUs (default 8)")
+    plan.add_argument("--gpu", default="80GB", metavar="SIZE", help="24GB, 48GB, 80GB (default) or 141GB")
     show = add("config", _config)
     show.add_argument("--reference", action="store_true", help="print every key with default and meaning")
     show.add_argument("--metrics", action="store_true", help="print every metric with meaning and healthy range")
@@ -203,6 +206,13 @@ def _eval(args: argparse.Namespace) -> None:
 
     found = evaluate_checkpoint(args.config, args.arguments)
     print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from hocket import plan
+
+    for line in plan.report(args.config, args.arguments, args.gpus, args.gpu):
+        print(line, flush=True)
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from hocket import checkpoints
+from hocket import checkpoints, system
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config, read_settings
 from hocket.discover import find_servers
@@ -18,7 +18,7 @@ from hocket.launch import free_port
 from hocket.observe.console import Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, trainer_id
-from hocket.parts import SHORT, Parts, clear_gpu, pool_of
+from hocket.parts import SHORT, Parts, answers, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
@@ -28,7 +28,7 @@ from hocket.rollout.episode import Transcript
 from hocket.rollout.evaluate import eval_rewards
 from hocket.rollout.pipeline import Replay
 from hocket.system import kind_of, newest_version, write_atomically
-from hocket.types import Rollout
+from hocket.types import OnStep, Rollout
 
 if TYPE_CHECKING:
     from hocket.loop import Run
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
-def train(config: Config, *, dry_run: bool = False) -> int:
+def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep | None = None) -> int:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
 
-    With `dry_run`, only say what the run would use. Return the exit status. Raise HocketError for the first fault.
+    With `dry_run`, only say what the run would use; with `serve`, start a server if none answers. `on_step` ends the
+    run by True. Return the exit status. Raise HocketError for the first fault.
     """
     load_plugins(config.plugins)
     if int(os.environ.get("RANK", "0")) > 0:
@@ -56,7 +57,7 @@ def train(config: Config, *, dry_run: bool = False) -> int:
         stack.enter_context(owning(config.run_dir, console.say, wait=config.checkpoint.resume))
         saved = checkpoints.find(config, console.say)
         if saved is None or saved.step < config.trainer.steps or not (config.run_dir / "summary.json").exists():
-            summary = asyncio.run(_train(_run(config, saved, console, stack)))
+            summary = system.run(_train(_run(config, saved, console, stack, serve, on_step)))
             console.finish(config.run_dir)
             return 0 if summary["updated"] else NO_UPDATE
         console.say(f"all {config.trainer.steps} steps are done; for more of them raise trainer.steps")
@@ -108,14 +109,26 @@ def _check(parts: Parts, stack: ExitStack) -> None:
 async def _train(run: "Run") -> dict[str, Any]:
     async with run.servers:
         try:
-            return await run.train()
+            summary = await run.train()
+            if (step := run.folder.last_step) > run.checkpoints.last:  # on_step has ended it
+                async with run.publisher.training(publishes=False):
+                    await system.run_in_thread(run.checkpoints.copy, step, last=True)
+                run.checkpoints.complete(step, run.folder.history[-1])
+            return summary
         except SyncError as error:
             raise SyncError(f"step {run.folder.last_step + 1}: {error}") from error
         finally:
             await run.servers.release()
 
 
-def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stack: ExitStack) -> "Run":
+def _run(
+    config: Config,
+    saved: checkpoints.Saved | None,
+    console: Console,
+    stack: ExitStack,
+    serve: bool,
+    on_step: OnStep | None,
+) -> "Run":
     """Bring the parts together; first rewards and data, whose faults show before any model is loaded."""
     scorer = stack.enter_context(RewardScorer(config.rewards))
     eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
@@ -124,7 +137,9 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
     stream = parts.stream(prompts)
     folder = stack.enter_context(RunFolder(config))
     tell: dict[str, Callable[..., None]] = {"on_wait": console.doing, "say": console.say}
-    asyncio.run(clear_gpu(config, **tell))
+    if serve and config.pipeline.replay is None and not system.run(answers(config)):
+        tell["on_wait"] = parts.own_server(stack, [f"{config.run_dir}/config.yaml"])
+    system.run(clear_gpu(config, **tell))
     trainer = parts.trainer(stack)
     from hocket.algorithm.kl import KlController
     from hocket.algorithm.samples import shape
@@ -159,6 +174,7 @@ def _run(config: Config, saved: checkpoints.Saved | None, console: Console, stac
         kl=kl,
         folder=folder,
         console=console,
+        on_step=on_step,
         checkpoints=stack.enter_context(Checkpoints(config, trainer.state, kept, last=saved.step if saved else 0)),
     )
 

@@ -25,7 +25,7 @@ from hocket.rollout.pipeline import NewBatch, Pipeline, Replay
 from hocket.sync.publish import Metrics, Publisher
 from hocket.system import run_in_thread, timed
 from hocket.trainer.trainer import Trainer
-from hocket.types import Group
+from hocket.types import Group, OnStep
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class Run:
     folder: RunFolder  # metrics, rollouts and ledger; its history says which step comes next
     checkpoints: Checkpoints
     console: Console
+    on_step: OnStep | None = None  # the user's; True ends the run
 
     async def train(self) -> dict[str, Any]:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""
@@ -69,9 +70,11 @@ class Run:
                     metrics |= batch.metrics | await self.train_and_publish(step, shaped, last=last)
                     if last or (config.eval.every_steps and step % config.eval.every_steps == 0):
                         metrics |= await self.evaluate(step)
-                self.record(step, shaped, metrics | step_metrics(metrics))
+                metrics |= step_metrics(metrics)
+                self.record(step, shaped, metrics)
                 if not batch.groups:
                     self.console.say(EXHAUSTED)
+                if (self.on_step and self.on_step(step, metrics)) or not batch.groups:
                     break
         self.publisher.versions.save()
         return self.folder.summary(seed=config.trainer.seed, final_version=self.publisher.versions.current)

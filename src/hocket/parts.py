@@ -1,6 +1,8 @@
 """Make the parts of a run from its configuration; commands.py brings them together."""
 
+import os
 import reprlib
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
@@ -10,6 +12,7 @@ from urllib.parse import urlsplit
 
 from hocket import tokenizer as tokenizers
 from hocket.batcher import Batcher
+from hocket.client import ServerClient
 from hocket.config import Config, DataConfig
 from hocket.data.curriculum import bind
 from hocket.data.prompts import Renderer, load_prompts
@@ -167,13 +170,8 @@ class Parts:
     @asynccontextmanager
     async def servers_as_they_are(self, arguments: Sequence[str]) -> AsyncIterator[ServerPool]:
         """Give the servers that the config names with their weights, or one of model.path, started if none answers."""
-        server, model, own = self.config.server, self.config.model.path, list[Child]()
+        server, model = self.config.server, self.config.model.path
         named = bool(server.urls or server.discover)
-
-        def waiting(what: str, waited_s: float) -> None:
-            for child in own:
-                child.refuse_dead()
-            self.console.doing(what, waited_s)
 
         async def check(member: Member, health: Health) -> None:
             serves = f"the server at {member.url} serves {health.model}"
@@ -185,17 +183,32 @@ class Parts:
             self.console.say(f"{serves}, version {health.version}")
             member.mark_ready(health.session)
 
-        async with pool_of(self.config, on_wait=waiting, say=self.console.say) as servers:
-            servers.bring_up = check
-            with ExitStack() as stack:
-                if not named and not await servers.members[0].server.answers():
-                    log = self.config.run_dir / "logs" / "server.log"
-                    self.console.say(f"no server answers at {self.config.own_url}: starting one for {model}, log {log}")
-                    env = variables(self.config.launch.server_gpus or "")
-                    stack.callback(stop, own)
-                    own.append(Child(["-m", "hocket", "serve", *arguments], env=env, log=log))
+        with ExitStack() as stack:
+            waiting = self.console.doing if await answers(self.config) else self.own_server(stack, arguments)
+            async with pool_of(self.config, on_wait=waiting, say=self.console.say) as servers:
+                servers.bring_up = check
                 await servers.wait_up()
                 yield servers
+
+    def own_server(self, stack: ExitStack, arguments: Sequence[str]) -> Callable[[str, float], None]:
+        """Start a server of model.path, which ends with the stack; return what is to be called while waiting for it."""
+        config, log = self.config, self.config.run_dir / "logs" / "server.log"
+        self.console.say(f"no server answers at {config.own_url}: starting one for {config.model.path}, log {log}")
+        env = variables(config.launch.server_gpus or "") | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        child = Child(["-m", "hocket", "serve", *arguments], env=env | {"HOCKET_TOKEN": config.token or ""}, log=log)
+        stack.callback(stop, [child])
+
+        def waiting(what: str, waited_s: float) -> None:
+            child.refuse_dead()
+            self.console.doing(what, waited_s)
+
+        return waiting
+
+
+async def answers(config: Config) -> bool:
+    """Return whether the config names its servers, or one answers where this config would start it."""
+    async with ServerClient(config.own_url, token=config.token) as server:
+        return bool(config.server.urls or config.server.discover) or await server.answers()
 
 
 async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:

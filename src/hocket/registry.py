@@ -37,6 +37,10 @@ class Registry(Generic[T]):
 
         return add
 
+    def forget(self, name: str) -> None:
+        """Remove what was registered under `name`."""
+        del self._items[name]
+
     def get(self, name: str) -> T:
         """Return the object called `name`. Raise ConfigError that lists the known names."""
         if name not in self._items:

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -22,6 +22,28 @@ KEPT_MEMORY = 2 << 30  # bytes of a process; to get them anew in each step takes
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return a coroutine's result as asyncio.run does, also where an event loop runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    begun = Future[Any]()
+
+    async def begin() -> T:
+        begun.set_result(asyncio.current_task())
+        return await coroutine
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, begin())
+        try:
+            return running.result()
+        except KeyboardInterrupt:  # only the main thread gets it
+            task = begun.result()
+            task.get_loop().call_soon_threadsafe(task.cancel)
+            raise
 
 
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

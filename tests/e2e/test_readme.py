@@ -1,17 +1,19 @@
-"""The README's curl commands against a real server: each answers, with the fields that the README shows."""
+"""The README's curl commands and docs/python.md against a real server: each answers as it is shown."""
 
 import json
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from hocket import manifest
-from processes import ROOT, Process, free_port
+from processes import ROOT, START_S, Process, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -73,3 +75,48 @@ def test_an_unchanged_openai_client_chats_with_the_policy(port: int) -> None:
         )
     assert answer.choices[0].message.content == "abcd"
     assert answer.choices[0].finish_reason == "stop"
+
+
+NOTEBOOK = """
+import asyncio, json, sys
+import psutil
+
+async def main():
+    names = {"__name__": "notebook"}
+    for cell in json.load(open(sys.argv[1])):
+        exec(cell, names)
+        me = psutil.Process()
+        ports = [one for one in me.net_connections() if one.status == "LISTEN"]
+        print("left:", len(me.children()), len(ports), me.num_fds(), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_the_python_of_the_documentation_trains_in_a_running_loop_and_leaves_nothing(port: int, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    runs = httpx.get(f"http://127.0.0.1:{port}/health").json()["root"]
+    cells = [code.replace('"runs/', f'"{runs}/') for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+    ports = (free_port(), port)  # the first run starts a server of its own, the others find the one that is there
+    cells = [
+        cell.replace('{"run.dir"', f'{{"server.port": {one}, "run.dir"') for cell, one in zip(cells, ports, strict=True)
+    ]
+    (tmp_path / "cells").write_text(json.dumps(cells))
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    command, program = [str(tmp_path / "cells")], [str(tmp_path / "notebook.py")]
+    with Process(command, tmp_path / "log", program=program, PYTHONPATH=str(ROOT / "src")) as process:
+        assert process.wait_end(START_S) == 0, process.output()
+        process.assert_gone()
+    out = process.output()
+    assert out.count("no server answers") == 1
+    first, last = ([int(number) for number in line] for line in re.findall(r"^left: (\d+) (\d+) (\d+)", out, re.M))
+    assert first[0] == last[0] == 0, out
+    assert last[1] <= first[1], out
+    assert last[2] <= first[2] + 2, out
+    steps = Path(runs, "from_python/metrics.jsonl").read_text().splitlines()[1:]
+    rewards = [json.loads(step)["reward/mean"] for step in steps]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5, out  # own task, own data, and the reward of a file
+    (slow_steps, slow), (fast_steps, fast) = re.findall(r"^\S+ steps (\d+) reward (.*)$", out, re.M)
+    assert float(fast) > float(slow) + 0.05, out
+    assert slow_steps == "10"  # good_enough has ended the other one, which can be resumed
+    assert Path(runs, f"rate_0.0005/checkpoints/step_{int(fast_steps):06d}/COMPLETE").exists()

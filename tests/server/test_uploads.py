@@ -44,7 +44,7 @@ async def test_a_version_appears_when_its_marker_has_come_and_is_there_once(tmp_
 
 NO_VERSIONS = ["0123abcd-weights-v00000१", "..", "0123abcd-v000001", f".{NAME}.partial", f"{NAME}/..", f"{NAME}\n"]
 NO_FILES = ["../a.safetensors", ".a.safetensors", "a/a.safetensors", "a\\a.safetensors", "config.json"]
-NO_FILES += ["a.safetensors\0", "", "x" * 200 + ".safetensors"]
+NO_FILES += ["a.safetensors\0", "", "x" * 200 + ".safetensors", "é.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Which published folders are found and believed, without an engine."""
 
 import json
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -180,6 +181,14 @@ def edit_manifest(folder: Path, **fields: Any) -> None:
 BAD = {
     "truncated file": (truncate, "can't read the safetensors files"),
     "file lacks a tensor": (changed(lambda t: t.pop(NAME), describe=False), r"is missing in the files, \('float32'"),
+    "file has one more": (
+        changed(lambda t: t.update(extra=torch.zeros(2)), describe=False),
+        r"'extra' is \('float32', \[2\]\) in the files, missing in the manifest",
+    ),
+    "two files with a tensor": (
+        lambda f: shutil.copy(f / "model.safetensors", f / "more.safetensors"),
+        "the files hold tensor .* twice",
+    ),
     "other type than described": (
         changed(lambda t: t.update({NAME: t[NAME].half()}), describe=False),
         r"is \('float16', .*\) in the files, \('float32', .*\) in the manifest",
@@ -209,14 +218,15 @@ def test_a_bad_version_is_refused_with_the_reason(kit: Any, root: Path, shapes: 
 
 
 def test_buckets_of_another_model_and_those_with_a_copy_are_refused(shapes: Any) -> None:
-    def refusal(tied: bool, **change: list[int]) -> str:
+    def refusal(tied: bool, again: int = 0, **change: list[int]) -> str:
         layout = {name: list(shape) for name, shape in shapes[tied].shapes.items()} | change
         items = [TensorLayout(name=name, dtype="float32", shape=shape) for name, shape in layout.items()]
         with pytest.raises(ApiError) as caught:
-            versions.check_buckets([items[:3], items[3:]], shapes[tied])
+            versions.check_buckets([items[:3], items[3:] + items[:again]], shapes[tied])
         return str(caught.value)
 
     assert refusal(False, **{NAME: [3, 3]}) == f"tensor {NAME!r} has shape [3, 3], the model's is [64, 128]"
+    assert refusal(False, again=1) == "a tensor is named twice"
     assert refusal(True) == "the model ties lm_head.weight"
 
 

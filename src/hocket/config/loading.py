@@ -1,5 +1,6 @@
 """Load a Config from YAML and overrides, write it back, compare it with an earlier one, and print the table of keys."""
 
+import copy
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,14 +22,14 @@ from hocket.system import kind_of
 SURE = 0.8  # similarity of a key to a known one, of which it is a misspelling
 
 
-def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file (None: defaults), apply `section.key=value` overrides, whose values are YAML, and validate.
+def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
+    """Read a YAML file (None: defaults), set `section.key=value`, in YAML, or a mapping's values, and validate.
 
     Raises:
         ConfigError: with the file or the command line, the key, and what an unknown one is called here.
     """
     values: Any = {}
-    overrides = [*overrides]
+    given = dict(overrides) if isinstance(overrides, Mapping) else dict(map(_read, overrides))
     if path is not None:
         if (folder := Path(path)).is_dir():
             raise ConfigError(
@@ -41,13 +42,13 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
             raise ConfigError(f"can't read the config {path}: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")
-    for override in overrides:
-        _apply(values, override)
+    for key, value in copy.deepcopy(given).items():
+        _set(values, key, value)
     try:
         return Config.model_validate(values)
     except pydantic.ValidationError as error:
         wrong = (one for item in error.errors() for one in _explain(item))
-        raise ConfigError("\n".join(_source(key, path, overrides) + text for key, text in wrong)) from error
+        raise ConfigError("\n".join(_source(key, path, given) + text for key, text in wrong)) from error
 
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
@@ -118,7 +119,7 @@ def _default(field: FieldInfo) -> str:
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def _read(override: str) -> tuple[str, Any]:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"can't read {override!r}: overrides look like section.key=value, e.g. trainer.steps=10")
@@ -130,6 +131,10 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"the value in {override!r} is not valid YAML: {problem}") from error
     if not literal and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):  # YAML 1.1 reads 1e-6 as text
         value = float(text)
+    return key, value
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
         child = values[parent] = {} if values.get(parent) is None else values[parent]  # a file may say null
@@ -149,11 +154,11 @@ def _is_text(key: str) -> bool:
     return all(kind in (str, UserPath, re.Pattern[str], type(None)) for kind in get_args(model) or (model,))
 
 
-def _source(key: str, path: str | Path | None, overrides: Sequence[str]) -> str:
+def _source(key: str, path: str | Path | None, given: Iterable[str]) -> str:
     """Return how the error of a key begins: with where the key was set, file or command line; "" without a file."""
-    if any(f"{key}.".startswith(f"{one.partition('=')[0]}.") for one in overrides):
+    if any(f"{key}.".startswith(f"{one}.") for one in given):
         return "command line: " if path is not None else ""
-    both = any(one.startswith(key) for one in overrides)
+    both = any(one.startswith(key) for one in given)
     return "" if path is None else f"{path} with the command line: " if both else f"{path}: "
 
 

@@ -86,7 +86,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def summary(self, *, seed: int, final_version: int) -> dict[str, Any]:
         """Write summary.json and report.html and return the summary: accuracies and seconds come from the history."""
-        evaluated = (record["eval/accuracy"] for record in reversed(self.history) if "eval/accuracy" in record)
+        evaluated = (record["eval/accuracy"] for record in reversed(self.history[1:]) if "eval/accuracy" in record)
         values = {
             "before": self.history[0].get("eval/accuracy"),
             "after": next(evaluated, None),

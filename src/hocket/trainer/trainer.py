@@ -111,9 +111,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             self._run(*self.ranks.receive())
 
     def close(self) -> None:
-        """Release all ranks and end communication; does nothing after a failure within the common work."""
+        """Release all ranks and end communication; after a failure within the common work only if this is one alone."""
         if self.is_main and not (self._closed or self._broken):
             self._close()
+        elif self._broken and self._owns_ranks and self.ranks.size == 1:  # this process may train again
+            self.ranks.destroy()
 
     @on_all_ranks
     def _close(self) -> None:
