@@ -14,14 +14,17 @@ from hocket.errors import ConfigError
 from hocket.trainer import memory
 from hocket.trainer.memory import GIB
 
-GOLDEN = Path(__file__).parent / "golden" / "plan.csv"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden" / "plan.csv"
 SIZES = {  # of Qwen2.5: hidden size, inner size, layers, heads, heads of keys, vocabulary; whether the head is tied
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
+    "3B": (2048, 11_008, 36, 16, 2, 151_936, True),
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
     "14B": (5120, 13_824, 48, 40, 8, 152_064, False),
     "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
 }
+OF_TABLE = ("0.5B", "1.5B", "7B", "14B", "32B")
 MODES = {
     "full": [],
     "offload": ["trainer.offload_optimizer=true"],
@@ -65,7 +68,7 @@ def test_what_fits_on_which_gpu_is_what_the_table_says(models: dict[str, str], m
     skeleton = memory.skeleton
     monkeypatch.setattr(memory, "skeleton", lambda config: made.get(f"{config}") or once(config))
     monkeypatch.setattr(plan, "skeleton", memory.skeleton)
-    rows = [row(models[size], size, mode, card) for size, mode, card in itertools.product(SIZES, MODES, plan.GPUS)]
+    rows = [row(models[size], size, mode, card) for size, mode, card in itertools.product(OF_TABLE, MODES, plan.GPUS)]
     with GOLDEN.open(encoding="utf-8") as file:
         assert rows == list(csv.DictReader(file))
 
@@ -85,6 +88,28 @@ def test_a_plan_has_the_sizes_that_are_published_and_the_seconds_worked_out_by_h
     # recomputed, at 40 % of 989e12/s on 4 GPUs; attention is 2 % of it
     products = 6 * 128 * (768 * (7_615_616_512 - 2 * 152_064 * 3584) + 512 * 152_064 * 3584)
     assert found.seconds["train"] == pytest.approx(products * 4 / 3 / (4 * 0.4 * 989e12), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gpus", "card"),
+    [
+        ("gsm8k_1gpu", "0.5B", 1, "24GB"),
+        ("lora_7b_24gb", "7B", 1, "24GB"),
+        ("share_1gpu_80gb", "3B", 1, "80GB"),
+        ("one_node_8gpu_7b", "7B", 8, "80GB"),
+    ],
+)
+def test_a_shipped_config_fits_the_gpus_that_it_is_for(
+    name: str, size: str, gpus: int, card: str, models: dict[str, str]
+) -> None:
+    config = load(ROOT / "config" / f"{name}.yaml", [])
+    assert size in config.model.path
+    found = plan.find_needs(
+        load(ROOT / "config" / f"{name}.yaml", [f"model.path={models[size]}"]), gpus, plan.GPUS[card]
+    )
+    assert found.fits
+    assert found.largest_micro_batch >= config.trainer.micro_batch_tokens
+    assert found.kv_tokens >= 16 * config.model.max_length  # or few sequences are decoded at the same time
 
 
 def test_a_plan_that_does_not_fit_names_the_least_costly_ways_out(models: dict[str, str]) -> None:

@@ -91,14 +91,16 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     rank = memory.needed(named_models(config), config.trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
     together = set(",".join(where.servers).split(",")) & set(where.ranks.split(","))
     share = server.gpu_memory_utilization
-    room = gpu.gib * GIB * (1 - share if together and not config.launch.share_gpu else 1.0)
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad or config.model.lora) * dtype.itemsize / size
     text = model.config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     kv_token = 2 * text.num_hidden_layers * heads * head * dtype.itemsize
-    asked = server.kv_cache_mib << 20 if server.kv_cache_mib else None
-    kv_cache = max(0.0, size * (gpu.gib * GIB * share - weights - ENGINE_GIB * GIB)) if asked is None else asked
+    kv_cache = size * (
+        server.kv_cache_mib << 20 if server.kv_cache_mib else GIB * (gpu.gib * share - ENGINE_GIB) - weights
+    )
+    stays = 0.0 if config.launch.share_gpu else weights + kv_cache / size  # of a server that sleeps, vLLM's own
+    room = gpu.gib * GIB - (stays + ENGINE_GIB * GIB if together else 0.0)
     per_token = rank.activations / _tokens(config)
     free = (1 - memory.MARGIN) * room - (rank.total - rank.activations)
     micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token)) if per_token else 0
@@ -110,8 +112,8 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
         largest_micro_batch=micro_batch,
         weights=weights,
         kv_cache=kv_cache,
-        kv_tokens=int(kv_cache / kv_token),
-        sequences=int(kv_cache / kv_token) // tokenizers.context_length(config.model),
+        kv_tokens=max(0, int(kv_cache / kv_token)),
+        sequences=max(0, int(kv_cache / kv_token)) // tokenizers.context_length(config.model),
         seconds={},
     )
     return dataclasses.replace(needs, seconds=_seconds(config, needs, model, gpu, kv_token)) if needs.fits else needs
