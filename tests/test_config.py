@@ -62,7 +62,7 @@ def test_a_presets_kl_can_be_switched_off_and_without_a_group_one_rollout_is_eno
 
 
 def test_every_shipped_config_loads_and_names_what_exists() -> None:
-    files = list(ROOT.glob("config/**/*.yaml"))
+    files = [*ROOT.glob("config/**/*.yaml"), *ROOT.glob("examples/**/*.yaml")]
     assert {"quickstart.yaml", "gsm8k_1gpu.yaml"} <= {path.name for path in files}
     for file in files:
         loaded = config.load(file)
