@@ -27,7 +27,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert f"run.py {command}" in out
-    assert ("section.key=value" in out) == (command not in ("ledger", "doctor"))
+    assert ("section.key=value" in out) == (command not in ("ledger", "doctor", "select"))
 
 
 def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ PRINTS = {  # a command → what writes far more than a pipe holds, or writes af
     "": "import hocket; hocket.COMMANDS['test'] = 'x' * 1_000_000",
     "doctor": "from hocket import doctor; doctor.run = lambda: print('x' * 1_000_000)",
     "config": "from hocket import cli, observe; from hocket.observe.console import Console\n"
-    "cli._config = lambda args: [Console('plain', 9).say('x' * 100_000) for _ in range(9)]",
+    "cli._config = lambda args: [Console(9).say('x' * 100_000) for _ in range(9)]",
     "config nowhere.yaml": "import os; os.dup2(1, 2)",
 }
 

@@ -26,7 +26,7 @@ LAYERS = (  # a module imports from layers above its own line, and from its own 
     {"sync"},
     {"checkpoints"},
     {"loop", "sft", "launch", "engines"},
-    {"parts"},
+    {"parts", "plan"},
     {"commands"},
     {"cli"},
     {"__main__"},

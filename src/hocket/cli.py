@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int | None], *folders: str) -> argparse.ArgumentParser:
-        takes_settings = name not in ("ledger", "doctor")
+        takes_settings = name not in ("ledger", "doctor", "select")
         text, epilog = hocket.COMMANDS[name], EPILOG if takes_settings else None
         command = commands.add_parser(name, help=text, description=text, epilog=epilog)
         for folder in folders:
@@ -108,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--text", action="store_true", help="send the prompt as plain text, without chat template")
     generate.add_argument("--json", action="store_true", help="print the server's whole answer")
     add("eval", _eval).add_argument("--json", action="store_true", help="print one JSON object")
+    plan = add("plan", _plan)
+    plan.add_argument("--gpus", type=int, default=8, metavar="N", help="number of GPUs (default 8)")
+    plan.add_argument("--gpu", default="80GB", metavar="SIZE", help="24GB, 48GB, 80GB (default) or 141GB")
     show = add("config", _config)
     show.add_argument("--reference", action="store_true", help="print every key with default and meaning")
     show.add_argument("--metrics", action="store_true", help="print every metric with meaning and healthy range")
@@ -115,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, "FOLDER", "OUTPUT")
     export.epilog = "Training began with the model that the run's config names; if it has moved, set model.path=NEW."
     add("ledger", _ledger, "RUN")
+    select = add("select", _select, "RUN")
+    select.add_argument("OUTPUT", type=Path, nargs="?", help="file of the rows; default RUN/selected.jsonl")
+    select.add_argument("--min-reward", type=float, help="lowest reward; default: the mean of the run")
+    select.add_argument("--per-prompt", type=int, default=1, help="most rollouts of one prompt (default 1)")
     add("doctor", lambda args: doctor.run())
     return parser
 
@@ -126,7 +133,7 @@ def _quickstart(args: argparse.Namespace) -> int:
         args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused}"])
     status = launch.launch(args.config, args.arguments)
     if status == 0:
-        print(launch.what_next(args.config, args.arguments))
+        print(launch.what_next(args.config.run_dir, args.arguments))
     return status
 
 
@@ -205,6 +212,13 @@ def _eval(args: argparse.Namespace) -> None:
     print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
 
 
+def _plan(args: argparse.Namespace) -> None:
+    from hocket import plan
+
+    for line in plan.report(args.config, args.arguments, args.gpus, args.gpu):
+        print(line, flush=True)
+
+
 def _export(args: argparse.Namespace) -> None:
     from hocket.commands import export
 
@@ -223,6 +237,13 @@ def _ledger(args: argparse.Namespace) -> int:
     accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
     print(ledger.table(accounts))
     return 1 if any(account.problems for account in accounts) else 0
+
+
+def _select(args: argparse.Namespace) -> None:
+    from hocket.commands import select
+
+    output = args.OUTPUT or args.RUN / "selected.jsonl"
+    print(select(args.RUN, output, min_reward=args.min_reward, per_prompt=args.per_prompt))
 
 
 def _config(args: argparse.Namespace) -> None:

@@ -9,13 +9,16 @@ import pytest
 
 from hocket import manifest
 from hocket.protocol import (
+    CollectiveSource,
     DiskSource,
     GenerateRequest,
+    GroupAddress,
     HeartbeatRequest,
     ReloadRequest,
     SamplingParams,
     SessionRequest,
     SleepRequest,
+    TensorLayout,
     WakeRequest,
 )
 from hocket.server import worker
@@ -124,6 +127,10 @@ async def test_a_version_already_held_is_answered_at_once_and_one_that_is_refuse
         await engine.reload(request().model_copy(update={"source": DiskSource(name="nowhere")}))
     with pytest.raises(ApiError, match="the manifest is of version 1, not 2"):
         await engine.reload(request(version=2))
+    group = GroupAddress(name="g", host="127.0.0.1", port=1, backend="gloo", device=None, timeout_s=1.0)
+    foreign = CollectiveSource(group=group, turn=1, buckets=[[TensorLayout(name="x", dtype="float32", shape=[1])]])
+    with pytest.raises(ApiError, match="the model has no tensor 'x'"):
+        await engine.reload(request(version=2).model_copy(update={"source": foreign}))
     assert [call for (call, *_) in llm.calls] == ["pause", "hocket_load_disk", "version", "resume"]
     assert (engine.health().status, engine.health().version) == ("ready", 1)
     same = engine._root / "other"  # under another name it may be another run's version of the same number

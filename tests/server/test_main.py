@@ -124,7 +124,7 @@ def test_an_interrupt_while_the_engine_starts_ends_the_server_also_where_python_
     monkeypatch.setattr(main, "_children", list)  # those of the tests stay alive
     monkeypatch.setattr(main, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(main.tokenizers, "load", lambda _: None)
-    monkeypatch.setattr(main.vllm_api, "engine_arguments", lambda _: None)
+    monkeypatch.setattr(main.vllm_arguments, "engine_arguments", lambda _: None)
     monkeypatch.setattr(main.vllm_api, "start_engine", start_engine)
     try:
         main.serve(config.load(None, [f"model.path={tmp_path}", f"server.port={free_port()}"]))

@@ -219,9 +219,9 @@ def test_a_trainer_computes_with_the_threads_of_its_share_unless_the_user_set_th
     ],
 )
 def test_one_rank_on_a_cpu_shares_only_what_it_has_twice(
-    ranks: Ranks, settings: dict[str, Any], dtype: torch.dtype, stage: int
+    settings: dict[str, Any], dtype: torch.dtype, stage: int
 ) -> None:
-    assert default_zero_stage(TrainerConfig(**settings), dtype, ranks) == stage
+    assert default_zero_stage(TrainerConfig(**settings), dtype, num_ranks=1, on_gpu=False) == stage
 
 
 def test_the_log_probs_of_samples_are_those_of_transformers_in_the_order_of_the_samples(

@@ -45,18 +45,23 @@ def initialize(ranks: Ranks, **options: Any) -> Any:
     return engine
 
 
-def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
+def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> int:
     """Return the configured ZeRO stage; default 1 on a CPU, 2 on a GPU, 0 for one rank in float32."""
     if config.zero_stage is not None:
         return config.zero_stage
-    if ranks.size == 1 and dtype == torch.float32 and not config.offload_optimizer:
+    if num_ranks == 1 and dtype == torch.float32 and not config.offload_optimizer:
         return 0
-    return 2 if ranks.device.type == "cuda" else 1
+    return 2 if on_gpu else 1
+
+
+def zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
+    """Return the ZeRO stage on these ranks."""
+    return default_zero_stage(config, dtype, num_ranks=ranks.size, on_gpu=ranks.device.type == "cuda")
 
 
 def parameter_dtype(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> torch.dtype:
     """Return the dtype of the module's parameters. Raise ConfigError for a combination that can't train."""
-    stage = default_zero_stage(config, dtype, ranks)
+    stage = zero_stage(config, dtype, ranks)
     if dtype == torch.float16 and ranks.device.type == "cpu":
         raise ConfigError("float16 can't be trained on a CPU; set model.dtype to float32 or bfloat16")
     if stage == 0 and dtype == torch.float16:
@@ -102,7 +107,7 @@ class DeepSpeedEngine:
     """Trains one module, with float32 master weights and AdamW; `dtype` is that of forward and backward passes."""
 
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
-        self.stage = default_zero_stage(config, dtype, ranks)
+        self.stage = zero_stage(config, dtype, ranks)
         self._config, self._max_grad_norm, self._dtype, self._ranks = config, config.max_grad_norm, dtype, ranks
         self._adamw = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],

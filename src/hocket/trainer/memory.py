@@ -27,7 +27,7 @@ from hocket.types import TokenSequence, TrainSample
 GIB = 1 << 30
 LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
 REHEARSED_LENGTH = 32  # positions of each sequence of a rehearsal
-_MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
+MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax, its gradient and that of the logits, in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
@@ -102,27 +102,34 @@ def estimate(
     )
 
 
-def check(models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
-    """Return what a step needs with these models. Raise ConfigError, with a way out, where it clearly can't fit."""
+def needed(
+    models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool
+) -> Estimate:
+    """Return what a step needs with these models, by name; "reference" is frozen."""
     parts = [
         estimate(
             skeleton(model).requires_grad_(False) if name == "reference" else skeleton(model),
             config,
             dtype=dtype,
-            stage=default_zero_stage(config, dtype, ranks),
-            num_ranks=ranks.size,
-            offloads=config.offload_optimizer and ranks.device.type == "cuda",
+            stage=default_zero_stage(config, dtype, num_ranks=num_ranks, on_gpu=on_gpu),
+            num_ranks=num_ranks,
+            offloads=config.offload_optimizer and on_gpu,
             quantized=model.lora is not None and model.lora.quantize is not None,
         )
         for name, model in models.items()
     ]
-    together = Estimate(
+    return Estimate(
         weights=sum(part.weights for part in parts),
         gradients=sum(part.gradients for part in parts),
         optimizer=sum(part.optimizer for part in parts),
         activations=max(part.activations for part in parts),  # the models run one after the other
         logits=max(part.logits for part in parts),
     )
+
+
+def check(models: Mapping[str, ModelConfig], config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> Estimate:
+    """Return what a step needs with these models. Raise ConfigError, with a way out, where it clearly can't fit."""
+    together = needed(models, config, dtype, num_ranks=ranks.size, on_gpu=ranks.device.type == "cuda")
     available = available_bytes(ranks.device)
     if together.total * (1 - _TOLERANCE) > available:
         raise ConfigError(
@@ -150,7 +157,7 @@ def fit_micro_batch(learners: Sequence[Learner], config: TrainerConfig, ranks: R
     small, large = (_peak_bytes(learner, tokens, ranks) for tokens in (size, 2 * size))
     per_token = (large - small) / size
     moments = sum(learner.engine.bytes_to_come() for learner in learners)  # the first real step allocates them
-    room = (1 - _MARGIN) * (available_bytes(ranks.device) - moments) - (small - per_token * size)
+    room = (1 - MARGIN) * (available_bytes(ranks.device) - moments) - (small - per_token * size)
     tokens = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) / max(per_token, 1e-9))))
     if tokens < 2:
         raise TrainerError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
-from hocket.config import Config, TrainerConfig
+from hocket.config import Config, ModelConfig, TrainerConfig
 from hocket.system import seed_of
 from hocket.trainer import engine, flops, lora, memory, offload
 from hocket.trainer.batching import TrainBatch, unpack
@@ -34,12 +34,8 @@ class Models:
     def __init__(self, config: Config, ranks: Ranks, loss: BatchLoss | None) -> None:
         algorithm, settings = config.algorithm, config.trainer
         own_loss, self._ranks = loss is None, ranks
-        with_reference, with_critic = own_loss and algorithm.kl != "off", own_loss and algorithm.baseline == "critic"
-        models = {POLICY: config.model}
-        if with_reference and (algorithm.reference is not None or config.model.lora is None):
-            models["reference"] = config.model.beside(algorithm.reference)
-        if with_critic:
-            models["critic"] = config.model.beside(config.critic.path)
+        models = named_models(config) if own_loss else {POLICY: config.model}
+        with_reference, with_critic = own_loss and algorithm.kl != "off", "critic" in models
         for setting, path in {"algorithm.reference": algorithm.reference, "critic.path": config.critic.path}.items():
             if path is not None and config.model.beside(path) in models.values():
                 tokenizers.check_same_ids(path, setting, config.model)
@@ -84,7 +80,11 @@ class Models:
                 self.learners = [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
             self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
             if settings.micro_batch_tokens == "auto":
-                self.fitted_for = _decisive(config, ranks)
+                used = config.model_dump_json(
+                    include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
+                )
+                device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+                self.fitted_for = seed_of(used, ranks.size, device)
                 self.micro_batch_tokens = memory.fit_micro_batch(self.learners, settings, ranks)
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens
@@ -114,21 +114,13 @@ class Models:
         return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
 
 
-def _decisive(config: Config, ranks: Ranks) -> int:
-    settings = config.model_dump_json(
-        include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
-    )
-    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-    return seed_of(settings, ranks.size, device)
-
-
 class FrozenModel:
     """Runs the reference without gradients: whole on every rank or, beside ZeRO-3, spread over the ranks as well."""
 
     def __init__(self, module: Policy, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self._module = module.requires_grad_(False).eval()
         self._engine: Any = None
-        stage = engine.default_zero_stage(config, dtype, ranks)
+        stage = engine.zero_stage(config, dtype, ranks)
         enabled = stage == 0 and dtype != torch.float32
         self._autocast = functools.partial(torch.autocast, ranks.device.type, dtype, enabled=enabled)
         if stage == 3:
@@ -152,6 +144,16 @@ class FrozenModel:
         """Release DeepSpeed's state."""
         if self._engine is not None:
             self._engine.destroy()
+
+
+def named_models(config: Config) -> dict[str, ModelConfig]:
+    """Return the models that a run holds: the policy, and a reference and a critic where the algorithm needs them."""
+    algorithm, models = config.algorithm, {POLICY: config.model}
+    if algorithm.kl != "off" and (algorithm.reference is not None or config.model.lora is None):
+        models["reference"] = config.model.beside(algorithm.reference)  # else the model under the adapter
+    if algorithm.baseline == "critic":
+        models["critic"] = config.model.beside(config.critic.path)
+    return models
 
 
 def configured_loss(settings: LossConfig) -> BatchLoss:
