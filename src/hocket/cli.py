@@ -133,7 +133,7 @@ def _quickstart(args: argparse.Namespace) -> int:
         args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused}"])
     status = launch.launch(args.config, args.arguments)
     if status == 0:
-        print(launch.what_next(args.config, args.arguments))
+        print(launch.what_next(args.config.run_dir, args.arguments))
     return status
 
 

@@ -216,19 +216,14 @@ async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
 
     vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
     """
-    if config.launch.share_gpu or _may_meet(config):
+    ours, theirs = (set(listed(gpus)) for gpus in (config.launch.server_gpus, config.launch.trainer_gpus))
+    apart = (ours and theirs and not ours & theirs) or config.pipeline.replay is not None
+    is_near = any(is_loopback(urlsplit(url).hostname or "") for url in config.server_urls)
+    if config.launch.share_gpu or (is_near and not apart and visible_gpus()):
         async with pool_of(config, trainer_id(config.run_dir), **tell) as servers:
             await servers.wait_up()
             if config.launch.share_gpu:
                 await put_to_sleep(servers, config.sync, keep=config.model.lora is not None)
-
-
-def _may_meet(config: Config) -> bool:
-    """Return whether a server on this machine may be on a GPU of this trainer: all but those known to be apart."""
-    ours, theirs = (set(listed(gpus)) for gpus in (config.launch.server_gpus, config.launch.trainer_gpus))
-    apart = ours and theirs and not ours & theirs
-    local = any(is_loopback(urlsplit(url).hostname or "") for url in config.server_urls)
-    return local and not apart and config.pipeline.replay is None and bool(visible_gpus())
 
 
 def pool_of(config: Config, trainer: str | None = None, **tell: Callable[..., None]) -> ServerPool:
