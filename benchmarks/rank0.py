@@ -30,7 +30,7 @@ from hocket.pool import Deadline, ServerPool
 from hocket.protocol import Completion, Health, SamplingParams, StreamEnd
 from hocket.rollout.collect import Batch, Plan, collect
 from hocket.rollout.episode import single_turn
-from hocket.trainer.batching import balance, divide
+from hocket.trainer.batching import divide
 from hocket.types import Prompt, Rollout, Score, TrainSample
 
 GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 16, 500, 150_000
@@ -107,17 +107,10 @@ def prepare(batch: Batch, tokens: int) -> dict[str, float]:
     own, *others = divide(samples, micro_batch_tokens=most, num_ranks=8)
     return {
         "rows": seconds(lambda: lines_of(batch.groups).encode()),
-        "divide": seconds(lambda: divide(samples, micro_batch_tokens=most, num_ranks=1)),  # balancing: below
+        "divide": seconds(lambda: divide(samples, micro_batch_tokens=most, num_ranks=8)),
         "send": seconds(lambda: [pickle.dumps(share) for share in others]),
         "build": seconds(lambda: [make() for make in own]),
     }
-
-
-def pair_s(rollouts: int, ranks: int) -> float:
-    """Returns the processor seconds of dividing rollouts among ranks, per rollout and rank."""
-    draw = random.Random(0)
-    costs = [draw.lognormvariate(8, 0.8) for _ in range(rollouts)]
-    return seconds(lambda: balance(costs, ranks)) / (rollouts * ranks)
 
 
 def main() -> None:
@@ -125,7 +118,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=1024)
     parser.add_argument("--tokens", type=numbers, default=[64, 4096], help="a short and a long completion")
-    parser.add_argument("--ranks", type=numbers, default=[8, 32, 128])
     options = parser.parse_args()
     with answering(answer) as port:
         found = []
@@ -138,14 +130,10 @@ def main() -> None:
             print(f"{tokens} tokens: ms per rollout: event loop {found[-1][0] * 1e3:.3f}, {text}", flush=True)
     (short, _), (long, after) = found[0], found[-1]
     token_s = (long - short) / (options.tokens[-1] - options.tokens[0])
-    pairs = {ranks: pair_s(options.rollouts, ranks) for ranks in options.ranks}
-    for ranks, value in pairs.items():
-        print(f"dividing rollouts among {ranks} ranks: {value * 1e6:.2f} us per rollout and rank", flush=True)
     figures = {
         "rollout_s": max(0.0, short - token_s * options.tokens[0]),
         "rollout_token_s": token_s,
         "step_token_s": after / (options.tokens[-1] + PROMPT_TOKENS),
-        "pack_pair_s": pairs[options.ranks[-1]],
     }
     print(json.dumps({name: float(f"{value:.3g}") for name, value in figures.items()}))
 

@@ -201,9 +201,8 @@ class Simulation:
         self.records.append({"start": env.now} | self._spent())
 
     def _prepare(self, positions: float) -> Process:
-        """Write the rollouts file and pack the batch, in rank 0's one thread of Python; one rank balances nothing."""
-        speeds, pairs = self.speeds, self.setup.prompts * self.setup.group_size * self.setup.ranks
-        seconds = speeds.step_s + speeds.step_token_s * positions + speeds.pack_pair_s * pairs * (self.setup.ranks > 1)
+        """Write the rollouts file and pack the batch, in rank 0's one thread of Python."""
+        seconds = self.speeds.step_s + self.speeds.step_token_s * positions
         yield self.env.timeout(self._on_rank_0(seconds) - self.env.now)
 
     def _spent(self) -> dict[str, float]:

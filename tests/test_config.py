@@ -62,7 +62,7 @@ def test_a_presets_kl_can_be_switched_off_and_without_a_group_one_rollout_is_eno
 
 
 def test_every_shipped_config_loads_and_names_what_exists() -> None:
-    files = list(ROOT.glob("config/**/*.yaml"))
+    files = [*ROOT.glob("config/**/*.yaml"), *ROOT.glob("examples/**/*.yaml")]
     assert {"quickstart.yaml", "gsm8k_1gpu.yaml"} <= {path.name for path in files}
     for file in files:
         loaded = config.load(file)
@@ -105,8 +105,6 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
 @pytest.mark.parametrize(
     ("overrides", "answer"),
     [
-        ("algorithm.preset=dr-grpo", "algorithm.preset: Input should be 'grpo', 'dapo'"),
-        ("algorithm.preset=dr-grpo", "(did you mean 'dr_grpo'?)"),
         ("algorithm.correction=[]", "algorithm.correction: Input should be"),
         ("algorithm.baseline=none", "set scale to tokens or none"),
         ("algorithm.baseline=critic algorithm.scale=batch", "set scale to tokens or none"),
@@ -120,7 +118,6 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("algorithm.kl=k1 algorithm.kl_coef=0.1", "set kl_in=reward, or kl=k2"),
         ("algorithm.kl=k2 algorithm.kl_coef=0.1 algorithm.kl_target=1", "set kl_in=reward"),
         ("algorithm.kl=k1 algorithm.kl_coef=0.1 algorithm.kl_in=reward", "with kl_in=reward set another scale"),
-        ("trainer.stps=3", "unknown key 'trainer.stps'; did you mean 'trainer.steps'?"),
         ("eval.data.sauce=x", "unknown key 'eval.data.sauce'; did you mean 'eval.data.source'?"),
         ("modle.path=x", "unknown key 'modle.path'; did you mean 'model.path'?"),
         ("learning_rate=1", "did you mean 'critic.learning_rate' or 'trainer.learning_rate'?"),
@@ -136,7 +133,6 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("rollout.top_p=0.9", "here that is no setting: training samples from the whole distribution"),
         ("model.lora.rnk=8", "did you mean 'model.lora.rank'"),
         ("trainer.learning_rate=nan", "trainer.learning_rate: Input should be a finite number"),
-        ("rollout.group_size=1", "nothing to compare with: set 2 or more"),
         ("algorithm.preset=dapo env.thinking_tokens=9", "overlong_share=0.2 would punish the thoughts"),
         ("rewards.functions={}", "rewards.functions: Dictionary should have at least 1 item"),
         ("run.dir=runs/.hidden", "in no hidden folder"),

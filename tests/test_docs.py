@@ -41,20 +41,21 @@ def test_readme_and_architecture_name_no_file_that_is_not_there() -> None:
     assert named - found == set()
 
 
-async def test_the_readmes_own_reward_works_as_it_stands(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
-    command = re.search(r'quickstart "(plugins=.*?)" "(rewards.*?)"', readme)
-    assert code
-    assert command
-    plugin = tmp_path / "my_rewards.py"
-    plugin.write_text(code[1])
-    settings = config.load(None, [command[1].replace("my_rewards.py", str(plugin)), command[2]])
+async def test_the_readmes_own_model_data_and_reward_are_the_example_and_work_as_they_stand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Your own model, data and reward")[1]
+    folder = ROOT / "examples" / "own_everything"
+    for language, name in (("yaml", "config.yaml"), ("python", "reward.py"), ("json", "train.jsonl")):
+        shown, file = section.split(f"```{language}\n")[1].split("```")[0], folder.joinpath(name).read_text("utf-8")
+        assert shown == (file if language != "json" else "".join(file.splitlines(True)[:2]))
+    monkeypatch.chdir(ROOT)
+    settings = config.load("examples/own_everything/config.yaml")
     load_plugins(settings.plugins)
-    sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="abdc")
-    rollout = Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,), answer="abcd"), sequences=(sequence,))
+    sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="dcab")
+    rollout = Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,), answer="dcba"), sequences=(sequence,))
     with RewardScorer(settings.rewards) as scorer:
-        assert (await scorer.score(rollout)).total == pytest.approx(0.5)  # "ab" of "abcd", and no bonus
+        assert (await scorer.score(rollout)).total == pytest.approx(2 / 3)  # dc and ca fall, ab does not; no bonus
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -282,8 +282,7 @@ def test_what_comes_next_fits_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         (run / "rollouts" / "step_000001.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
         given = ["server.port=8100", f"run.dir={run}", *settings]
         return [
-            line.partition(":  ")[2].strip() or line.strip()
-            for line in launch.what_next(config.load(None, given), given).splitlines()[1:]
+            line.partition(":  ")[2].strip() or line.strip() for line in launch.what_next(run, given).splitlines()[1:]
         ]
 
     assert lines("Add: 1 2") == [
@@ -292,6 +291,7 @@ def test_what_comes_next_fits_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         f"python3 run.py serve server.port=8100 model.path={run}/weights/v000002",
         "python3 run.py generate server.port=8100 -p 'Add: 1 2'",
     ]
+    (run / "weights" / "v000002" / "adapter_config.json").touch()
     *_, merge, serve, generate = lines("x" * 500, "model.lora={}")
     assert merge == f"python3 run.py export {run}/weights/v000002 {run}/model"
     assert serve.endswith(f"model.path={run}/model model.lora=null")

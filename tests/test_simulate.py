@@ -18,7 +18,7 @@ from simulated_run import Simulation
 TEN = [[10, 10]]  # every completion has ten tokens
 PLAIN: dict[str, Any] = {  # every second in its place, nothing hidden
     "decode_fixed_s": 0.0, "decode_token_s": 0.0, "batch_s": 0.0, "reward_s": 0.0, "reward_workers": 0,
-    "prompt_tokens": 0.0, "rollout_s": 0.0, "rollout_token_s": 0.0, "step_token_s": 0.0, "pack_pair_s": 0.0,
+    "prompt_tokens": 0.0, "rollout_s": 0.0, "rollout_token_s": 0.0, "step_token_s": 0.0,
     "train_fixed_s": 0.0, "prepare_s": 0.0, "transfer_s": 0.0, "check_s": 0.0, "silence_s": 0.0,
 }  # fmt: skip
 

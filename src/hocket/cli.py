@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int | None], *folders: str) -> argparse.ArgumentParser:
-        takes_settings = name not in ("ledger", "doctor")
+        takes_settings = name not in ("ledger", "doctor", "select")
         text, epilog = hocket.COMMANDS[name], EPILOG if takes_settings else None
         command = commands.add_parser(name, help=text, description=text, epilog=epilog)
         for folder in folders:
@@ -118,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, "FOLDER", "OUTPUT")
     export.epilog = "Training began with the model that the run's config names; if it has moved, set model.path=NEW."
     add("ledger", _ledger, "RUN")
+    select = add("select", _select, "RUN")
+    select.add_argument("OUTPUT", type=Path, nargs="?", help="file of the rows; default RUN/selected.jsonl")
+    select.add_argument("--min-reward", type=float, help="lowest reward; default: the mean of the run")
+    select.add_argument("--per-prompt", type=int, default=1, help="most rollouts of one prompt (default 1)")
     add("doctor", lambda args: doctor.run())
     return parser
 
@@ -129,7 +133,7 @@ def _quickstart(args: argparse.Namespace) -> int:
         args.config, args.arguments = read_settings([*args.arguments, f"run.dir={unused}"])
     status = launch.launch(args.config, args.arguments)
     if status == 0:
-        print(launch.what_next(args.config, args.arguments))
+        print(launch.what_next(args.config.run_dir, args.arguments))
     return status
 
 
@@ -233,6 +237,13 @@ def _ledger(args: argparse.Namespace) -> int:
     accounts = ledger.accounts(rows, stream, ended=(args.RUN / "summary.json").exists())
     print(ledger.table(accounts))
     return 1 if any(account.problems for account in accounts) else 0
+
+
+def _select(args: argparse.Namespace) -> None:
+    from hocket.commands import select
+
+    output = args.OUTPUT or args.RUN / "selected.jsonl"
+    print(select(args.RUN, output, min_reward=args.min_reward, per_prompt=args.per_prompt))
 
 
 def _config(args: argparse.Namespace) -> None:

@@ -1,11 +1,14 @@
-"""The commands that bring hocket's parts together in this process: train, rollout and eval."""
+"""The commands that bring hocket's parts together in this process: train, rollout, eval, export and select."""
 
 import asyncio
+import itertools
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +16,13 @@ from hocket import checkpoints, system
 from hocket.checkpoints import Checkpoints
 from hocket.config import Config, read_settings
 from hocket.discover import find_servers
+from hocket.envs import Agent
+from hocket.envs import base as environments
 from hocket.errors import ConfigError, ServerError, SyncError
-from hocket.launch import free_port
+from hocket.launch import door, free_port
 from hocket.observe.console import Console
 from hocket.observe.owner import owning
-from hocket.observe.run_folder import RunFolder, lines_of, trainer_id
+from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
 from hocket.parts import SHORT, Parts, answers, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
@@ -254,3 +259,47 @@ def export(folder: Path, output: Path, *, base: str | None) -> None:
     saved = checkpoints.read(folder)
     base = base or saved.config["model"]["path"]
     state.export(folder, output, base=base, dtype=saved.trainer["dtype"], adapter=saved.trainer["adapter"])
+
+
+def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int) -> str:
+    """Write the best rollouts of each prompt, the newest of equal ones, as rows for sft; return what they are.
+
+    `min_reward` is by default the mean. Rollouts without a score, and those that were cut off, are never chosen.
+    """
+    config, _ = read_settings([str(run / "config.yaml")])
+    load_plugins(config.plugins)
+    made = environments.bind(config.env.name, config.env.model_extra or {})()
+    if isinstance(made, Agent):
+        raise ConfigError(f"{run}: of an agent's calls it has the tokens, not the messages; set pipeline.replay={run}")
+    tools = {"tools": made.toolbox.tools} if made.toolbox else {}
+    files = sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True)
+    rows = [_demonstration(row, tools) for path in files for row in read_lines(path)]
+    told = sorted(filter(None, rows), key=lambda row: -row["reward"])
+    least = min_reward if min_reward is not None else fmean([row["reward"] for row in told] or [0.0])
+    best: dict[str, dict[str, Any]] = {}  # of each prompt: text → row
+    for row in told:
+        if row["reward"] >= least:
+            best.setdefault(row["prompt_id"], {}).setdefault(repr(row.get("messages") or row["response"]), row)
+    chosen = [row for rows in best.values() for row in itertools.islice(rows.values(), per_prompt)]
+    if not chosen:
+        highest = f"the highest is {told[0]['reward']:g}" if told else f"of {len(rows)}, none has a score and an end"
+        raise ConfigError(f"no rollout of {run} has a reward of at least {least:g}: {highest}")
+    write_atomically(output, "".join(json.dumps(row) + "\n" for row in chosen))
+    mean, plain = fmean(row["reward"] for row in chosen), "" if "messages" in chosen[0] else " data.chat_template=false"
+    command = f"{door()} sft data.source={output} model.path={config.model.path}{plain} run.dir=NEW"
+    share = f"{len(chosen)} of {len(rows)} rollouts, of {len(best)} prompts"
+    return f"{output}: {share}; rewards from {least:.3g}, mean {mean:.3g}\nto train on them: {command}"
+
+
+def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rollout as a row for sft; {} if it has no score, or was cut off, or has told text between its turns."""
+    if "messages" not in row:
+        raise ConfigError("these rollouts are of an earlier version, which kept no messages; roll out once more")
+    said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
+    told = any(message["role"] == "environment" for message in said) or (row["messages"] is None and len(said) > 1)
+    if row["reward"] is None or row["finish_reason"] != "stop" or told:
+        return {}
+    known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
+    if row["messages"] is None:
+        return {"prompt": row["prompt"], "response": row["completion"], **known}
+    return {"messages": [*row["messages"], *said], **tools, **known}

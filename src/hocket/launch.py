@@ -22,6 +22,7 @@ from hocket.config.sections import listed
 from hocket.doctor import holder
 from hocket.errors import ConfigError, ServerError
 from hocket.processes import die_with_parent
+from hocket.system import kind_of
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
@@ -273,12 +274,12 @@ def door() -> str:
     return "hocket" if Path(sys.argv[0]).name == "hocket" else f"python3 {sys.argv[0]}"
 
 
-def what_next(config: Config, arguments: Sequence[str]) -> str:
+def what_next(run_dir: Path, arguments: Sequence[str]) -> str:
     """Return commands that fit the run that has ended: the same again by hand, and the use of its newest version."""
-    run, run_dir = door(), config.run_dir
+    run = door()
     given = [one for one in arguments if not one.startswith(("run.dir=", "checkpoint.resume="))]
     model, more, merge = max(run_dir.glob("weights/v*")), list[str](), ""
-    if config.model.lora is not None:
+    if kind_of(model) == "adapter":
         merge = f"Merge adapter and base model:  {run} export {model} {run_dir}/model\n"
         model, more = run_dir / "model", ["model.lora=null"]
     rollouts = max(run_dir.glob("rollouts/step_*.jsonl"), default=None)

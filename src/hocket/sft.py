@@ -64,13 +64,12 @@ def _train(config: Config) -> None:
             folder.finish(0, before)
             console.say(f"step 0/{steps}  held-out loss {before['eval/loss']:.4f}, of {len(held_out)} demonstrations")
         order = itertools.islice(in_epochs(samples, config.trainer.seed), last * size, most)
-        start, num_tokens, every = time.perf_counter(), 0.0, config.eval.every_steps
+        start, every = time.perf_counter(), config.eval.every_steps
         with Checkpoints(config, trainer.state, parts, last=last) as kept:
             for step in range(last + 1, steps + 1):
                 console.progress(step, "training")
                 metrics = trainer.step(list(itertools.islice(order, size)), keep=folder.skipped(step))
-                num_tokens += metrics["train/tokens"]
-                seconds, said = time.perf_counter() - start, f"  loss {metrics['train/loss']:.4f}"
+                said = f"loss {metrics['train/loss']:.4f}"
                 if is_measured := bool(held_out) and (step == steps or (every > 0 and step % every == 0)):
                     metrics |= held_out_loss(trainer, held_out)
                     said += f"  held-out loss {metrics['eval/loss']:.4f}"
@@ -78,10 +77,9 @@ def _train(config: Config) -> None:
                 folder.finish(step, metrics)
                 kept.complete(step, metrics)
                 if is_measured or step in (last + 1, steps) or step % max(1, steps // NUM_LINES) == 0:
-                    console.say(
-                        f"step {step}/{steps}{said}  {num_tokens / seconds:,.0f} tokens/s  "
-                        f"{seconds / (step - last) * (steps - step):.0f} s left"
-                    )
+                    left_s = (time.perf_counter() - start) / (step - last) * (steps - step)
+                    speed = f"{metrics['train/tokens_per_s']:,.0f} tokens/s  {left_s:.0f} s left"
+                    console.say(f"step {step}/{steps}  {said}  {speed}")
             with atomic_folder(output) as partial:
                 trainer.export(partial)
             setting = "trainer.steps" if epochs is None else "sft.epochs"
@@ -96,9 +94,9 @@ def _samples(config: Config, data: DataConfig) -> list[TrainSample]:
 
 
 def _held_out(config: Config) -> list[TrainSample]:
-    """Return the demonstrations of eval.data; none where that is still the default, and what is trained is another."""
+    """Return the demonstrations of eval.data; none where its source is not set, and not what is trained."""
     data, most = config.held_out_data, config.eval.num_prompts
-    if most == 0 or data.source == type(data)().source != config.data.source:
+    if most == 0 or ("source" not in data.model_fields_set and data.source != config.data.source):
         return []
     return _samples(config, data.model_copy(update={"limit": min(most, data.limit or most)}))
 

@@ -42,7 +42,7 @@ class TokenSequence:
     turns: int = 1  # model turns
     text: str = ""  # what the policy wrote in its last turn
     opening: str = ""  # of a thought, that stands before this text: "<think>\n"
-    dialogue: tuple[Message, ...] = ()  # what policy and environment said after the prompt; () for a single turn
+    dialogue: tuple[Message, ...] = ()  # what policy and environment said after the prompt; () if only the policy
 
     def __post_init__(self) -> None:
         check_lengths(token_ids=self.token_ids, mask=self.mask, logprobs=self.logprobs)

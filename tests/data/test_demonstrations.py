@@ -140,12 +140,16 @@ def test_a_turn_with_an_end_of_its_own_is_taught_with_that(write_jsonl: Write) -
     [
         ({"messages": [user("x"), says("y"), user("z")]}, "ends with a message of 'user', which nothing answers"),
         ({"messages": []}, "column 'messages' ends with nothing"),
-        ({"messages": [user("x"), says(None)]}, "message 1 of column 'messages' is an empty turn of the assistant"),
+        ({"messages": [user("x"), says(None)]}, "column 'messages' has an empty turn of the assistant"),
         ({"messages": [{"content": "x"}, says("y")]}, "message 0 of column 'messages' must be {'role': text"),
         ({"messages": [user("x"), says("y")], "tools": "add"}, "Expecting value"),
-        ({"messages": [user("x"), says("y")], "tools": {"a": 1}}, "column 'tools' must be a list of JSON schemas"),
+        ({"messages": [user("x"), says("y")], "tools": {"a": 1}}, "Tools should either be a JSON schema"),
         ({"prompt": "x"}, "or eval.data.prompt_column to one of whole conversations, or eval.num_prompts=0"),
         ({"messages": [user("x"), says("", tool_calls=[{}])]}, "does not write message 1 as it lets the model begin"),
+        (
+            {"messages": [user("x"), says("<think>\ny", tool_calls=[{"name": "add"}])]},
+            "leaves the tool calls of message 1",
+        ),
         ({"messages": [user("x"), says("y")]}, "message 1 never closes it: begin it with the thought and </think>"),
     ],
 )

@@ -90,10 +90,8 @@ class Config(Section):
     @property
     def held_out_data(self) -> sections.HeldOutConfig:
         """Source of the evaluation, rendered with the options of section data unless it has some of its own."""
-        data = self.eval.data
-        return data.model_copy(
-            update={"chat_template_kwargs": data.chat_template_kwargs or self.data.chat_template_kwargs}
-        )
+        options = self.eval.data.chat_template_kwargs or self.data.chat_template_kwargs
+        return self.eval.data.model_copy(update={"chat_template_kwargs": options})
 
     @property
     def pass_reward(self) -> str:

@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hocket.config import DataConfig
-from hocket.data.prompts import NO_TOKEN, Renderer, in_parts, opening_of
+from hocket.data.prompts import NO_TOKEN, Renderer, check_messages, in_parts, opening_of
 from hocket.errors import DataError
 from hocket.types import Message, TokenSequence
 
-MESSAGES, TOOLS = "messages", "tools"  # columns, as TRL calls them
 Piece = tuple[str, Sequence[int] | None]  # a text, and the tokens that end it if it is taught; None: it is only read
 
 log = logging.getLogger(__name__)
@@ -47,12 +46,13 @@ def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> li
 
 def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int) -> list[list[Piece]]:
     """Return the samples of a row, each in pieces."""
-    whole = [name for name in (data.prompt_column, MESSAGES) if isinstance(columns.get(name), list)]
+    whole = [name for name in (data.prompt_column, "messages") if isinstance(columns.get(name), list)]
     if whole and data.response_column not in columns:
-        return _conversation(renderer, _turns(columns[whole[0]], whole[0], data), _tools(columns.get(TOOLS)), end)
+        tools = columns.get("tools") or None
+        tools = _clean(json.loads(tools) if isinstance(tools, str) else tools)
+        return _conversation(renderer, _turns(columns[whole[0]], whole[0], data), tools, end)
     prompt, _ = renderer.prompt(columns)
     hint = f", or {data.section}.prompt_column to one of whole conversations"
-    hint += ", or eval.num_prompts=0" if data.section == "eval.data" else ""
     hint += ", or eval.num_prompts=0" if data.section == "eval.data" else ""
     response = renderer.column(columns, "response_column", hint)
     if not (isinstance(response, str) and response):
@@ -60,16 +60,14 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
     return [[(prompt, None), (_behind(opening_of(prompt), response, f"column {data.response_column!r}"), [end])]]
 
 
-def _conversation(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], end: int
-) -> list[list[Piece]]:
+def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, end: int) -> list[list[Piece]]:
     samples = list[list[Piece]]()
     told = said = ""  # the text of the last sample: in its pieces, and with what stands behind its last turn
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         asked = renderer.render(messages[:index], tools=tools)
-        whole = renderer.render(messages[: index + 1], tools=tools, ended=True)
+        whole = renderer.render(messages[: index + 1], tools=tools, add_generation_prompt=False)
         if whole.startswith(asked):
             turn = whole[len(asked) :]
         elif message.keys() <= {"role", "content"}:  # the template has left the turn's own thought out
@@ -77,6 +75,9 @@ def _conversation(
         else:
             what = f"the chat template does not write message {index} as it lets the model begin it: {asked[-20:]!r}"
             raise ValueError(f"{what}; write its tool calls and thoughts into its content, or use another template")
+        calls = [call.get("function", call) for call in message.get("tool_calls", ()) if isinstance(call, dict)]
+        if any(str(call.get("name", "")) not in turn for call in calls):
+            raise ValueError(f"the chat template leaves the tool calls of message {index} out: use one that knows them")
         if not samples or not asked.startswith(said):
             samples.append([])
             told = ""
@@ -117,27 +118,15 @@ def _behind(opening: str, response: str, what: str) -> str:
 
 def _turns(messages: Sequence[Any], column: str, data: DataConfig) -> list[Message]:
     """Return the messages of a conversation, which ends with the assistant's."""
-    turns = list[Message]()
-    for index, message in enumerate(messages):
-        turn = {"content": "", **_clean(message)} if isinstance(message, Mapping) else {}
-        if not all(isinstance(turn.get(key), str) for key in ("role", "content")):
-            what = f"message {index} of column {column!r}"
-            raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
-        if turn["role"] == "assistant" and not turn["content"] and len(turn) == 2:
-            raise ValueError(f"message {index} of column {column!r} is an empty turn of the assistant: remove it")
-        turns.append(turn)
+    turns = [{"content": "", **_clean(message)} if isinstance(message, dict) else message for message in messages]
+    check_messages(turns, column)
+    if {"role": "assistant", "content": ""} in turns:
+        raise ValueError(f"column {column!r} has an empty turn of the assistant: remove it")
     if not turns or turns[-1]["role"] != "assistant":
         last = f"a message of {turns[-1]['role']!r}, which nothing answers" if turns else "nothing"
         advice = f"remove that, add the answer, or name its column in {data.section}.response_column"
         raise ValueError(f"column {column!r} ends with {last}: {advice}")
     return turns
-
-
-def _tools(tools: Any) -> list[Mapping[str, Any]]:
-    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-    if not isinstance(tools or [], list):
-        raise ValueError(f"column {TOOLS!r} must be a list of JSON schemas, got {tools!r:.80}")
-    return [_clean(tool) for tool in tools or ()]
 
 
 def _clean(value: Any) -> Any:

@@ -128,6 +128,14 @@ def _columns(row: Any) -> Mapping[str, Any]:
     return columns
 
 
+def check_messages(messages: Sequence[Any], column: str) -> None:
+    """Raise ValueError where one is no message."""
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            what = f"message {index} of column {column!r}"
+            raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
+
+
 class Renderer:
     """Render rows and messages with the chat template of a Hugging Face tokenizer, and encode them."""
 
@@ -175,30 +183,19 @@ class Renderer:
         encoded: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        options: Options = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        ended: bool = False,
-    ) -> str:
-        """Return the chat as text, up to where the model's next turn begins, or (`ended`) after its last message.
+    def render(self, messages: Sequence[Message], options: Options = None, **more: Any) -> str:
+        """Return the chat as text, up to where the model's next turn begins. Raise ValueError if it can't be.
 
-        `tools` stand in for the renderer's own. Raise ValueError if it can't be rendered.
+        `more` are options besides: the tools of these messages, or no generation prompt.
         """
         from jinja2 import TemplateError
 
         if not self._data.chat_template:
             raise ValueError("messages need data.chat_template: true; without one there is plain text alone")
+        given = {"tools": self._tools, "add_generation_prompt": True, "tokenize": False}
+        given |= self._data.chat_template_kwargs if options is None else options
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or self._tools,
-                add_generation_prompt=not ended,
-                tokenize=False,
-                **(self._data.chat_template_kwargs if options is None else options),
-            )
+            text: str = self._tokenizer.apply_chat_template(list(messages), **given | more)
         # A template is a small program: besides its own refusals it fails in these ways on what it did not expect.
         except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
@@ -228,7 +225,7 @@ class Renderer:
     @functools.cached_property
     def after_turn(self) -> str:
         """What the chat template writes after a last turn of the model: its end, and maybe a line break."""
-        return self.render(TURN, ended=True).rpartition(PROBE)[2] if self._data.chat_template else ""
+        return self.render(TURN, add_generation_prompt=False).rpartition(PROBE)[2] if self._data.chat_template else ""
 
     def end_of_turn(self) -> int:
         """Return the token with which the model ends its answer: the chat template's own, else the tokenizer's EOS."""
@@ -250,10 +247,7 @@ class Renderer:
         if isinstance(value, str):
             first = () if system is None else ({"role": "system", "content": system},)
             return (*first, {"role": "user", "content": value}) if self._data.chat_template else None
-        for index, message in enumerate(value):
-            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-                what = f"message {index} of column {column!r}"
-                raise ValueError(f"{what} must be {{'role': text, 'content': text}}, got {message!r:.80}")
+        check_messages(value, column)
         if value[-1]["role"] == "assistant":
             raise ValueError(f"column {column!r} ends with an assistant message: there is nothing left to answer")
         return tuple(value)

@@ -187,6 +187,7 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
         "group_id": group.id,
         "prompt_id": rollout.prompt.id,
         "prompt": rollout.prompt.text,
+        "messages": rollout.prompt.messages,
         "answer": rollout.prompt.answer,
         "reward": None if score.error is not None else score.total,
         "parts": dict(score.parts),
@@ -218,7 +219,8 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
     sequences = tuple(map(_sequence, (*row.get("others", ()), row)))
     last = sequences[-1]
     told = last.mask.index(True) if any(last.mask) else len(last.mask)
-    known = {"text": row["prompt"], "answer": row["answer"]}
+    messages = row.get("messages")
+    known = {"text": row["prompt"], "answer": row["answer"], "messages": messages and tuple(messages)}
     prompt = Prompt(id=row["prompt_id"], token_ids=tuple(last.token_ids[:told]), **known)
     return Rollout(id=row["id"], prompt=prompt, sequences=sequences)
 

@@ -143,7 +143,7 @@ class Transcript:
             turns=self.turns,
             text=self.text,
             opening=self.opening,
-            dialogue=tuple(self.dialogue) if self.turns > 1 else (),
+            dialogue=tuple(self.dialogue) if len(self.dialogue) > 1 else (),
         )
 
 
@@ -287,8 +287,7 @@ class Episode:
             return await asyncio.get_running_loop().run_in_executor(_RENDERING, render)
         except TooLongError:
             return None
-        # A template is a small program: besides its own refusals it fails in these ways on what it did not expect.
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except ValueError as error:
             raise EpisodeError(f"the environment's messages can't be rendered: {error}") from error
 
     async def _call(

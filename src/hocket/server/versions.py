@@ -206,7 +206,8 @@ class PatchedCopy:
             self._folder = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
             for path in full.glob("*.safetensors"):
                 shutil.copyfile(path, self._folder / path.name)
-        delta.patch(self._folder, folder)  # may be done twice
+        if self._checksum != described.checksum:  # a second time would undo it
+            delta.patch(self._folder, folder)
         check_headers(self._folder, described)
         self._checksum = described.checksum
         return self._folder

@@ -116,7 +116,7 @@ class Versions:
             return manifest.specs(self._last.items())
 
         written = self._write("deltas", version, fill, base=base.checksum)
-        count = sum(change.count for change in changes.values())
+        count = sum(change.num_changed for change in changes.values())
         self._base = dataclasses.replace(written, changed=count / sum(map(torch.numel, self._last.values())))
         return self._base
 

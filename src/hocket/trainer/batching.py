@@ -151,18 +151,13 @@ def unpack(
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Return indices of the costs in parts of about equal sums: Karmarkar and Karp's differencing method."""
-    heap = []  # (−difference of the sums, tie-break, parts as (sum, indices) with the largest first)
-    for index, value in enumerate(costs):
-        parts = [(value, [index]), *((0.0, []) for _ in range(num_parts - 1))]
-        heap.append((-value if num_parts > 1 else 0.0, index, parts))
-    heapq.heapify(heap)
-    while len(heap) > 1:  # join the two that differ most: the largest part of one with the smallest of the other
-        (_, order, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = [(a + b, [*p, *q]) for (a, p), (b, q) in zip(one, reversed(other), strict=True)]
-        joined.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], order, joined))
-    return [indices for _, indices in heap[0][2]]
+    """Return indices of the costs in parts of about equal sums: the costliest first, each to the cheapest part."""
+    parts = [(0.0, number, list[int]()) for number in range(num_parts)]  # a heap
+    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        total, number, part = parts[0]
+        part.append(index)
+        heapq.heapreplace(parts, (total + costs[index], number, part))
+    return [part for _, _, part in sorted(parts, key=lambda one: one[1])]
 
 
 def _fill(

@@ -80,7 +80,11 @@ class Models:
                 self.learners = [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
             self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
             if settings.micro_batch_tokens == "auto":
-                self.fitted_for = _decisive(config, ranks)
+                used = config.model_dump_json(
+                    include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
+                )
+                device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+                self.fitted_for = seed_of(used, ranks.size, device)
                 self.micro_batch_tokens = memory.fit_micro_batch(self.learners, settings, ranks)
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens
@@ -108,14 +112,6 @@ class Models:
         output = self._loss(logprobs_bt, entropy_bt, batch)
         entropy = entropy_bt.detach().sum() / batch.num_tokens_global
         return LossOutput(loss=output.loss, metrics={"entropy": entropy, **output.metrics})
-
-
-def _decisive(config: Config, ranks: Ranks) -> int:
-    settings = config.model_dump_json(
-        include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
-    )
-    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-    return seed_of(settings, ranks.size, device)
 
 
 class FrozenModel:

@@ -1,0 +1,166 @@
+"""The likely mistakes of a first hour, as typed: each is answered by cause and fix, before an engine is loaded.
+
+Two are elsewhere, where their processes are: a command that there is not (test_run.py), a port in use
+(server/test_main.py).
+"""
+
+import functools
+import shlex
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import pytest
+from transformers import AutoTokenizer
+
+from batches import played
+from hocket import parts, tokenizer
+from hocket.cli import main
+from hocket.client import ServerClient
+from hocket.errors import ServerError
+from hocket.observe.owner import owning
+from hocket.protocol import Health
+from hocket.rollout.collect import Seat
+from hocket.trainer.trainer import Trainer
+from hocket.types import Prompt, Rollout
+
+SORT = Path(__file__).parents[1] / "checkpoints" / "tiny-sort"
+FILES = {
+    "trained/metrics.jsonl": '{"step": 3}',
+    "rows.jsonl": '{"question": "a", "answer": "b"}\n',
+    "broken.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": }\n',
+    "null.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": null}\n',
+    "tab.yaml": "run:\n\tdir: a\n",
+    "typo.yaml": "trainer: {stps: 3}\n",
+    "mine.py": "import time\n\nfrom hocket.rewards import reward\n"
+    "@reward('my_raises')\ndef raises(meta):\n    return meta['sol']\n"
+    "@reward('my_text')\ndef text():\n    return 'good'\n"
+    "@reward('my_hangs')\ndef hangs():\n    time.sleep(60)\n"
+    "@reward('my_trl')\ndef trl(prompts, completions, **kwargs):\n    return [0.0]\n",
+}
+MARKS = (
+    "lora/metrics.jsonl lora/weights/v000001/COMPLETE lora/weights/v000002/COMPLETE new/metrics.jsonl "
+    "lora/weights/v000002/adapter_config.json lora/checkpoints/step_000003/state.json empty/notes "
+    "whole/metrics.jsonl whole/weights/v000009/COMPLETE whole/weights/v000009/config.json"
+)
+# "check" is `train --dry-run`; all have model.path=sort if they name no other
+TABLE = """
+config nowhere.yaml | No such file or directory: 'nowhere.yaml'; paths are relative to HERE
+config sort/model.safetensors | can't read the config
+config tab.yaml | in "tab.yaml", line 2, column 1; indent by spaces
+config a.yaml b.yaml | one config file at most
+config typo.yaml | typo.yaml: unknown key 'trainer.stps'; did you mean 'trainer.steps'?
+config trainer.lr=1e-5 | unknown key 'trainer.lr'; here that is trainer.learning_rate
+eval typo.yaml --json eval.sample=1 | command line: unknown key 'eval.sample'
+config rollout.group_size=1 | rollout.group_size=1 leaves algorithm.baseline=mean nothing to compare with: set 2 or more
+config algorithm.preset=dr-grpo | Input should be 'grpo', 'dapo', 'dr_grpo', 'bnpo'
+config algorithm.preset=dr-grpo | (did you mean 'dr_grpo'?)
+check rollout.temperature=0 | alike: set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily
+check plugins=[nowhere.py] | plugin 'nowhere.py' is not a Python file; paths are relative to HERE
+check data.source=nowhere.jsonl | data.source=nowhere.jsonl is not a file; paths are relative to HERE
+check data.source=rows.jsonl | no column 'prompt', only 'question', 'answer': set data.prompt_column to one of these
+check data.source=broken.jsonl | 1 of 2 rows of broken.jsonl can't be used; repair or remove them (line):
+check data.source=broken.jsonl | broken.jsonl:2: Expecting value: line 1 column 12 (char 11)
+check data.source=null.jsonl | null.jsonl:2: column 'answer' must be text or a number, got None
+check 'rewards.functions={exact_mach: 1}' | no reward 'exact_mach' (did you mean 'exact_match'?); known:
+check 'rewards.functions={length: {tarket: 1}}' | has no option 'tarket' (did you mean 'target'?)
+check plugins=[mine.py] 'rewards.functions={my_trl: 1}' | takes a batch, but here it scores one rollout: name its
+rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | scores failed, more than rewards.max_error_rate=0.5; the
+rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | KeyError: 'sol' (HERE/mine.py:6)
+rollout plugins=[mine.py] 'rewards.functions={my_text: 1}' | the first: my_text: returned str instead of a number
+rollout plugins=[mine.py] 'rewards.functions={my_hangs: 1}' | no result within 1 s; its worker process was ended
+sft model.path=no/such/model | no such folder (paths are relative to HERE), and no model on the hub has
+check model.path=no/model | no such folder (paths are relative to HERE), and the hub has no such model
+check model.path=lora | model.path=lora/weights/v000002 is an adapter, not a model; make one of it:
+sft model.path=lora/checkpoints/step_000003 | python3 run.py export lora/checkpoints/step_000003 OUTPUT
+rollout model.path=empty | model.path=empty is no model: it has no config.json
+eval model.path=new | model.path=new is no model
+export whole out | whole/weights/v000009 is a model already: serve it, or load it with transformers
+export empty out | empty is neither a checkpoint nor an adapter; name RUN/checkpoints/step_N, or
+serve whole | whole is a run, not a config file; as a model: model.path=whole
+sft model.path=many | the tokenizer has ids up to 5
+check model.path=plain | put one as chat_template.jinja into its folder, or set data.chat_template=false
+check rollout.max_tokens=512 | rollout.max_tokens=512 leaves no prompt room in the con
+check eval.max_tokens=600 | eval.max_tokens=600 leaves no prompt room in the context of
+check rollout.max_tokens=505 | 7 tokens; the longest has 15: rollout.max_tokens=497 has room for all
+check data.max_prompt_tokens=3 | 15: data.max_prompt_tokens=3 leaves them out
+rollout run.dir=trained | holds a run of 3 steps already; choose another run.dir
+rollout run.dir=owned | which is running: choose another run.dir, or end that process first
+ledger empty | empty is no run with a ledger: train and quickstart write one, a replay draws nothing
+launch --submit | --output and --submit need an --engine
+generate -p a -n 0 | can't be asked for: Input should be greater than or equal to 1
+generate -p a server.port=1 | start one there: python3 run.py serve CONFIG
+eval server.urls=http://down server.start_timeout_s=0.1 | Start one with `python run.py serve CONFIG`, correct
+eval server.urls=http://other | serves m, whose tokenizer is not that of model.path=sort; name the same model
+eval server.port=7 | serves m, not model.path=sort; to measure that one set server.urls=[http://127.0.0.1:7], else
+check server.urls=http://other | serves m, which has another tokenizer than the trainer's model; start both with
+"""
+HEALTH: Any = {
+    "status": "ready", "version": 0, "model": "m", "dtype": "float32", "vocab_size": 261, "max_length": 9,
+    "session": "s", "in_flight": 0, "root": "", "device": "cpu", "workers": 1, "kv_tokens": 9,
+}  # fmt: skip
+MISTAKES = [line.split(" | ") for line in TABLE.strip().split("\n")]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The current folder, with folders of every kind; servers that answer at some URLs, and no hub."""
+    tmp_path, monkeypatch = tmp_path_factory.mktemp("mistakes"), pytest.MonkeyPatch()
+    for name in (*MARKS.split(), *FILES):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(FILES.get(name, ""))
+    for name in ("sort", "many", "plain"):
+        shutil.copytree(SORT, tmp_path / name)
+    (tmp_path / "plain/chat_template.jinja").unlink()
+    wide = AutoTokenizer.from_pretrained(tmp_path / "many")
+    wide.add_tokens([f"<{number}>" for number in range(300)])
+    wide.save_pretrained(tmp_path / "many")
+    own = tokenizer.load(str(SORT))
+    served = {"http://other": "another", "http://127.0.0.1:7": tokenizer.fingerprint(own)}
+
+    async def health(client: ServerClient, **_: object) -> Health:
+        if client.url not in served:
+            raise ServerError("nothing listens there", code="unreachable")
+        return Health(**HEALTH, tokenizer_sha256=served[client.url])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=ConnectionError("refused")))
+    monkeypatch.setattr(ServerClient, "health", health)
+    trainer = MagicMock(num_parameters=1, memory="", policy=SimpleNamespace(vocab_size=261), tokenizer=own)
+    trainer.__enter__.return_value = trainer
+    trainer.check_same_model = functools.partial(Trainer.check_same_model, trainer)
+    monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda config: trainer)
+    with owning(tmp_path / "owned", print, wait=False):
+        yield tmp_path
+    monkeypatch.undo()
+
+
+@asynccontextmanager
+async def servers(*_: object) -> AsyncIterator[None]:
+    yield
+
+
+async def play(prompt: Prompt, seat: Seat) -> Rollout:
+    return played(prompt, seat.id)
+
+
+@pytest.mark.parametrize(("typed", "said"), MISTAKES)
+def test_a_mistake_is_answered_by_its_cause_and_the_fix(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, *words = shlex.split(typed)
+    if command == "check":
+        command, words = "train", ["--dry-run", *words]
+    if "rewards.functions" in typed:
+        monkeypatch.setattr(parts.Parts, "servers_as_they_are", servers)
+        monkeypatch.setattr(parts.Parts, "play", lambda *_: play)
+        words += ["rewards.timeout_s=1", "rollout.prompts_per_step=1", "rollout.group_size=2"]
+    named = command in ("config", "ledger", "launch", "export") or "model.path" in typed
+    assert main([command, *words, *([] if named else ["model.path=sort"])]) == 1
+    error = capsys.readouterr().err.partition("error: ")[2]
+    assert said.replace("HERE", str(here)) in error
+    assert "Traceback" not in error
