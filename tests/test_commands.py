@@ -17,7 +17,6 @@ from hocket.client import ServerClient
 from hocket.config import Config, DataConfig, dump, load
 from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import ConfigError, ServerError
-from hocket.observe.console import Console
 from hocket.rewards.base import REWARDS, bind
 
 ROOT = Path(__file__).parents[1]
@@ -173,8 +172,8 @@ def test_with_gpus_apart_batches_overlap_and_weights_are_broadcast(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.delenv("HOCKET_DEVICE", raising=False)
-    chosen = parts.Parts(load(ROOT / "config" / "quickstart.yaml", settings), Console(steps=1))
-    assert (chosen.ahead, chosen.broadcasts) == (ahead, broadcasts)
+    config = parts.chosen(load(None, settings))
+    assert (config.pipeline.max_staleness, config.sync.backend) == (ahead, "nccl" if broadcasts else "disk")
 
 
 def recorded(number: int, prompt: str, reward: float | None, completion: str, **more: Any) -> dict[str, Any]:

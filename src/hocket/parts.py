@@ -53,22 +53,10 @@ class Parts:
     """Makes the parts that train, rollout and eval have in common."""
 
     def __init__(self, config: Config, console: Console) -> None:
-        self.config, self.console = config, console
+        self.config, self.console = chosen(config), console
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.longest, self.limit = tokenizers.longest_sequence(config.model, config.trainer)
-
-    @property
-    def ahead(self) -> int:
-        """Batches ahead: pipeline.max_staleness; `auto` is 1 where neither side waits for the other's GPU."""
-        ahead = self.config.pipeline.max_staleness
-        return int(self.config.gpus_apart and bool(visible_gpus())) if ahead == "auto" else ahead
-
-    @property
-    def broadcasts(self) -> bool:
-        """Whether weights go from memory to memory first: sync.backend; `auto` is nccl where NCCL can connect GPUs."""
-        sync, apart = self.config.sync, self.config.gpus_apart
-        return sync.backend == "nccl" or (sync.backend == "auto" and apart and not sync.delta and bool(visible_gpus()))
 
     def trainer(self, stack: ExitStack) -> "Trainer":
         """Load the model into a trainer, which ends with the stack."""
@@ -128,7 +116,7 @@ class Parts:
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
         """Return the pipeline of the batches that `new_batch` gathers."""
-        config, trainer, ahead = self.config.rollout, self.config.trainer, self.ahead
+        config, trainer, ahead = self.config.rollout, self.config.trainer, int(self.config.pipeline.max_staleness)
         oversampling = self.config.algorithm.oversampling
         plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
         return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
@@ -146,7 +134,7 @@ class Parts:
             sampling=sampling_params(
                 config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature, max_tokens=settings.max_tokens
             ),
-            timeout_s=config.rollout.timeout_s * (1 + self.ahead),
+            timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),
             max_error_rate=config.rewards.max_error_rate,
         )
 
@@ -162,7 +150,7 @@ class Parts:
         if config.launch.share_gpu:
             transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=config.model.lora is not None)
             turn = transport.trainer_turn
-        elif self.broadcasts and config.pipeline.replay is None:
+        elif config.sync.backend == "nccl" and config.pipeline.replay is None:
             transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
         proof = Proof(
             prompts=prompts[:PROOF_PROMPTS],
@@ -219,6 +207,16 @@ async def answers(config: Config) -> bool:
     """Return whether the config names its servers, or one answers where this config would start it."""
     async with ServerClient(config.own_url, token=config.token) as server:
         return bool(config.server.urls or config.server.discover) or await server.answers()
+
+
+def chosen(config: Config) -> Config:
+    """Return the config with the `auto` of pipeline.max_staleness and sync.backend replaced by what it is here."""
+    pipeline, sync, apart = config.pipeline, config.sync, config.gpus_apart and bool(visible_gpus())
+    if pipeline.max_staleness == "auto":
+        pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
+    if sync.backend == "auto":
+        sync = sync.model_copy(update={"backend": "nccl" if apart and not sync.delta else "disk"})
+    return config.model_copy(update={"pipeline": pipeline, "sync": sync})
 
 
 async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:

@@ -89,7 +89,7 @@ class Parts:
         self.pool.members[0].server = self.world
         prompts = [Prompt(id="c", token_ids=(1,))]
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
-        run: Any = SimpleNamespace(config=self.config, console=console, broadcasts=False)
+        run: Any = SimpleNamespace(config=self.config, console=console)
         self.publisher = hocket.parts.Parts.publisher(run, self.world, self.pool, prompts)
 
     async def step(self) -> dict[str, float]:
