@@ -23,7 +23,7 @@ from hocket.launch import door, free_port
 from hocket.observe.console import Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
-from hocket.parts import SHORT, Parts, answers, clear_gpu, pool_of
+from hocket.parts import SHORT, Parts, answers, chosen, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
@@ -55,6 +55,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
             asyncio.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
+    config = chosen(config)  # so that config.yaml says what is
     with Console(config.trainer.steps) as console, ExitStack() as stack:
         if dry_run:
             _check(Parts(config, console), stack)
