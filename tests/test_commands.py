@@ -224,10 +224,11 @@ def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can
     says = {"role": "assistant", "content": "<tool_call>{}</tool_call>"}
     dialogue = [says, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
     told = [says, {"role": "environment", "content": "hint"}, says]
-    rows = [recorded(1, "ba", 1.0, "1", dialogue=dialogue), recorded(1, "dc", 1.0, "1", dialogue=told)]
+    rows = [recorded(1, "ba", 1.0, "1", dialogue=dialogue)]
+    rows += [recorded(1, "dc", 1.0, "1", dialogue=between) for between in (told, [says, says])]
     tools = ("env.name=tools", "env.tools=[calculate]", "env.parser=hermes")
     output = tmp_path / "rows.jsonl"
-    assert "1 of 2 rollouts, of 1 prompts" in commands.select(
+    assert "1 of 3 rollouts, of 1 prompts" in commands.select(
         run_of(tmp_path / "tools", rows, *tools), output, min_reward=None, per_prompt=1
     )
     row = json.loads(output.read_text())

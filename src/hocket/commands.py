@@ -293,12 +293,13 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
 
 
 def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rollout as a row for sft; {} if it has no score, or was cut off, or has told text between its turns."""
+    """Return a rollout as a row for sft; {} without a score or an end, or where no message stands between its turns."""
     if "messages" not in row:
         raise ConfigError("these rollouts are of an earlier version, which kept no messages; roll out once more")
     said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
-    told = any(message["role"] == "environment" for message in said) or (row["messages"] is None and len(said) > 1)
-    if row["reward"] is None or row["finish_reason"] != "stop" or told:
+    roles = [message["role"] for message in said]
+    is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
+    if row["reward"] is None or row["finish_reason"] != "stop" or not is_chat:
         return {}
     known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
     if row["messages"] is None:
