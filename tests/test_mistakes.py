@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
 from transformers import AutoTokenizer
 
+import fakes
 from batches import played
 from hocket import parts, tokenizer
 from hocket.cli import main
@@ -99,10 +99,6 @@ eval server.urls=http://other | serves m, whose tokenizer is not that of model.p
 eval server.port=7 | serves m, not model.path=sort; to measure that one set server.urls=[http://127.0.0.1:7], else
 check server.urls=http://other | serves m, which has another tokenizer than the trainer's model; start both with
 """
-HEALTH: Any = {
-    "status": "ready", "version": 0, "model": "m", "dtype": "float32", "vocab_size": 261, "max_length": 9,
-    "session": "s", "in_flight": 0, "root": "", "device": "cpu", "workers": 1, "kv_tokens": 9,
-}  # fmt: skip
 MISTAKES = [line.split(" | ") for line in TABLE.strip().split("\n")]
 
 
@@ -125,7 +121,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     async def health(client: ServerClient, **_: object) -> Health:
         if client.url not in served:
             raise ServerError("nothing listens there", code="unreachable")
-        return Health(**HEALTH, tokenizer_sha256=served[client.url])
+        return fakes.health(vocab_size=261, tokenizer_sha256=served[client.url])
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=ConnectionError("refused")))
