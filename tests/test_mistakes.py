@@ -82,6 +82,7 @@ eval model.path=new | model.path=new is no model
 export whole out | whole/weights/v000009 is a model already: serve it, or load it with transformers
 export empty out | empty is neither a checkpoint nor an adapter; name RUN/checkpoints/step_N, or
 serve whole | whole is a run, not a config file; as a model: model.path=whole
+sft model.max_length=5 data.limit=9 | the longest has
 sft model.path=many | the tokenizer has ids up to 5
 check model.path=plain | put one as chat_template.jinja into its folder, or set data.chat_template=false
 check rollout.max_tokens=512 | rollout.max_tokens=512 leaves no prompt room in the con
