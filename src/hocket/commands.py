@@ -23,7 +23,7 @@ from hocket.launch import door, free_port
 from hocket.observe.console import Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
-from hocket.parts import SHORT, Parts, answers, clear_gpu, pool_of
+from hocket.parts import SHORT, Parts, answers, chosen, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
@@ -55,6 +55,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
             asyncio.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
+    config = chosen(config)  # so that config.yaml says what is
     with Console(config.trainer.steps) as console, ExitStack() as stack:
         if dry_run:
             _check(Parts(config, console), stack)
@@ -287,12 +288,13 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
 
 
 def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rollout as a row for sft; {} if it has no score, or was cut off, or has told text between its turns."""
+    """Return a rollout as a row for sft; {} without a score or an end, or where no message stands between its turns."""
     if "messages" not in row:
         raise ConfigError("these rollouts are of an earlier version, which kept no messages; roll out once more")
     said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
-    told = any(message["role"] == "environment" for message in said) or (row["messages"] is None and len(said) > 1)
-    if row["reward"] is None or row["finish_reason"] != "stop" or told:
+    roles = [message["role"] for message in said]
+    is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
+    if row["reward"] is None or row["finish_reason"] != "stop" or not is_chat:
         return {}
     known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
     if row["messages"] is None:

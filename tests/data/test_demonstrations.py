@@ -146,6 +146,10 @@ def test_a_turn_with_an_end_of_its_own_is_taught_with_that(write_jsonl: Write) -
         ({"messages": [user("x"), says("y")], "tools": {"a": 1}}, "Tools should either be a JSON schema"),
         ({"prompt": "x"}, "or eval.data.prompt_column to one of whole conversations, or eval.num_prompts=0"),
         ({"messages": [user("x"), says("", tool_calls=[{}])]}, "does not write message 1 as it lets the model begin"),
+        (
+            {"messages": [user("x"), says("<think>\ny", tool_calls=[{"name": "add"}])]},
+            "leaves the tool calls of message 1",
+        ),
         ({"messages": [user("x"), says("y")]}, "message 1 never closes it: begin it with the thought and </think>"),
     ],
 )

@@ -77,6 +77,9 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
         else:
             what = f"the chat template does not write message {index} as it lets the model begin it: {asked[-20:]!r}"
             raise ValueError(f"{what}; write its tool calls and thoughts into its content, or use another template")
+        calls = [call.get("function", call) for call in message.get("tool_calls", ()) if isinstance(call, dict)]
+        if any(str(call.get("name", "")) not in turn for call in calls):
+            raise ValueError(f"the chat template leaves the tool calls of message {index} out: use one that knows them")
         if not samples or not asked.startswith(said):
             samples.append([])
             told = ""
