@@ -204,8 +204,9 @@ def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refu
     with caplog.at_level(logging.WARNING):
         rows = load_demonstrations(DataConfig(source=source), tokenizer, 10)  # 4 + 5 + 1 tokens just fit
     assert [len(row.token_ids) for row in rows] == [6, 10]
-    assert "left out 1 of 3 demonstrations" in caplog.text
-    with pytest.raises(DataError, match=r"raise model\.max_length"):
+    assert "left out 1 of 3 demonstrations with more than" in caplog.text
+    assert "or take a model with a longer context" in caplog.text
+    with pytest.raises(DataError, match=r"all rows of .* have more than 5 tokens, .*the longest has 11: shorten"):
         load_demonstrations(DataConfig(source=source), tokenizer, 5)
     source = write_jsonl({"prompt": "a", "response": ""}, {"prompt": "a", "response": 3})
     with pytest.raises(DataError, match=r"(?s)column 'response' must be text, got ''.*got 3"):

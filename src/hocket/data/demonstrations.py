@@ -27,20 +27,22 @@ log = logging.getLogger(__name__)
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
     """Return the demonstrations of at most max_length tokens, whose mask says what is taught."""
     renderer = Renderer(data, tokenizer)
-    end, kept, num_samples = renderer.end_of_turn(), list[TokenSequence](), 0
+    end, kept, lengths = renderer.end_of_turn(), list[TokenSequence](), list[int]()
     for rendered, problems in in_parts(data, lambda columns: _samples(renderer, data, columns, end)):
         places = [place for place, samples in rendered for _ in samples]
         encoded = _encode(renderer, [sample for _, samples in rendered for sample in samples])
         for place, sequence in zip(places, encoded, strict=True):
-            num_samples += 1
+            lengths.append(len(sequence.mask))
             if all(sequence.mask):
                 problems[place] = NO_TOKEN
-            elif len(sequence.mask) <= max_length:
+            elif lengths[-1] <= max_length:
                 kept.append(sequence)
+    too_long = f"more than {max_length} tokens, the model's context or model.max_length; the longest has {max(lengths)}"
+    advice = "shorten them, or take a model with a longer context"
     if not kept:
-        raise DataError(f"no row of {data.source} has at most {max_length} tokens; raise model.max_length")
-    if num := num_samples - len(kept):
-        log.warning("left out %d of %d demonstrations: more than %d tokens", num, num_samples, max_length)
+        raise DataError(f"all rows of {data.source} have {too_long}: {advice}")
+    if num := len(lengths) - len(kept):
+        log.warning("left out %d of %d demonstrations with %s: %s", num, len(lengths), too_long, advice)
     return kept
 
 
