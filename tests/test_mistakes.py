@@ -50,22 +50,19 @@ MARKS = (
 # "check" is `train --dry-run`; all have model.path=sort if they name no other
 TABLE = """
 config nowhere.yaml | No such file or directory: 'nowhere.yaml'; paths are relative to HERE
-config sort/model.safetensors | can't read the config
 config tab.yaml | in "tab.yaml", line 2, column 1; indent by spaces
 config a.yaml b.yaml | one config file at most
 config typo.yaml | typo.yaml: unknown key 'trainer.stps'; did you mean 'trainer.steps'?
 config trainer.lr=1e-5 | unknown key 'trainer.lr'; here that is trainer.learning_rate
 eval typo.yaml --json eval.sample=1 | command line: unknown key 'eval.sample'
 config rollout.group_size=1 | rollout.group_size=1 leaves algorithm.baseline=mean nothing to compare with: set 2 or more
-config algorithm.preset=dr-grpo | Input should be 'grpo', 'dapo', 'dr_grpo', 'bnpo'
 config algorithm.preset=dr-grpo | (did you mean 'dr_grpo'?)
 check rollout.temperature=0 | alike: set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily
 check plugins=[nowhere.py] | plugin 'nowhere.py' is not a Python file; paths are relative to HERE
 check data.source=nowhere.jsonl | data.source=nowhere.jsonl is not a file; paths are relative to HERE
 check data.source=rows.jsonl | no column 'prompt', only 'question', 'answer': set data.prompt_column to one of these
-check data.source=broken.jsonl | 1 of 2 rows of broken.jsonl can't be used; repair or remove them (line):
 check data.source=broken.jsonl | broken.jsonl:2: Expecting value: line 1 column 12 (char 11)
-check data.source=null.jsonl | null.jsonl:2: column 'answer' must be text or a number, got None
+check data.source=null.jsonl | 1 of 2 rows of null.jsonl can't be used; repair or remove them (line):
 check 'rewards.functions={exact_mach: 1}' | no reward 'exact_mach' (did you mean 'exact_match'?); known:
 check 'rewards.functions={length: {tarket: 1}}' | has no option 'tarket' (did you mean 'target'?)
 check plugins=[mine.py] 'rewards.functions={my_trl: 1}' | takes a batch, but here it scores one rollout: name its
