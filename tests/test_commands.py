@@ -78,8 +78,7 @@ def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_lea
         rewards = [bind(name, spec.weight, {}).runs for name, spec in config.rewards.functions.items()]
         got.append((config.trainer.steps, config.trainer.seed, serve, *rewards))
 
-    async def slow(answer: str) -> float:
-        return 1.0
+    async def slow(answer: str) -> None: ...
 
     def mine(completion: str) -> float:
         return 1.0

@@ -52,7 +52,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         from hocket.trainer.trainer import Trainer
 
         if not dry_run:
-            asyncio.run(clear_gpu(config))
+            system.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
     config = chosen(config)  # so that config.yaml says what is

@@ -78,17 +78,12 @@ def test_an_unchanged_openai_client_chats_with_the_policy(port: int) -> None:
 
 
 NOTEBOOK = """
-import asyncio, json, sys
-import psutil
-
+import asyncio, json, psutil, sys
 async def main():
-    names = {"__name__": "notebook"}
+    names, me = {"__name__": "notebook"}, psutil.Process()
     for cell in json.load(open(sys.argv[1])):
         exec(cell, names)
-        me = psutil.Process()
-        ports = [one for one in me.net_connections() if one.status == "LISTEN"]
-        print("left:", len(me.children()), len(ports), me.num_fds(), flush=True)
-
+        print("left:", len(me.children()), len(me.net_connections()), me.num_fds(), flush=True)
 asyncio.run(main())
 """
 
