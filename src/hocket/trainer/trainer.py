@@ -238,7 +238,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def plan(self, steps: int) -> None:
-        """Have the learning rate's schedule end after `steps` in place of trainer.steps; call it before the first step."""
+        """Have the learning rate's schedule end after `steps` in place of trainer.steps; call it first."""
         self.engine.plan(steps)
 
     @on_all_ranks
