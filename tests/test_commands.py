@@ -216,6 +216,8 @@ def test_select_writes_the_best_whole_rollouts_of_each_prompt_the_newest_of_equa
     assert shown == "<|user|>Sort: ba<|end|><|assistant|>ab<|end|>"
     with pytest.raises(ConfigError, match=r"no rollout of .* has a reward of at least 3: the highest is 1"):
         commands.select(run, output, min_reward=3, per_prompt=1)
+    with pytest.raises(ConfigError, match="--per-prompt=0 would choose nothing: set 1 or more"):
+        commands.select(run, output, min_reward=None, per_prompt=0)
 
 
 def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can_not(tmp_path: Path) -> None:
