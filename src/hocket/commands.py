@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints, system
-from hocket.checkpoints import Checkpoints
+from hocket.checkpoints import Checkpoints, Saved
 from hocket.config import Config, read_settings
 from hocket.discover import find_servers
 from hocket.envs import Agent
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
-def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep | None = None) -> int:
+def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None) -> int:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
 
     With `dry_run`, only say what the run would use; with `serve`, start a server if none answers. `on_step` ends the
@@ -52,7 +52,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         from hocket.trainer.trainer import Trainer
 
         if not dry_run:
-            asyncio.run(clear_gpu(config))
+            system.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
     config = chosen(config)  # so that config.yaml says what is
@@ -128,12 +128,7 @@ async def _train(run: "Run") -> dict[str, Any]:
 
 
 def _run(
-    config: Config,
-    saved: checkpoints.Saved | None,
-    console: Console,
-    stack: ExitStack,
-    serve: bool,
-    on_step: OnStep | None,
+    config: Config, saved: Saved | None, console: Console, stack: ExitStack, serve: bool, on_step: OnStep
 ) -> "Run":
     """Bring the parts together; first rewards and data, whose faults show before any model is loaded."""
     scorer = stack.enter_context(RewardScorer(config.rewards))
@@ -269,6 +264,8 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
 
     `min_reward` is by default the mean. Rollouts without a score, and those that were cut off, are never chosen.
     """
+    if per_prompt < 1:
+        raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
     config, _ = read_settings([str(run / "config.yaml")])
     load_plugins(config.plugins)
     made = environments.bind(config.env.name, config.env.model_extra or {})()

@@ -74,7 +74,7 @@ def register() -> Iterator[Callable[..., None]]:
 async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_torn_down_at_the_end(
     scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hocket.rewards.scorer.MAX_WORKERS", 1)
+    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
     log = tmp_path / "log"
     scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a", "b"]}}, timeout_s=60)
     assert [(await scorer.score(make_rollout(text))).total for text in ("a c b", "c", "a")] == [2, 0, 1]

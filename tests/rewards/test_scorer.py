@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hocket.config import RewardsConfig
@@ -13,8 +14,9 @@ from hocket.errors import ConfigError, RewardError
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import reward
-from hocket.rewards.scorer import refuse_failing
+from hocket.rewards.scorer import NUM_WORKERS, refuse_failing
 from hocket.types import Group, Rollout, Score
+from processes import wait_for
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
@@ -66,6 +68,16 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file.write_text(PLUGIN, encoding="utf-8")
     load_plugins([str(file)])
     return file
+
+
+def test_workers_start_before_the_first_score_which_need_not_wait_for_them(scorer_of: Scorers) -> None:
+    before = psutil.Process().children()
+    scorer_of({"length": {"target": 3}})  # an inline reward needs none
+    assert psutil.Process().children() == before
+    scorer = scorer_of({"vowels": 1})
+    wait_for(lambda: len(psutil.Process().children()) == len(before) + NUM_WORKERS, "all workers", 60)
+    scorer.__exit__()
+    wait_for(lambda: psutil.Process().children() == before, "no worker is left", 60)
 
 
 async def test_the_total_is_weighted_and_the_parts_are_not(scorer_of: Scorers, make_rollout: Make) -> None:

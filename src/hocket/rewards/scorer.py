@@ -35,7 +35,7 @@ from hocket.types import Group, Rollout, Score
 if TYPE_CHECKING:
     from hocket.config import RewardsConfig, RewardSpec  # its import would take most of a worker's start
 
-MAX_WORKERS = 4
+NUM_WORKERS = min(4, os.cpu_count() or 1)
 START_TIMEOUT_S, KILL_TIMEOUT_S, TEAR_DOWN_S = 120.0, 30.0, 5.0
 BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry of a call, at most before any
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
@@ -45,7 +45,7 @@ _MAIN = "from hocket.rewards.scorer import work; work()"
 
 
 class RewardScorer:
-    """The rewards of one config section; a context manager, because it may own up to MAX_WORKERS processes."""
+    """The rewards of one config section; a context manager, because it may own NUM_WORKERS processes."""
 
     def __init__(self, config: "RewardsConfig") -> None:
         self._timeout_s, self._specs = config.timeout_s, config.functions
@@ -63,12 +63,15 @@ class RewardScorer:
         self._inline = Ready()
         self._in_loops: dict[tuple[asyncio.AbstractEventLoop, str], AsyncReward] = {}
         # Each asks one worker. Never shut down: a worker dies with the thread that started it.
-        self._threads = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1), "reward")
+        self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
         self._workers: dict[int, Worker] = {}  # by thread
         self._printed = itertools.count(1)  # lines, by all of them
         self._unusable: str | None = None  # why no worker can be started any more
 
     def __enter__(self) -> "RewardScorer":
+        """Start the workers, so that the first scores need not wait for them."""
+        for _ in range(NUM_WORKERS if self._modules else 0):
+            self._threads.submit(self._worker)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -127,7 +130,12 @@ class RewardScorer:
             return [failure(error)] * len(rollouts)
 
     def _ask_worker(self, request: bytes, size: int) -> list[Score]:
-        """Ask this thread's worker, which is started first if there is none or if it was lost."""
+        if (worker := self._worker()) is None:
+            return [no_score(self._unusable or "")] * size
+        return worker.ask(request, self._timeout_s, size)
+
+    def _worker(self) -> "Worker | None":
+        """Return this thread's worker, started first if there is none or if it was lost; None if it can't be used."""
         thread = threading.get_ident()
         worker = self._workers.get(thread)
         if self._unusable is None and (worker is None or not worker.ready()):
@@ -136,9 +144,7 @@ class RewardScorer:
                 self._unusable = self._unusable or f"its worker process can't load it: {problem}"
             if self._unusable is not None:  # or the rewards were closed meanwhile
                 worker.kill()
-        if worker is None or self._unusable is not None:
-            return [no_score(self._unusable or "")] * size
-        return worker.ask(request, self._timeout_s, size)
+        return worker if self._unusable is None else None
 
 
 class AsyncReward:
