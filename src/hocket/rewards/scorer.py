@@ -6,6 +6,7 @@ line of JSON that begins with them: a reward may run code that a model wrote, an
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import importlib
@@ -61,6 +62,7 @@ class RewardScorer:
         self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
         self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in in_workers) else 0.0
         self._inline = Ready()
+        self.seconds = {name: collections.deque[float](maxlen=1000) for name in self._specs}  # of the last calls
         self._in_loops: dict[tuple[asyncio.AbstractEventLoop, str], AsyncReward] = {}
         # Each asks one worker. Never shut down: a worker dies with the thread that started it.
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
@@ -116,6 +118,7 @@ class RewardScorer:
 
     async def _call(self, reward: Reward, rollouts: Sequence[Rollout]) -> list[Score]:
         arguments, size = reward.arguments(*rollouts), len(rollouts) if reward.of_group else None
+        begun = time.perf_counter()
         try:
             if reward.runs == "inline":
                 return call(partial(self._inline, reward), arguments, size)
@@ -128,6 +131,8 @@ class RewardScorer:
             return await self._in_loops[loop, reward.name].call(arguments, size, self._timeout_s)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
             return [failure(error)] * len(rollouts)
+        finally:
+            self.seconds[reward.name].append(time.perf_counter() - begun)
 
     def _ask_worker(self, request: bytes, size: int) -> list[Score]:
         if (worker := self._worker()) is None:
