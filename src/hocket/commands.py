@@ -84,7 +84,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     answer = Transcript(first.token_ids, first.opening)
     answer.text = ("a thought\n</think>\n\n" if first.opening.strip() == "<think>" else "") + (first.answer or "")
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
-    score = asyncio.run(scorer.score(rollout))
+    (score,) = asyncio.run(scorer.score_group([rollout]))
     say(f"rewards of {SHORT.repr(answer.text)} for {first.id}: {score.error or dict(score.parts)}")
 
     async def look() -> dict[str, Health | None]:
@@ -226,7 +226,9 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         async def run() -> None:
             async with parts.servers_as_they_are(arguments) as servers:
                 play = parts.play(servers)
-                async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer.score)) as batches:
+                async with parts.pipeline(
+                    lambda plan: collect(plan, stream.take, play, scorer.score, scorer.settle)
+                ) as batches:
                     for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)
                         folder.rollouts(f"step_{step:06d}", batch.groups)
