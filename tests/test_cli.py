@@ -145,6 +145,8 @@ def test_an_interrupted_run_says_once_how_to_go_on(
 ) -> None:
     monkeypatch.setattr("hocket.commands.train", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(sys, "argv", ["run.py"])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)  # as a trainer in this process leaves them
     folder = tmp_path / "checkpoints" / "step_000050"
     folder.mkdir(parents=True)
     for where in ("the start, as there is no checkpoint yet", folder):
@@ -152,6 +154,7 @@ def test_an_interrupted_run_says_once_how_to_go_on(
         typed = f"python3 run.py train run.dir={tmp_path} trainer.seed=1 checkpoint.resume=true"
         assert capsys.readouterr().err == f"interrupted; to go on from {where}: {typed}\n"
         (folder / "COMPLETE").touch()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     again = f"the same launcher with train run.dir={tmp_path} checkpoint.resume=true"
     for rank, said in (("1", ""), ("0", f"interrupted; to go on from {folder}: {again}\n")):
         monkeypatch.setenv("RANK", rank)

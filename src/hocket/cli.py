@@ -59,7 +59,7 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
         return ""
     where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
-    again = "the same launcher with" if "RANK" in os.environ else launch.door()
+    again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else launch.door()
     return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"
 
 
