@@ -19,7 +19,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.trainer.builders import gap_of, load, make_groups, make_rollouts, measured, sample_of, save, weights_of
+from tests.trainer.builders import (
+    bytes_besides,
+    gap_of,
+    load,
+    make_groups,
+    make_rollouts,
+    measured,
+    sample_of,
+    save,
+    storages,
+    weights_of,
+)
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
@@ -156,6 +167,26 @@ def streams(model: str, output: Path, ranks: Ranks) -> None:
         (folder / "found.json").write_text(json.dumps(found))
 
 
+def starts(model: str, output: Path, ranks: Ranks) -> None:
+    """Stages 2 and 3 stream the weights that they start with; at stage 3, what this rank holds of them is watched."""
+    output.mkdir(parents=True, exist_ok=True)
+    for kind, setting in {"random": "model.random_init=true", "lora": "model.lora={}", "loaded": "trainer.seed=0"}.items():
+        for name, trainer in led(model, ranks, {f"{kind}-{stage}": (setting, *STAGES[stage]) for stage in (2, 3)}):
+            save_file(weights_of(trainer), output / name)
+    before, held = storages(), [0]
+    zero = engine.load_deepspeed(ranks).zero
+    original = zero.Init
+
+    def watched(module: torch.nn.Module, **options: object) -> None:
+        original(module=module, **options)
+        held.append(bytes_besides(before))
+
+    zero.Init = watched
+    Trainer(make_config(model, *STAGES[3]), ranks=ranks)
+    zero.Init = original
+    (output / f"held_by_{ranks.rank}").write_text(str(max(held)))
+
+
 def adapter(model: str, output: Path, ranks: Ranks) -> None:
     """Three steps on an adapter, which is published both ways; at ZeRO-3 its activations are computed again."""
     variants = {stage: (*settings, "model.lora.rank=4") for stage, settings in STAGES.items()}
@@ -266,7 +297,8 @@ def fail(scenario: str, model: str) -> None:
                 happen()
 
 
-COMMON = {scenario.__name__: scenario for scenario in (stages, matrix, streams, adapter, beside, resumes, updates)}
+SCENARIOS = (stages, matrix, streams, starts, adapter, beside, resumes, updates)
+COMMON = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 
 def main(arguments: Sequence[str]) -> None:
