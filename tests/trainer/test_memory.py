@@ -118,14 +118,10 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
 
 def test_frozen_layers_in_four_bits_take_about_half_a_byte_per_weight(tied_model: str) -> None:
     model = skeleton(ModelConfig(path=tied_model, lora={"rank": 4}))  # type: ignore[arg-type]
-    options: Any = {"dtype": torch.bfloat16, "num_ranks": 2}
-    (plain, small), at_3 = (
-        [estimate(model, TrainerConfig(), quantized=q, stage=stage, **options).weights for q in (False, True)]
-        for stage in (2, 3)
-    )
+    options: Any = {"dtype": torch.bfloat16, "stage": 2, "num_ranks": 1}
+    plain, small = (estimate(model, TrainerConfig(), quantized=q, **options).weights for q in (False, True))
     # hidden 32, query 32, key 16, inner 64: q, o; k, v; gate, up, down in each of two layers
     assert plain - small == pytest.approx((2 - 0.53) * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64))
-    assert at_3 == [plain / 2, small]  # ZeRO-3 spreads others as they are loaded; these every rank loads whole
 
 
 @pytest.mark.parametrize("stage", [1, 3])

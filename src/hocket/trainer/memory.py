@@ -68,8 +68,7 @@ def estimate(
     """Return what a step needs with a transformers model, on any device; a frozen model has weights only.
 
     Micro-batches have the configured size; with "auto", that of one chunk of tokens. `offloads`: the optimizer's state
-    is off the device. `quantized`: frozen linear layers, all but the output head, are held in 4 bits, and every rank
-    loads all of them, at ZeRO-3 too.
+    is off the device. `quantized`: frozen linear layers, all but the output head, are held in 4 bits.
     """
     parameters, head, text = list(model.parameters()), model.get_output_embeddings(), model.config.get_text_config()
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -95,7 +94,7 @@ def estimate(
     if config.gradient_checkpointing:
         per_token = text.num_hidden_layers * itemsize * text.hidden_size + norms + layer
     return Estimate(
-        weights=weights / (num_ranks if stage == 3 and not quantized else 1),
+        weights=weights / (num_ranks if stage == 3 else 1),
         gradients=trained * (whole + shared / num_ranks) + bucket,
         optimizer=0 if offloads else 8 * trained if stage == 0 else 12 * trained / num_ranks,
         activations=tokens * per_token if trained else 0,

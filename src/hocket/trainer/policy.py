@@ -39,7 +39,7 @@ class Policy(nn.Module):
         dtype: of the parameters.
         entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
-        loads: False: the weights are on the meta device, until engine.spread brings rank 0's (but quantised ones).
+        loads: False: the weights are on the meta device, until engine.spread brings rank 0's.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class Policy(nn.Module):
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.NAME}
         if config.lora is not None and config.lora.quantize is not None:
             options |= lora.quantization(dtype)
-            loads = True
         torch.manual_seed(seed)
         with contextlib.nullcontext() if loads else torch.device("meta"):
             self.model = model = _load(config, random_init=config.random_init or not loads, **options)
