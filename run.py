@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         from hocket.processes import contain
 
         os.chdir(ROOT)
-        chosen = any(argument.startswith("tests") for argument in argv[1:])
+        chosen = any(argument.startswith("tests") or argument == "gpu" for argument in argv[1:])  # which one GPU takes
         parallel = [] if chosen else ["-n", "2", "--no-loadscope-reorder"]  # tests/conftest.py says what stays together
         return contain([sys.executable, "-m", "pytest", "-m", "not gpu", *parallel, *argv[1:]])
     try:

@@ -225,7 +225,7 @@ class LyingServer(Process):
         config = configs.load(None, [*settings, f"run.dir={run_dir}", f"server.urls={self.url}"])
         with contextlib.ExitStack() as stack:
             console = stack.enter_context(Console(config.trainer.steps))
-            run = commands._run(config, None, console, stack)
+            run = commands._run(config, None, console, stack, serve=False, on_step=None)
             if name == STALE_EXPORT:
                 stack.enter_context(stale_exports(run.trainer))
             if not exact:

@@ -152,6 +152,30 @@ def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_mem
     assert done == ["waited"] * waits + ["put to sleep"] * ("launch.share_gpu=true" in settings)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "settings", "ahead", "broadcasts"),
+    [
+        ("", [], 0, False),
+        ("0", [], 0, False),  # a server here may be on the same one
+        ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], 1, True),
+        ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], 0, False),
+        ("0", ["server.urls=[http://10.0.0.5:8000]"], 1, True),
+        ("0", ["server.discover=gpus.example:8000"], 1, True),
+        ("", ["server.urls=[http://10.0.0.5:8000]"], 0, False),  # CPUs: results stay those of one machine
+        ("0", ["server.urls=[http://10.0.0.5:8000]", "sync.delta=true", "pipeline.max_staleness=0"], 0, False),
+        ("", ["sync.backend=nccl", "pipeline.max_staleness=2"], 2, True),
+        ("0", ["launch.share_gpu=true", "server.urls=[http://10.0.0.5:8000]"], 0, False),
+    ],
+)
+def test_with_gpus_apart_batches_overlap_and_weights_are_broadcast(
+    gpus: str, settings: list[str], ahead: int, broadcasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.delenv("HOCKET_DEVICE", raising=False)
+    config = parts.chosen(load(None, settings))
+    assert (config.pipeline.max_staleness, config.sync.backend) == (ahead, "nccl" if broadcasts else "disk")
+
+
 def recorded(number: int, prompt: str, reward: float | None, completion: str, **more: Any) -> dict[str, Any]:
     """A rollout as its run has recorded it."""
     chat = [{"role": "user", "content": f"Sort: {prompt}"}]
@@ -200,10 +224,11 @@ def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can
     says = {"role": "assistant", "content": "<tool_call>{}</tool_call>"}
     dialogue = [says, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]
     told = [says, {"role": "environment", "content": "hint"}, says]
-    rows = [recorded(1, "ba", 1.0, "1", dialogue=dialogue), recorded(1, "dc", 1.0, "1", dialogue=told)]
+    rows = [recorded(1, "ba", 1.0, "1", dialogue=dialogue)]
+    rows += [recorded(1, "dc", 1.0, "1", dialogue=between) for between in (told, [says, says])]
     tools = ("env.name=tools", "env.tools=[calculate]", "env.parser=hermes")
     output = tmp_path / "rows.jsonl"
-    assert "1 of 2 rollouts, of 1 prompts" in commands.select(
+    assert "1 of 3 rollouts, of 1 prompts" in commands.select(
         run_of(tmp_path / "tools", rows, *tools), output, min_reward=None, per_prompt=1
     )
     row = json.loads(output.read_text())

@@ -103,11 +103,11 @@ async def trained(
     held_out: int = 2,
     score_s: float = 0.0,
     reference: tuple[float, float] | None = None,
-    on_step: OnStep | None = None,
+    on_step: OnStep = None,
 ) -> tuple[World, list[Any], Any]:
     fixed = ["rollout.prompts_per_step=2", "rollout.group_size=2", "trainer.steps=2"]
-    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", *fixed, *settings])
-    max_staleness = config.pipeline.max_staleness
+    config = config_module.load(None, [f"run.dir={tmp_path}/runs/a", "pipeline.max_staleness=0", *fixed, *settings])
+    max_staleness = int(config.pipeline.max_staleness)
     world: Any = World(reward, score_s, reference)
     with (
         RunFolder(config) as folder,

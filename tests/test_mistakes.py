@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
 from transformers import AutoTokenizer
 
+import fakes
 from batches import played
 from hocket import parts, tokenizer
 from hocket.cli import main
@@ -82,6 +82,7 @@ eval model.path=new | model.path=new is no model
 export whole out | whole/weights/v000009 is a model already: serve it, or load it with transformers
 export empty out | empty is neither a checkpoint nor an adapter; name RUN/checkpoints/step_N, or
 serve whole | whole is a run, not a config file; as a model: model.path=whole
+sft model.max_length=5 data.limit=9 | the longest has
 sft model.path=many | the tokenizer has ids up to 5
 check model.path=plain | put one as chat_template.jinja into its folder, or set data.chat_template=false
 check rollout.max_tokens=512 | rollout.max_tokens=512 leaves no prompt room in the con
@@ -99,10 +100,6 @@ eval server.urls=http://other | serves m, whose tokenizer is not that of model.p
 eval server.port=7 | serves m, not model.path=sort; to measure that one set server.urls=[http://127.0.0.1:7], else
 check server.urls=http://other | serves m, which has another tokenizer than the trainer's model; start both with
 """
-HEALTH: Any = {
-    "status": "ready", "version": 0, "model": "m", "dtype": "float32", "vocab_size": 261, "max_length": 9,
-    "session": "s", "in_flight": 0, "root": "", "device": "cpu", "workers": 1, "kv_tokens": 9,
-}  # fmt: skip
 MISTAKES = [line.split(" | ") for line in TABLE.strip().split("\n")]
 
 
@@ -125,7 +122,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     async def health(client: ServerClient, **_: object) -> Health:
         if client.url not in served:
             raise ServerError("nothing listens there", code="unreachable")
-        return Health(**HEALTH, tokenizer_sha256=served[client.url])
+        return fakes.health(vocab_size=261, tokenizer_sha256=served[client.url])
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=ConnectionError("refused")))

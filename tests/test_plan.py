@@ -75,6 +75,7 @@ def test_what_fits_on_which_gpu_is_what_the_table_says(models: dict[str, str], m
 
 def test_a_plan_has_the_sizes_that_are_published_and_the_seconds_worked_out_by_hand(models: dict[str, str]) -> None:
     settings = [f"model.path={models['7B']}", *COMMON, "launch.servers=4", "server.gpu_memory_utilization=0.9"]
+    settings.append("sync.backend=disk")
     found = plan.find_needs(load(None, settings), 8, plan.GPUS["80GB"])
     assert found.parameters == 7_615_616_512
     assert (found.where.servers, found.where.ranks) == (["0", "1", "2", "3"], "4,5,6,7")

@@ -31,37 +31,37 @@ COMMANDS = {
 
 
 def train(
-    config: "str | Path | Mapping[str, Any] | Config" = "",
+    config: "str | Path | Mapping[str, Any] | Config",
     overrides: Mapping[str, Any] | None = None,
     *,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
-    on_step: "OnStep | None" = None,
+    on_step: "OnStep" = None,
 ) -> dict[str, Any]:
     """Train as the command does, with a server that this starts if none answers (docs/python.md). Raise HocketError.
 
     Args:
-        config: a YAML file, or values as in `overrides`.
-        overrides: "section.key" → value, or section → mapping.
+        config: a YAML file, or values as in `overrides`: "section.key" → value, or section → mapping.
         rewards: name → function, called in this process; instead of rewards.functions, each with weight 1.
         on_step: called with number and metrics of each step; the run ends with a checkpoint where it returns True.
 
     Returns:
         The content of summary.json, "run_dir", "model" (folder of the newest weights), and "history" (metrics.jsonl).
     """
+    from hocket import environment
+
+    environment.prepare()
     import torch
 
-    from hocket import commands, environment
-    from hocket import config as configs
+    from hocket import commands
+    from hocket.config import Config, load
     from hocket.observe.run_folder import read_lines
     from hocket.rewards.base import REWARDS, reward
 
-    environment.prepare()
-    path, values = (config or None, {}) if isinstance(config, str | Path) else (None, dict(config))
-    if isinstance(config, configs.Config):
-        values = config.model_dump(by_alias=True, exclude_unset=True)
+    values = config.model_dump(by_alias=True, exclude_unset=True) if isinstance(config, Config) else config
+    file, values = (None, {**values}) if isinstance(values, Mapping) else (values, {})
     if rewards:
         values["rewards.functions"] = dict.fromkeys(rewards, 1.0)
-    loaded = configs.load(path, values | dict(overrides or {}))
+    loaded = load(file, values | dict(overrides or {}))
     with ExitStack() as stack:
         stack.callback(torch.cuda.empty_cache)
         stack.callback(gc.collect)  # a run's sockets and GPU memory are held by cycles

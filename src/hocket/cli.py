@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
             args.config, args.arguments = read_settings([*args.settings, *rest], args.default)  # options between them
         return command(args) or 0
     except KeyboardInterrupt:
-        if not launched:  # the launcher says it
+        if not launched and os.environ.get("RANK", "0") == "0":  # the launcher says it, or one rank of torchrun's
             print(f"interrupted{_how_to_go_on(args)}", file=sys.stderr)
         return 130
     except Exception as error:
@@ -59,7 +59,8 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
         return ""
     where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
-    return f"; to go on from {where}: {launch.door()} {args.command} {typed} checkpoint.resume=true"
+    again = "the same launcher with" if "RANK" in os.environ else launch.door()
+    return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"
 
 
 def _sentence(error: Exception) -> str:

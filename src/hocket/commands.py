@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints, system
-from hocket.checkpoints import Checkpoints
+from hocket.checkpoints import Checkpoints, Saved
 from hocket.config import Config, read_settings
 from hocket.discover import find_servers
 from hocket.envs import Agent
@@ -23,7 +23,7 @@ from hocket.launch import door, free_port
 from hocket.observe.console import Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
-from hocket.parts import SHORT, Parts, answers, clear_gpu, pool_of
+from hocket.parts import SHORT, Parts, answers, chosen, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
-def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep | None = None) -> int:
+def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step: OnStep = None) -> int:
     """Train on every rank, from the newest checkpoint if there is one; rank 0 runs the loop, the others follow it.
 
     With `dry_run`, only say what the run would use; with `serve`, start a server if none answers. `on_step` ends the
@@ -55,6 +55,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
             asyncio.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
+    config = chosen(config)  # so that config.yaml says what is
     with Console(config.trainer.steps) as console, ExitStack() as stack:
         if dry_run:
             _check(Parts(config, console), stack)
@@ -127,12 +128,7 @@ async def _train(run: "Run") -> dict[str, Any]:
 
 
 def _run(
-    config: Config,
-    saved: checkpoints.Saved | None,
-    console: Console,
-    stack: ExitStack,
-    serve: bool,
-    on_step: OnStep | None,
+    config: Config, saved: Saved | None, console: Console, stack: ExitStack, serve: bool, on_step: OnStep
 ) -> "Run":
     """Bring the parts together; first rewards and data, whose faults show before any model is loaded."""
     scorer = stack.enter_context(RewardScorer(config.rewards))
@@ -292,12 +288,13 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
 
 
 def _demonstration(row: Mapping[str, Any], tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rollout as a row for sft; {} if it has no score, or was cut off, or has told text between its turns."""
+    """Return a rollout as a row for sft; {} without a score or an end, or where no message stands between its turns."""
     if "messages" not in row:
         raise ConfigError("these rollouts are of an earlier version, which kept no messages; roll out once more")
     said = row.get("dialogue", [{"role": "assistant", "content": row["completion"]}])
-    told = any(message["role"] == "environment" for message in said) or (row["messages"] is None and len(said) > 1)
-    if row["reward"] is None or row["finish_reason"] != "stop" or told:
+    roles = [message["role"] for message in said]
+    is_chat = "environment" not in roles and ("assistant", "assistant") not in itertools.pairwise(roles)
+    if row["reward"] is None or row["finish_reason"] != "stop" or not is_chat:
         return {}
     known = {"prompt_id": row["prompt_id"], "reward": row["reward"]}
     if row["messages"] is None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from hocket import environment
 from hocket.config import Config, LaunchConfig
+from hocket.config.sections import listed
 from hocket.doctor import holder
 from hocket.errors import ConfigError, ServerError
 from hocket.processes import die_with_parent
@@ -226,11 +227,6 @@ def refuse_all_dead(servers: list[Child]) -> None:
 def variables(gpus: str) -> dict[str, str]:
     """Return the variables that give a process its GPUs."""
     return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-
-
-def listed(gpus: str | None) -> list[str]:
-    """Return the GPUs that a setting lists, "0,1" for one."""
-    return [gpu.strip() for gpu in (gpus or "").split(",") if gpu.strip()]
 
 
 def _typed(command: Sequence[str], env: Mapping[str, str], num_ranks: int = 1) -> str:

@@ -46,7 +46,7 @@ class Run:
     folder: RunFolder  # metrics, rollouts and ledger; its history says which step comes next
     checkpoints: Checkpoints
     console: Console
-    on_step: OnStep | None = None  # the user's; True ends the run
+    on_step: OnStep = None  # the user's; True ends the run
 
     async def train(self) -> dict[str, Any]:
         """Train for trainer.steps steps, leave everything in the run folder and return summary.json's content."""

@@ -8,7 +8,6 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from hocket import tokenizer as tokenizers
 from hocket.batcher import Batcher
@@ -21,7 +20,7 @@ from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
-from hocket.launch import Child, listed, stop, variables, visible_gpus
+from hocket.launch import Child, stop, variables, visible_gpus
 from hocket.observe.console import Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
@@ -39,7 +38,6 @@ from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
 from hocket.sync.proof import Proof
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
-from hocket.system import is_loopback
 from hocket.types import Prompt
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ class Parts:
     """Makes the parts that train, rollout and eval have in common."""
 
     def __init__(self, config: Config, console: Console) -> None:
-        self.config, self.console = config, console
+        self.config, self.console = chosen(config), console
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.longest, self.limit = tokenizers.longest_sequence(config.model, config.trainer)
@@ -118,7 +116,7 @@ class Parts:
 
     def pipeline(self, new_batch: NewBatch) -> Pipeline:
         """Return the pipeline of the batches that `new_batch` gathers."""
-        config, trainer, ahead = self.config.rollout, self.config.trainer, self.config.pipeline.max_staleness
+        config, trainer, ahead = self.config.rollout, self.config.trainer, int(self.config.pipeline.max_staleness)
         oversampling = self.config.algorithm.oversampling
         plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
         return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
@@ -136,7 +134,7 @@ class Parts:
             sampling=sampling_params(
                 config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature, max_tokens=settings.max_tokens
             ),
-            timeout_s=config.rollout.timeout_s * (1 + config.pipeline.max_staleness),
+            timeout_s=config.rollout.timeout_s * (1 + int(config.pipeline.max_staleness)),
             max_error_rate=config.rewards.max_error_rate,
         )
 
@@ -211,15 +209,22 @@ async def answers(config: Config) -> bool:
         return bool(config.server.urls or config.server.discover) or await server.answers()
 
 
+def chosen(config: Config) -> Config:
+    """Return the config with the `auto` of pipeline.max_staleness and sync.backend replaced by what it is here."""
+    pipeline, sync, apart = config.pipeline, config.sync, config.gpus_apart and bool(visible_gpus())
+    if pipeline.max_staleness == "auto":
+        pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
+    if sync.backend == "auto":
+        sync = sync.model_copy(update={"backend": "nccl" if apart and not sync.delta else "disk"})
+    return config.model_copy(update={"pipeline": pipeline, "sync": sync})
+
+
 async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
     """Wait for a server that may be on this GPU, on every rank before it takes any; put it to sleep to share the GPU.
 
     vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
     """
-    ours, theirs = (set(listed(gpus)) for gpus in (config.launch.server_gpus, config.launch.trainer_gpus))
-    apart = (ours and theirs and not ours & theirs) or config.pipeline.replay is not None
-    is_near = any(is_loopback(urlsplit(url).hostname or "") for url in config.server_urls)
-    if config.launch.share_gpu or (is_near and not apart and visible_gpus()):
+    if config.launch.share_gpu or (not config.gpus_apart and config.pipeline.replay is None and visible_gpus()):
         async with pool_of(config, trainer_id(config.run_dir), **tell) as servers:
             await servers.wait_up()
             if config.launch.share_gpu:

@@ -140,13 +140,15 @@ def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) 
     of_step = flops.step_flops(flops.model_flops(model), [int(prompt + length)] * count, int(length * count))
     update = of_step / (needs.where.num_ranks * MFU * peak) * (4 / 3 if config.trainer.gradient_checkpointing else 1)
     passes = (config.algorithm.kl != "off") + (config.algorithm.updates > 1)  # of log-probs alone
+    apart = not set(",".join(needs.where.servers).split(",")) & set(needs.where.ranks.split(","))
+    broadcasts = config.sync.backend == "nccl" or (config.sync.backend == "auto" and apart)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     published = trained * 2
     return {
         "generate": prefill + iteration * max(rollout.max_tokens, mine * length / running),
         "train": update * config.algorithm.epochs + passes * update / 3,
         "rank 0": HOST_S * count * (prompt + length),
-        "weights": published * (NCCL_S if config.sync.backend == "nccl" else DISK_S),
+        "weights": published * (NCCL_S if broadcasts else DISK_S),
         "checkpoint": 12 * trained * CHECKPOINT_S,
     }
 

@@ -48,11 +48,7 @@ def _train(config: Config) -> None:
     last, size, epochs = saved.step if saved else 0, config.sft.batch_size, config.sft.epochs
     most = None if epochs is None else epochs * len(samples)
     steps = config.trainer.steps if most is None else math.ceil(most / size)
-    with (
-        Console(steps) as console,
-        RunFolder(config) as folder,
-        Trainer(config, loss=sft_loss) as trainer,
-    ):
+    with Console(steps) as console, RunFolder(config) as folder, Trainer(config, loss=sft_loss) as trainer:
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
         trainer.plan(steps)
         if saved is not None:

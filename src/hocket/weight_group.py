@@ -7,6 +7,7 @@ independent of DeepSpeed's and vLLM's, has a deadline for every wait, and can be
 import contextlib
 import dataclasses
 import datetime
+import math
 import os
 import socket
 import threading
@@ -90,6 +91,8 @@ class WeightGroup:
             torch.cuda.set_device(self.device)
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
+            nccl.config.blocking = 0  # a connection that blocks would wait without a deadline for a rank that is gone
+            os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(self.timeout_s)))
             # Waits must block, and raise past the deadline; else NCCL's watchdog ends the process.
             with _ENVIRONMENT:
                 before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
@@ -98,6 +101,7 @@ class WeightGroup:
                     self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
                 finally:
                     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects no earlier
 
     def announce(self, number: int) -> None:
         """Announce to the other ranks that this one is about to receive the group's transfer `number`; 0: to join."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from tests.data.test_thinking import OFF, TEMPLATES, make_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hocket.config import DataConfig
 from hocket.config.sections import HeldOutConfig
@@ -135,6 +137,23 @@ def test_a_turn_with_an_end_of_its_own_is_taught_with_that(write_jsonl: Write) -
     assert second == f"{read}{called}{told}one{asked}«two<|return|>»"
 
 
+def test_a_tokenizer_that_puts_a_space_before_any_text_puts_none_before_a_turn(write_jsonl: Write) -> None:
+    alphabet = ["<s>", "</s>", "\u2581", "\n", *"abu:", "a\n", "\nb"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, [("a", "\n"), ("\n", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)  # as Llama 2's
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:\n{{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}a:\n{% endif %}"
+    )
+    chat = [user("a"), says("a"), user("a"), says("b")]
+    ((read, taught),) = pairs(load_demonstrations(DataConfig(source=write_jsonl({"messages": chat})), fast, 99))
+    assert fast.convert_ids_to_tokens(taught)[:2] == ["a", "</s>"]
+    # "\nb" is one token, but the model reads "\n" before it writes "b": encoded alone, with its space
+    assert fast.convert_ids_to_tokens(taught)[2:] == ["\u2581", "b", "</s>"]
+    assert fast.convert_ids_to_tokens(read)[:4] == ["\u2581", "u", ":", "\n"]
+
+
 @pytest.mark.parametrize(
     ("row", "what"),
     [
@@ -146,6 +165,10 @@ def test_a_turn_with_an_end_of_its_own_is_taught_with_that(write_jsonl: Write) -
         ({"messages": [user("x"), says("y")], "tools": {"a": 1}}, "Tools should either be a JSON schema"),
         ({"prompt": "x"}, "or eval.data.prompt_column to one of whole conversations, or eval.num_prompts=0"),
         ({"messages": [user("x"), says("", tool_calls=[{}])]}, "does not write message 1 as it lets the model begin"),
+        (
+            {"messages": [user("x"), says("<think>\ny", tool_calls=[{"name": "add"}])]},
+            "leaves the tool calls of message 1",
+        ),
         ({"messages": [user("x"), says("y")]}, "message 1 never closes it: begin it with the thought and </think>"),
     ],
 )
@@ -181,8 +204,9 @@ def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refu
     with caplog.at_level(logging.WARNING):
         rows = load_demonstrations(DataConfig(source=source), tokenizer, 10)  # 4 + 5 + 1 tokens just fit
     assert [len(row.token_ids) for row in rows] == [6, 10]
-    assert "left out 1 of 3 demonstrations" in caplog.text
-    with pytest.raises(DataError, match=r"raise model\.max_length"):
+    assert "left out 1 of 3 demonstrations with more than" in caplog.text
+    assert "or take a model with a longer context" in caplog.text
+    with pytest.raises(DataError, match=r"all rows of .* have more than 5 tokens, .*the longest has 11: shorten"):
         load_demonstrations(DataConfig(source=source), tokenizer, 5)
     source = write_jsonl({"prompt": "a", "response": ""}, {"prompt": "a", "response": 3})
     with pytest.raises(DataError, match=r"(?s)column 'response' must be text, got ''.*got 3"):

@@ -13,7 +13,9 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from batches import drawing
 from hocket import config, tokenizer
-from hocket.commands import Parts
+from hocket.commands import Parts, select
+from hocket.config import DataConfig
+from hocket.data.demonstrations import load_demonstrations
 from hocket.observe.console import Console
 from hocket.pool import Deadline, ServerPool
 from hocket.protocol import SamplingParams
@@ -210,3 +212,15 @@ def test_the_policy_learns(port: int, runs: Path, name: str, steps: int, rise: f
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + rise, rewards
     assert max(step["train/logprob_gap"] for step in metrics) < 1e-3
     assert max(step["rollout/turns_mean"] for step in metrics) > 1
+    if name != "agent":
+        check_that_selected_rows_are_what_was_sampled(runs / name)
+
+
+def check_that_selected_rows_are_what_was_sampled(run: Path) -> None:
+    """Compares the tokens and the mask of each selected conversation with those of the run's sequences."""
+    select(run, run / "rows.jsonl", min_reward=None, per_prompt=2)
+    rows = load_demonstrations(DataConfig(source=f"{run}/rows.jsonl"), tokenizer.load("checkpoints/tiny-tools"), 256)
+    lines = (line for file in (run / "rollouts").glob("step_*.jsonl") for line in file.read_text().splitlines())
+    sampled = {(tuple(row["token_ids"]), tuple(map(bool, row["mask"]))) for row in map(json.loads, lines)}
+    assert len(rows) > 40
+    assert {(row.token_ids, row.mask) for row in rows} <= sampled

@@ -181,12 +181,14 @@ def test_a_random_reward_teaches_nothing(tmp_path: Path) -> None:
 
 def test_a_trainer_started_first_waits_for_the_server_and_both_end_cleanly(tmp_path: Path) -> None:
     run_dir, port = tmp_path / "runs" / "a", free_port()
-    settings = [f"run.dir={run_dir}", f"server.port={port}", "trainer.steps=2", "eval.num_prompts=8"]
+    never_right = "rollout.max_tokens=1"  # so that no step updates the weights
+    settings = [f"run.dir={run_dir}", f"server.port={port}", "trainer.steps=2", "eval.num_prompts=8", never_right]
     with running("train", tmp_path / "train.log", *settings) as trainer:
         waiting = f"waiting for http://127.0.0.1:{port} (nothing answers there yet)"
         trainer.wait_for(lambda: waiting in trainer.output(), waiting)
         with running("serve", tmp_path / "serve.log", *settings) as server:
-            assert trainer.wait_end(START_S) == 0, (tmp_path / "train.log").read_text()
+            assert trainer.wait_end(START_S) == 3, trainer.output()
+            assert "\n0 of 2 steps updated the weights: all rewards of each group were equal" in trainer.output()
             server.members()
             server.popen.send_signal(signal.SIGINT)
             assert server.wait_end(30) == 0, (tmp_path / "serve.log").read_text()

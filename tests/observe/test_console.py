@@ -35,19 +35,14 @@ def test_an_alarm_is_printed_when_it_begins_and_the_heading_comes_back(capsys: p
     assert [index for index, line in lines if "held-out" in line] == [0, HEADING_EVERY + 4]
 
 
-def test_the_first_line_may_be_of_step_0_and_the_first_step_is_not_blamed_for_the_start_of_the_rewards(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_line_may_be_of_step_0(capsys: pytest.CaptureFixture[str]) -> None:
     with Console(steps=10) as console:
         console.step(0, {"eval/accuracy": 0.25})
-        for step in (1, 2):
-            console.step(step, {"pipeline/wait_for_rewards": 0.4, "time/step": 1.0})
-    _, _, before, first, second, alarm = capsys.readouterr().out.splitlines()
+        console.step(1, {"time/step": 1.0})
+    _, _, before, first = capsys.readouterr().out.splitlines()
     assert before.split()[:4] == ["0/10", "-", "0.250", "-"]
     assert first.endswith("left")
     assert not before.endswith("left")
-    assert second.split()[0] == "2/10"
-    assert "pipeline/wait_for_rewards = 0.4 (> 0.25)" in alarm
 
 
 def test_without_a_terminal_an_activity_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,13 +43,11 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
 
 def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
     reward("near")(lambda completion, target, unit="tokens": 0.0)
-    reward("trl")(lambda prompts, completions, **kwargs: [0.0 for _ in completions])
     reward("needy", imports=("no_such_package",))(lambda completion: 0.0)
     for name, options, message in (
         ("near", {"tarket": 3}, r"near\(.*target.*\).* no option 'tarket' \(did you mean 'target'\?\)"),
         ("near", {}, r"needs the option 'target': set rewards.functions.near.target"),
         ("near", {"target": 3, "completion": "x"}, "'completion' comes from the rollout"),
-        ("trl", {}, r"\(prompts, completions, .*\) takes a batch, .* name its arguments prompt and completion, return"),
         ("needy", {}, "needs the package no_such_package"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -44,11 +44,13 @@ class FakePlayer:
 
 
 def settings(*overrides: str) -> Config:
-    return config_module.load(None, ["rollout.prompts_per_step=3", "rollout.group_size=2", *overrides])
+    return config_module.load(
+        None, ["rollout.prompts_per_step=3", "rollout.group_size=2", "pipeline.max_staleness=0", *overrides]
+    )
 
 
 def pipeline(config: Config, player: FakePlayer, has_signal: Callable[[Group], bool] = lambda group: True) -> Pipeline:
-    take, max_staleness = PromptStream(PROMPTS, seed=0).take, config.pipeline.max_staleness
+    take, max_staleness = PromptStream(PROMPTS, seed=0).take, int(config.pipeline.max_staleness)
     settings: dict[str, Any] = {"oversampling": config.algorithm.oversampling, "max_staleness": max_staleness}
     return Pipeline(
         lambda plan: collect(plan, take, player.play, own_reward, has_signal=has_signal),

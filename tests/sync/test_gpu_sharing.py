@@ -88,7 +88,8 @@ class Parts:
         self.world: Any = World(tmp_path / "runs")
         self.pool.members[0].server = self.world
         prompts = [Prompt(id="c", token_ids=(1,))]
-        run: Any = SimpleNamespace(config=self.config, console=SimpleNamespace(say=lambda line: None, alarmed=set()))
+        console = SimpleNamespace(say=lambda line: None, alarmed=set())
+        run: Any = SimpleNamespace(config=self.config, console=console)
         self.publisher = hocket.parts.Parts.publisher(run, self.world, self.pool, prompts)
 
     async def step(self) -> dict[str, float]:

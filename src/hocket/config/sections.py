@@ -179,12 +179,17 @@ class SftConfig(Section):
 
 
 class PipelineConfig(Section):
-    max_staleness: int = Field(0, ge=0, le=64, description="Maximum age of a rollout: batches ahead. 0 is on-policy.")
+    max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
+        "auto",
+        description="Maximum age of a rollout: batches ahead; 0 is on-policy. `auto`: 1 with GPUs apart, else 0.",
+    )
     replay: UserPath | None = Field(None, description="Run folder whose rollouts are trained on, without a server.")
 
 
 class SyncConfig(Section):
-    backend: Literal["disk", "nccl"] = Field("disk", description="New weights by files, or GPU to GPU (gloo on a CPU).")
+    backend: Literal["auto", "disk", "nccl"] = Field(
+        "auto", description="New weights by files, or by broadcast. `auto`: nccl with GPUs apart, else disk."
+    )
     root: UserPath | None = Field(None, description="Folder above run.dir, equal on both sides. Default: its parent.")
     timeout_s: float = Field(300.0, gt=0, description="Seconds for one server to load one version.")
     in_flight: InFlight = Field("keep", description="Requests during a sync: `keep` continues, `drain` waits, `abort`.")
@@ -263,6 +268,11 @@ class CheckpointConfig(Section):
 
 class ObserveConfig(Section):
     tensorboard: bool = Field(False, description="TensorBoard files; needs `pip install tensorboard`.")
+
+
+def listed(gpus: str | None) -> list[str]:
+    """Return the GPUs that a setting lists, "0,1" for one."""
+    return [gpu.strip() for gpu in (gpus or "").split(",") if gpu.strip()]
 
 
 class LaunchConfig(Section):

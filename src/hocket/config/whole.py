@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -10,6 +11,7 @@ from hocket.config import sections
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
 from hocket.config.sections import Section
 from hocket.errors import ConfigError
+from hocket.system import is_loopback
 
 MIN_TOKEN_LENGTH = 8
 
@@ -49,7 +51,7 @@ class Config(Section):
         inside = run_dir.is_relative_to(root) and run_dir != root
         message = f"run.dir={run_dir} must lie under sync.root={root}, where the server looks, in no hidden folder"
         yield not inside or "/." in str(run_dir)[len(str(root)) :], message
-        yield sync.delta and sync.backend != "disk", "sync.delta=true needs sync.backend=disk: nccl sends all weights"
+        yield sync.delta and sync.backend == "nccl", "sync.delta=true needs sync.backend=disk: nccl sends all weights"
         yield sync.delta and model.lora is not None, "sync.delta has no effect with model.lora: adapters are small"
         message = "trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2"
         yield trainer.zero_stage == 3 and model.lora is not None and model.lora.quantize is not None, message
@@ -59,14 +61,14 @@ class Config(Section):
         warmup, steps = self.critic.warmup_steps, trainer.steps
         message = f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy"
         yield self.algorithm.baseline == "critic" and warmup >= steps, message
-        replay, ahead = self.pipeline.replay, self.pipeline.max_staleness > 0
+        replay, ahead = self.pipeline.replay, self.pipeline.max_staleness not in ("auto", 0)
         message = "pipeline.replay has no server: leave pipeline.max_staleness and launch.share_gpu out"
         yield replay is not None and (ahead or launch.share_gpu), message
         message = "pipeline.replay is this run's own folder, which it writes to; choose another run.dir"
         yield replay is not None and Path(replay).resolve() == run_dir, message
         for wrong, message in (
             (ahead, "needs pipeline.max_staleness=0: server and trainer take turns"),
-            (sync.backend != "disk", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
+            (sync.backend == "nccl", "needs sync.backend=disk: NCCL can't connect two processes on one GPU"),
             (sync.delta, "does not go with sync.delta: whole versions are written"),
             (self.server.discover is not None, "is for one server that server.urls names: leave server.discover out"),
             (len(self.server_urls) > 1, "is for one server; give several servers GPUs of their own"),
@@ -101,6 +103,13 @@ class Config(Section):
     def uses_pass_rates(self) -> bool:
         """Whether the choice of prompts depends on pass rates."""
         return self.curriculum.name != "shuffle" or self.curriculum.retire_after > 0
+
+    @property
+    def gpus_apart(self) -> bool:
+        """Whether no server can be on a GPU of the trainer: launch.*_gpus say so, or no server is on this machine."""
+        ours, theirs = (set(sections.listed(gpus)) for gpus in (self.launch.server_gpus, self.launch.trainer_gpus))
+        local = any(is_loopback(urlsplit(url).hostname or "") for url in self.server_urls)
+        return not self.launch.share_gpu and not (ours & theirs if ours and theirs else local)
 
     def url_at(self, port: int) -> str:
         """Return the base URL of a server on server.host, without a slash at the end."""

@@ -19,7 +19,7 @@ from hocket.data.prompts import NO_TOKEN, Renderer, check_messages, in_parts, op
 from hocket.errors import DataError
 from hocket.types import Message, TokenSequence
 
-Piece = tuple[str, Sequence[int] | None]  # a text, and the tokens that end it if it is taught; None: it is only read
+Passage = tuple[str, str, list[int]]  # a text that is read, the turn behind it, and the tokens that end that
 
 log = logging.getLogger(__name__)
 
@@ -27,25 +27,27 @@ log = logging.getLogger(__name__)
 def load_demonstrations(data: DataConfig, tokenizer: Any, max_length: int) -> list[TokenSequence]:
     """Return the demonstrations of at most max_length tokens, whose mask says what is taught."""
     renderer = Renderer(data, tokenizer)
-    end, kept, num_samples = renderer.end_of_turn(), list[TokenSequence](), 0
+    end, kept, lengths = renderer.end_of_turn(), list[TokenSequence](), list[int]()
     for rendered, problems in in_parts(data, lambda columns: _samples(renderer, data, columns, end)):
         places = [place for place, samples in rendered for _ in samples]
         encoded = _encode(renderer, [sample for _, samples in rendered for sample in samples])
         for place, sequence in zip(places, encoded, strict=True):
-            num_samples += 1
+            lengths.append(len(sequence.mask))
             if all(sequence.mask):
                 problems[place] = NO_TOKEN
-            elif len(sequence.mask) <= max_length:
+            elif lengths[-1] <= max_length:
                 kept.append(sequence)
+    too_long = f"more than {max_length} tokens, the model's context or model.max_length; the longest has {max(lengths)}"
+    advice = "shorten them, or take a model with a longer context"
     if not kept:
-        raise DataError(f"no row of {data.source} has at most {max_length} tokens; raise model.max_length")
-    if num := num_samples - len(kept):
-        log.warning("left out %d of %d demonstrations: more than %d tokens", num, num_samples, max_length)
+        raise DataError(f"all rows of {data.source} have {too_long}: {advice}")
+    if num := len(lengths) - len(kept):
+        log.warning("left out %d of %d demonstrations with %s: %s", num, len(lengths), too_long, advice)
     return kept
 
 
-def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int) -> list[list[Piece]]:
-    """Return the samples of a row, each in pieces."""
+def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], end: int) -> list[list[Passage]]:
+    """Return the samples of a row."""
     whole = [name for name in (data.prompt_column, "messages") if isinstance(columns.get(name), list)]
     if whole and data.response_column not in columns:
         tools = columns.get("tools") or None
@@ -57,11 +59,11 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
     response = renderer.column(columns, "response_column", hint)
     if not (isinstance(response, str) and response):
         raise ValueError(f"column {data.response_column!r} must be text, got {response!r:.80}")
-    return [[(prompt, None), (_behind(opening_of(prompt), response, f"column {data.response_column!r}"), [end])]]
+    return [[(prompt, _behind(opening_of(prompt), response, f"column {data.response_column!r}"), [end])]]
 
 
-def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, end: int) -> list[list[Piece]]:
-    samples = list[list[Piece]]()
+def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, end: int) -> list[list[Passage]]:
+    samples = list[list[Passage]]()
     told = said = ""  # the text of the last sample: in its pieces, and with what stands behind its last turn
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -75,30 +77,33 @@ def _conversation(renderer: Renderer, messages: Sequence[Message], tools: Any, e
         else:
             what = f"the chat template does not write message {index} as it lets the model begin it: {asked[-20:]!r}"
             raise ValueError(f"{what}; write its tool calls and thoughts into its content, or use another template")
+        calls = [call.get("function", call) for call in message.get("tool_calls", ()) if isinstance(call, dict)]
+        if any(str(call.get("name", "")) not in turn for call in calls):
+            raise ValueError(f"the chat template leaves the tool calls of message {index} out: use one that knows them")
         if not samples or not asked.startswith(said):
             samples.append([])
             told = ""
         body = turn.removesuffix(renderer.after_turn)  # else the turn has an end of its own: <|call|>
         ends = turn.endswith(renderer.after_turn)
-        samples[-1] += [(asked[len(told) :], None), (body, [end] if ends else [])]
+        samples[-1].append((asked[len(told) :], body, [end] if ends else []))
         told, said = asked + body, asked + turn
     return samples
 
 
-def _encode(renderer: Renderer, samples: Sequence[Sequence[Piece]]) -> list[TokenSequence]:
-    """Encode each piece by itself, as in a rollout, where no text is encoded together with what the model wrote."""
-    prompts = iter(renderer.encode_prompts([pieces[0][0] for pieces in samples]))
-    others = iter(renderer.encode([text for pieces in samples for text, _ in pieces[1:]]))
+def _encode(renderer: Renderer, samples: Sequence[Sequence[Passage]]) -> list[TokenSequence]:
+    """Encode each turn behind what is read before it: alone, some tokenizers would put a space before it."""
+    passages = [passage for sample in samples for passage in sample]
+    reads = iter(renderer.encode_prompts([read for read, _, _ in passages]))
+    wholes = iter(renderer.encode_prompts([read + said for read, said, _ in passages]))
     sequences = []
-    for pieces in samples:
+    for sample in samples:
         token_ids, mask = list[int](), list[bool]()
-        for number, (_, ends) in enumerate(pieces):
-            piece = next(others if number else prompts)
-            if ends is None and number and piece[:1] == token_ids[-1:]:  # the end of the turn before
-                piece = piece[1:]
-            piece = [*piece, *(ends or ())]
-            token_ids += piece
-            mask += [ends is not None] * len(piece)
+        for (_, said, ends), read, whole in zip(sample, reads, wholes, strict=False):
+            if whole[: len(read)] != read:  # a token of both: the model reads its prompt without what it writes
+                whole = read + renderer.encode([said])[0]
+            start = 1 if token_ids and read[:1] == token_ids[-1:] else 0  # the end of the turn before
+            token_ids += whole[start:] + ends
+            mask += [False] * (len(read) - start) + [True] * (len(whole) - len(read) + len(ends))
         sequences.append(TokenSequence(token_ids=tuple(token_ids), mask=tuple(mask), logprobs=(0.0,) * len(mask)))
     return sequences
 

@@ -85,8 +85,6 @@ class Console(AbstractContextManager["Console"]):
         cells = " ".join(f"{_cell(values.get(metric), shape):>{width}}" for _, metric, width, shape in COLUMNS)
         self.say(f"{f'{step}/{self._steps}':>9} {cells}{self._time_left(step)}")
         unhealthy = alarms(metrics)
-        if step == self._first:  # it has waited for the rewards' processes to start
-            unhealthy.pop("pipeline/wait_for_rewards", None)
         for name in unhealthy.keys() - self.alarmed:
             self._rich.print(f"[yellow]          ! {escape(unhealthy[name])}[/yellow]")
         self.alarmed = set(unhealthy)

@@ -51,12 +51,15 @@ class RewardScorer:
         in_workers = [reward for reward in self._rewards if reward.runs == "worker"]
         self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
         # Each asks one worker. Never shut down: a worker dies with the thread that started it.
-        self._threads = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1), "reward")
+        self._threads = ThreadPoolExecutor(_num_workers(), "reward")
         self._workers: dict[int, Worker] = {}  # by thread
         self._printed = itertools.count(1)  # lines, by all of them
         self._unusable: str | None = None  # why no worker can be started any more
 
     def __enter__(self) -> "RewardScorer":
+        """Start the workers, so that the first scores need not wait for them."""
+        for _ in range(_num_workers() if self._modules else 0):
+            self._threads.submit(self._worker)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -109,7 +112,11 @@ class RewardScorer:
             task.cancel()
 
     def _ask_worker(self, request: bytes) -> Score:
-        """Ask this thread's worker, which is started first if there is none or if it was lost."""
+        worker = self._worker()
+        return no_score(self._unusable or "") if worker is None else worker.ask(request, self._timeout_s)
+
+    def _worker(self) -> "Worker | None":
+        """Return this thread's worker, started first if there is none or if it was lost; None if it can't be used."""
         thread = threading.get_ident()
         worker = self._workers.get(thread)
         if self._unusable is None and (worker is None or not worker.ready()):
@@ -118,9 +125,11 @@ class RewardScorer:
                 self._unusable = self._unusable or f"its worker process can't load it: {problem}"
             if self._unusable is not None:  # or the rewards were closed meanwhile
                 worker.kill()
-        if worker is None or self._unusable is not None:
-            return no_score(self._unusable or "")
-        return worker.ask(request, self._timeout_s)
+        return worker if self._unusable is None else None
+
+
+def _num_workers() -> int:
+    return min(MAX_WORKERS, os.cpu_count() or 1)
 
 
 async def _result(coroutine: Awaitable[Any]) -> Score:

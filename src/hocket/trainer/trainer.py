@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
-from hocket.algorithm.ratios import effective_sample_size
+from hocket.algorithm.ratios import over_updates
 from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
 from hocket.errors import ServerError, TrainerError
@@ -34,12 +33,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 _METHODS: dict[str, Callable[..., Any]] = {}  # those that run on every rank; `follow` finds them here
 Sink = Callable[[Any], None]  # takes one bucket: [(name, tensor)] of weights, {name: tensor} of a checkpoint
 EXPORT_BYTES = 64 << 20  # ZeRO-3 gathers parameters for export in groups of this size
-
-
-SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions", "seconds_at_peak"})
-"""Metrics of an update that a step has the sum of, not the mean."""
-OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"})
-"""Metrics that compare the engine with the policy before the step."""
 
 
 def on_all_ranks(method: F) -> F:
@@ -378,27 +371,3 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if self._away is not None:
             offload.onload(self._away, self.device)
             self._away = None
-
-
-def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batch: bool) -> dict[str, float]:
-    """Return the metrics of a step of the run from those of its updates, which took `seconds`.
-
-    `by_batch`: every update compares the engine with the policy before the step, not only the first one.
-    """
-    metrics = {}
-    for name in updates[0]:
-        values, kind = [update[name] for update in updates], name.removeprefix("train/")
-        finite = [place for place, value in enumerate(values) if math.isfinite(value)] or range(len(values))
-        if kind in SUMS:
-            metrics[name] = sum(values)
-        elif kind in OF_ENGINE and not by_batch:
-            metrics[name] = values[0]
-        else:
-            weights = [updates[place]["train/tokens"] for place in finite] if kind in OF_ENGINE else None
-            metrics[name] = statistics.fmean([values[place] for place in finite], weights)
-    if "train/importance_square" in metrics:
-        square = metrics.pop("train/importance_square")
-        metrics["train/ess"] = effective_sample_size(metrics["train/importance_mean"], square)
-    positions, at_peak = metrics.pop("train/positions"), metrics.pop("train/seconds_at_peak")
-    rates = {"tokens_per_s": metrics["train/tokens"], "positions_per_s": positions, "mfu": at_peak}
-    return metrics | {f"train/{name}": amount / seconds for name, amount in rates.items()}
