@@ -75,7 +75,9 @@ def runs(
     models = (tied_model, untied_model, experts_model)
     streams = [(scenario, model) for model in models for scenario in ("streams", "starts")]
     run_together(1, folders[1], both)
-    run_together(2, folders[2], [*both, *streams, ("beside", tied_model), ("resumes", tied_model)])
+    run_together(
+        2, folders[2], [*both, *streams, ("reduces", tied_model), ("beside", tied_model), ("resumes", tied_model)]
+    )
     run_together(1, folders[1], [("resumes", tied_model)])
     return folders
 
@@ -272,6 +274,14 @@ def test_at_zero_3_no_rank_holds_the_whole_model_and_the_weights_are_those_of_ze
     for rank in (0, 1) if model != "experts" else (1,):  # transformers joins experts as rank 0 loads, on its CPU
         held = int((folder / f"held_by_{rank}").read_text())
         assert whole / 3 < held < whole / 2 + 2 * largest
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_in_bfloat16_are_summed_over_ranks_in_float32(runs: dict[int, Path], stage: int) -> None:
+    gradient = load_file(runs[2] / "reduces-tied" / str(stage))["gradient"]
+    rounded = gradient.bfloat16().float()
+    assert (gradient != rounded).float().mean() > 0.3  # a sum that was rounded to 16 bits would be one of these
+    torch.testing.assert_close(gradient, load_file(runs[2] / "reduces-tied" / "1")["gradient"], atol=0, rtol=0)
 
 
 @pytest.fixture(scope="module")

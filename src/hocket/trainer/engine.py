@@ -76,12 +76,17 @@ def spread(module: nn.Module, settings: Mapping[str, Any], ranks: Ranks) -> None
 
 
 def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> int:
-    """Return the configured ZeRO stage; default 1 on a CPU, 2 on a GPU, 0 for one rank in float32."""
+    """Return the configured ZeRO stage; default 1 on a CPU, 2 on a GPU, 0 for one rank in float32.
+
+    To offload the optimizer, 3: in DeepSpeed 0.19.8 float32 sums of gradients leave the GPU at that stage alone.
+    """
     if config.zero_stage is not None:
         return config.zero_stage
     if num_ranks == 1 and dtype == torch.float32 and not config.offload_optimizer:
         return 0
-    return 2 if on_gpu else 1
+    if on_gpu:
+        return 3 if config.offload_optimizer else 2
+    return 1
 
 
 def zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
@@ -116,6 +121,7 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
     elif dtype == torch.bfloat16:
         values["bf16"] = {"enabled": True}
         values["data_types"] = {"grad_accum_dtype": "fp32"}
+        values["communication_data_type"] = "fp32"  # or ranks would round the sums of their gradients
     elif dtype == torch.float16:
         values["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
     return values
