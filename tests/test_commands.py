@@ -69,38 +69,36 @@ def test_a_run_without_an_update_ends_with_status_3(
     assert commands.train(load(None, [f"run.dir={tmp_path}/a"])) == status
 
 
-def test_python_gives_the_command_its_settings_and_rewards_and_gets_what_the_run_leaves(
+def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, got = tmp_path / "a", list[Any]()
+    got = []
 
     def train(config: Config, *, serve: bool, on_step: object) -> None:
-        rewards = [bind(name, spec.weight, {}) for name, spec in config.rewards.functions.items()]
-        got.append((config.trainer.steps, config.trainer.seed, serve, [(one.name, one.runs) for one in rewards]))
-        (folder / "weights" / "v000002").mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text('{"steps": 1}')
-        (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n')
+        rewards = [bind(name, spec.weight, {}).runs for name, spec in config.rewards.functions.items()]
+        got.append((config.trainer.steps, config.trainer.seed, serve, *rewards))
 
-    async def slow(answer: str) -> float:
-        return 1.0
+    async def slow(answer: str) -> None: ...
 
     def mine(completion: str) -> float:
         return 1.0
 
     monkeypatch.setattr(commands, "train", train)
-    (tmp_path / "a.yaml").write_text(f"run: {{dir: {folder}}}\ntrainer: {{seed: 1}}\n")
-    values = {"run": {"dir": str(folder)}, "trainer": {"seed": 1}}
+    (tmp_path / "weights" / "v000002").mkdir(parents=True)
+    (tmp_path / "summary.json").write_text('{"steps": 1}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    values = {"run": {"dir": str(tmp_path)}, "trainer": {"seed": 1}}
+    (tmp_path / "a.yaml").write_text(json.dumps(values))
     for config in (tmp_path / "a.yaml", str(tmp_path / "a.yaml"), values, load(None, values)):
         result = hocket.train(config, {"trainer.steps": 5}, rewards={"mine": mine, "slow": slow})
-    assert got == [(5, 1, True, [("mine", "inline"), ("slow", "async")])] * 4
-    assert values == {"run": {"dir": str(folder)}, "trainer": {"seed": 1}}
-    assert (result["steps"], result["history"][1]["reward/mean"]) == (1, 0.5)
-    assert (result["run_dir"], result["model"]) == (folder, folder / "weights" / "v000002")
+    assert got == [(5, 1, True, "inline", "async")] * 4
+    model = tmp_path / "weights" / "v000002"
+    assert result == {"steps": 1, "run_dir": tmp_path, "model": model, "history": [{"step": 1}]}
+    assert values == {"run": {"dir": str(tmp_path)}, "trainer": {"seed": 1}}
     with pytest.raises(ConfigError, match=r"reward mine.*needs the option 'text': set rewards.functions.mine.text"):
         hocket.train(values, rewards={"mine": lambda text: 1.0})  # the cell that defines it runs again
     with pytest.raises(ConfigError, match="reward 'math' is registered twice"):
         hocket.train(values, rewards={"math": mine})
-    assert REWARDS.get("math").runs == "worker"
     with pytest.raises(ConfigError, match="there is no reward 'mine'"):
         REWARDS.get("mine")
 
@@ -218,6 +216,8 @@ def test_select_writes_the_best_whole_rollouts_of_each_prompt_the_newest_of_equa
     assert shown == "<|user|>Sort: ba<|end|><|assistant|>ab<|end|>"
     with pytest.raises(ConfigError, match=r"no rollout of .* has a reward of at least 3: the highest is 1"):
         commands.select(run, output, min_reward=3, per_prompt=1)
+    with pytest.raises(ConfigError, match="--per-prompt=0 would choose nothing: set 1 or more"):
+        commands.select(run, output, min_reward=None, per_prompt=0)
 
 
 def test_select_takes_turns_with_their_tools_and_plain_text_and_says_what_it_can_not(tmp_path: Path) -> None:

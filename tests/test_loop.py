@@ -178,14 +178,11 @@ async def test_each_step_generates_trains_and_publishes_in_this_order(tmp_path: 
 
 async def test_the_users_on_step_sees_every_step_and_ends_the_run(tmp_path: Path) -> None:
     seen: list[float] = []
-
-    def on_step(step: int, metrics: dict[str, float]) -> bool:
-        seen.append(metrics["reward/mean"])
-        return step == 2
-
-    _, metrics, summary = await trained(tmp_path, lambda step, j: float(j), "trainer.steps=9", on_step=on_step)
-    assert [line["step"] for line in metrics] == [0, 1, 2]
-    assert seen == [0.5, 0.5]
+    _, metrics, summary = await trained(
+        tmp_path, lambda step, j: float(j), "trainer.steps=9",
+        on_step=lambda step, metrics: seen.append(metrics["reward/mean"]) or step == 2,
+    )  # fmt: skip
+    assert ([line["step"] for line in metrics], seen) == ([0, 1, 2], [0.5, 0.5])
     assert (summary["before"], summary["after"]) == (0.0, None)  # no evaluation came after it
 
 

@@ -1,17 +1,15 @@
 """The likely mistakes of a first hour, as typed: each is answered by cause and fix, before an engine is loaded.
 
-Two are elsewhere, where their processes are: a command that there is not (test_run.py), a port in use
-(server/test_main.py).
+Three are elsewhere, where their processes are: a command that there is not (test_run.py), a port in use
+(server/test_main.py), a server with another model or tokenizer than the trainer's (trainer/test_trainer.py).
 """
 
-import functools
 import shlex
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoTokenizer
@@ -25,7 +23,6 @@ from hocket.errors import ServerError
 from hocket.observe.owner import owning
 from hocket.protocol import Health
 from hocket.rollout.collect import Seat
-from hocket.trainer.trainer import Trainer
 from hocket.types import Prompt, Rollout
 
 SORT = Path(__file__).parents[1] / "checkpoints" / "tiny-sort"
@@ -50,24 +47,21 @@ MARKS = (
 # "check" is `train --dry-run`; all have model.path=sort if they name no other
 TABLE = """
 config nowhere.yaml | No such file or directory: 'nowhere.yaml'; paths are relative to HERE
-config sort/model.safetensors | can't read the config
 config tab.yaml | in "tab.yaml", line 2, column 1; indent by spaces
 config a.yaml b.yaml | one config file at most
 config typo.yaml | typo.yaml: unknown key 'trainer.stps'; did you mean 'trainer.steps'?
 config trainer.lr=1e-5 | unknown key 'trainer.lr'; here that is trainer.learning_rate
 eval typo.yaml --json eval.sample=1 | command line: unknown key 'eval.sample'
 config rollout.group_size=1 | rollout.group_size=1 leaves algorithm.baseline=mean nothing to compare with: set 2 or more
-config algorithm.preset=dr-grpo | Input should be 'grpo', 'dapo', 'dr_grpo', 'bnpo'
 config algorithm.preset=dr-grpo | (did you mean 'dr_grpo'?)
 check rollout.temperature=0 | alike: set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily
 check plugins=[nowhere.py] | plugin 'nowhere.py' is not a Python file; paths are relative to HERE
 check data.source=nowhere.jsonl | data.source=nowhere.jsonl is not a file; paths are relative to HERE
 check data.source=rows.jsonl | no column 'prompt', only 'question', 'answer': set data.prompt_column to one of these
-check data.source=broken.jsonl | 1 of 2 rows of broken.jsonl can't be used; repair or remove them (line):
 check data.source=broken.jsonl | broken.jsonl:2: Expecting value: line 1 column 12 (char 11)
-check data.source=null.jsonl | null.jsonl:2: column 'answer' must be text or a number, got None
+check data.source=null.jsonl | 1 of 2 rows of null.jsonl can't be used; repair or remove them (line):
 check 'rewards.functions={exact_mach: 1}' | no reward 'exact_mach' (did you mean 'exact_match'?); known:
-check 'rewards.functions={length: {tarket: 1}}' | has no option 'tarket' (did you mean 'target'?)
+check 'rewards.functions={length: {tarket: 1}}' | = 'tokens') has no option 'tarket' (did you mean 'target'?)
 check plugins=[mine.py] 'rewards.functions={my_trl: 1}' | takes a batch, but here it scores one rollout: name its
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | scores failed, more than rewards.max_error_rate=0.5; the
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | KeyError: 'sol' (HERE/mine.py:6)
@@ -98,7 +92,6 @@ generate -p a server.port=1 | start one there: python3 run.py serve CONFIG
 eval server.urls=http://down server.start_timeout_s=0.1 | Start one with `python run.py serve CONFIG`, correct
 eval server.urls=http://other | serves m, whose tokenizer is not that of model.path=sort; name the same model
 eval server.port=7 | serves m, not model.path=sort; to measure that one set server.urls=[http://127.0.0.1:7], else
-check server.urls=http://other | serves m, which has another tokenizer than the trainer's model; start both with
 """
 MISTAKES = [line.split(" | ") for line in TABLE.strip().split("\n")]
 
@@ -116,8 +109,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     wide = AutoTokenizer.from_pretrained(tmp_path / "many")
     wide.add_tokens([f"<{number}>" for number in range(300)])
     wide.save_pretrained(tmp_path / "many")
-    own = tokenizer.load(str(SORT))
-    served = {"http://other": "another", "http://127.0.0.1:7": tokenizer.fingerprint(own)}
+    own = tokenizer.fingerprint(tokenizer.load(str(SORT)))
+    served = {"http://other": "another", "http://127.0.0.1:7": own}
 
     async def health(client: ServerClient, **_: object) -> Health:
         if client.url not in served:
@@ -127,10 +120,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=ConnectionError("refused")))
     monkeypatch.setattr(ServerClient, "health", health)
-    trainer = MagicMock(num_parameters=1, memory="", policy=SimpleNamespace(vocab_size=261), tokenizer=own)
-    trainer.__enter__.return_value = trainer
-    trainer.check_same_model = functools.partial(Trainer.check_same_model, trainer)
-    monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda config: trainer)
     with owning(tmp_path / "owned", print, wait=False):
         yield tmp_path
     monkeypatch.undo()

@@ -114,27 +114,23 @@ async def test_a_cancelled_call_ends_once_its_thread_has() -> None:
     assert ended.is_set()
 
 
-async def test_a_coroutine_runs_inside_a_running_loop_too_and_an_interrupt_cancels_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_coroutine_runs_inside_a_running_loop_too_and_an_interrupt_cancels_it() -> None:
     ended = []
 
     async def work(seconds: float) -> int:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start() if seconds else None
         try:
             await asyncio.sleep(seconds)
         finally:
-            await asyncio.sleep(0)  # what it leaves can still be tidied up
+            await asyncio.sleep(0)  # it can still tidy up
             ended.append(seconds)
         return 7
 
     assert run(work(0)) == 7
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook's, while a cell runs
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(work(60))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(work(60))
+    signal.signal(signal.SIGINT, before)
     assert ended == [0, 60]
 
 

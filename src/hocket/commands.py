@@ -52,7 +52,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
         from hocket.trainer.trainer import Trainer
 
         if not dry_run:
-            asyncio.run(clear_gpu(config))
+            system.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
     config = chosen(config)  # so that config.yaml says what is
@@ -262,6 +262,8 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
 
     `min_reward` is by default the mean. Rollouts without a score, and those that were cut off, are never chosen.
     """
+    if per_prompt < 1:
+        raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
     config, _ = read_settings([str(run / "config.yaml")])
     load_plugins(config.plugins)
     made = environments.bind(config.env.name, config.env.model_extra or {})()

@@ -25,7 +25,9 @@ DEV_FILE = "requirements-dev.txt"
 SERVER_ALONE = "# The server alone"  # begins the last section of a requirements file
 NEEDED_CUDA, NEEDED_DRIVER = 13, 580  # of torch 2.13
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+COMPILE = """import compileall, sysconfig, warnings
+warnings.simplefilter("ignore")  # of others' sources
+compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)"""
 
 
 def prepare() -> None:

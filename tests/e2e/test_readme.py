@@ -78,17 +78,12 @@ def test_an_unchanged_openai_client_chats_with_the_policy(port: int) -> None:
 
 
 NOTEBOOK = """
-import asyncio, json, sys
-import psutil
-
+import asyncio, json, psutil, sys
 async def main():
-    names = {"__name__": "notebook"}
+    names, me = {"__name__": "notebook"}, psutil.Process()
     for cell in json.load(open(sys.argv[1])):
         exec(cell, names)
-        me = psutil.Process()
-        ports = [one for one in me.net_connections() if one.status == "LISTEN"]
-        print("left:", len(me.children()), len(ports), me.num_fds(), flush=True)
-
+        print("left:", len(me.children()), len(me.net_connections()), me.num_fds(), flush=True)
 asyncio.run(main())
 """
 
@@ -109,10 +104,10 @@ def test_the_python_of_the_documentation_trains_in_a_running_loop_and_leaves_not
         process.assert_gone()
     out = process.output()
     assert out.count("no server answers") == 1
-    first, last = ([int(number) for number in line] for line in re.findall(r"^left: (\d+) (\d+) (\d+)", out, re.M))
-    assert first[0] == last[0] == 0, out
-    assert last[1] <= first[1], out
-    assert last[2] <= first[2] + 2, out
+    (_, sockets, files), (children, sockets_then, files_then) = (
+        map(int, line) for line in re.findall(r"^left: (\d+) (\d+) (\d+)", out, re.M)
+    )
+    assert (children, sockets_then <= sockets, files_then <= files + 2) == (0, True, True), out
     steps = Path(runs, "from_python/metrics.jsonl").read_text().splitlines()[1:]
     rewards = [json.loads(step)["reward/mean"] for step in steps]
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5, out  # own task, own data, and the reward of a file

@@ -14,7 +14,7 @@ from hocket.errors import ConfigError, RewardError
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import reward
-from hocket.rewards.scorer import refuse_failing
+from hocket.rewards.scorer import NUM_WORKERS, refuse_failing
 from hocket.types import Group, Rollout, Score
 from processes import wait_for
 
@@ -71,16 +71,13 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_workers_start_before_the_first_score_which_need_not_wait_for_them(scorer_of: Scorers) -> None:
-    def num_workers() -> int:
-        return len(set(psutil.Process().children()) - before)
-
-    before = set(psutil.Process().children())
+    before = psutil.Process().children()
     scorer_of({"length": {"target": 3}})  # an inline reward needs none
-    assert num_workers() == 0
+    assert psutil.Process().children() == before
     scorer = scorer_of({"vowels": 1})
-    wait_for(lambda: num_workers() == min(4, os.cpu_count() or 1), "all workers", 60)
+    wait_for(lambda: len(psutil.Process().children()) == len(before) + NUM_WORKERS, "all workers", 60)
     scorer.__exit__()
-    wait_for(lambda: num_workers() == 0, "no worker is left", 60)
+    wait_for(lambda: psutil.Process().children() == before, "no worker is left", 60)
 
 
 async def test_the_total_is_weighted_and_the_parts_are_not(scorer_of: Scorers, make_rollout: Make) -> None:

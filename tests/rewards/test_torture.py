@@ -72,7 +72,7 @@ def mark() -> Iterator[str]:
 def scorer(mark: str) -> Iterator[RewardScorer]:
     """One for all tests, with one worker; nothing is left when it is closed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hocket.rewards.scorer.MAX_WORKERS", 1)
+        patch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
         patch.setattr("hocket.rewards.scorer.MAX_PROCESSES", 20)
         patch.setattr("hocket.rewards.scorer.MAX_MIB", 1000)
         with RewardScorer(RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})) as scorer:

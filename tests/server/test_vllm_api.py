@@ -70,6 +70,10 @@ def environment() -> Any:
 
 @pytest.fixture(scope="module")
 def model(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        pytest.skip("vLLM's build for GPUs reads no arguments where there is none, or it is hidden")
     folder = tmp_path_factory.mktemp("model")
     kit.make_model(tied=True, seed=0).config.save_pretrained(folder)
     return str(folder)

@@ -89,8 +89,11 @@ def test_a_closed_trainer_says_so(ranks: Ranks, tied_model: str) -> None:
 def test_a_server_with_another_model_is_refused(trainer: Trainer) -> None:
     health = fakes.health(vocab_size=64, tokenizer_sha256=tokenizers.fingerprint(trainer.tokenizer))
     trainer.check_same_model(health)
-    for change in ({"vocab_size": 65}, {"tokenizer_sha256": "0"}):
-        with pytest.raises(ServerError, match=r"model\.path"):
+    for change, differ in (
+        ({"vocab_size": 65}, "embeds 65 tokens and the trainer's model 64"),
+        ({"tokenizer_sha256": "0"}, "has another tokenizer than the trainer's model"),
+    ):
+        with pytest.raises(ServerError, match=f"serves m, which {differ}; start both with the same model.path"):
             trainer.check_same_model(health.model_copy(update=change))
 
 

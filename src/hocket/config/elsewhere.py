@@ -35,6 +35,7 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
     "trainer.micro_batch_tokens": "micro_train_batch_size train.micro_batch_size ppo_micro_batch_size_per_gpu",
     "trainer.steps": "max_steps total_training_steps",
     "sft.epochs; trainer.steps: epochs x prompts / prompts_per_step": "num_train_epochs num_episodes total_epochs",
+    "no setting: sft teaches nothing but the assistant's turns": "assistant_only_loss completion_only_loss",
     "server.urls": "vllm_server_base_url",
     "server.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
     "checkpoint.every_steps": "save_steps save_freq",

@@ -39,12 +39,9 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str,
             with Path(path).open(encoding="utf-8") as file:  # YAML's errors name it
                 values = yaml.safe_load(file) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            is_yaml = isinstance(error, yaml.YAMLError)
-            advice = (
-                "indent by spaces; text with : { or # needs quotes"
-                if is_yaml
-                else f"paths are relative to {Path.cwd()}"
-            )
+            advice = f"paths are relative to {Path.cwd()}"
+            if isinstance(error, yaml.YAMLError):
+                advice = "indent by spaces; text with : { or # needs quotes"
             raise ConfigError(f"can't read the config {path}: {error}; {advice}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a mapping of sections, got {type(values).__name__}")

@@ -34,7 +34,7 @@ from hocket.types import Group, Rollout, Score
 if TYPE_CHECKING:
     from hocket.config import RewardsConfig  # its import would take most of a worker's start
 
-MAX_WORKERS = 4
+NUM_WORKERS = min(4, os.cpu_count() or 1)
 START_TIMEOUT_S, KILL_TIMEOUT_S = 120.0, 30.0
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
@@ -43,7 +43,7 @@ _MAIN = "from hocket.rewards.scorer import work; work()"
 
 
 class RewardScorer:
-    """The rewards of one config section; a context manager, because it may own up to MAX_WORKERS processes."""
+    """The rewards of one config section; a context manager, because it may own NUM_WORKERS processes."""
 
     def __init__(self, config: "RewardsConfig") -> None:
         self._timeout_s = config.timeout_s
@@ -51,14 +51,14 @@ class RewardScorer:
         in_workers = [reward for reward in self._rewards if reward.runs == "worker"]
         self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
         # Each asks one worker. Never shut down: a worker dies with the thread that started it.
-        self._threads = ThreadPoolExecutor(_num_workers(), "reward")
+        self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
         self._workers: dict[int, Worker] = {}  # by thread
         self._printed = itertools.count(1)  # lines, by all of them
         self._unusable: str | None = None  # why no worker can be started any more
 
     def __enter__(self) -> "RewardScorer":
         """Start the workers, so that the first scores need not wait for them."""
-        for _ in range(_num_workers() if self._modules else 0):
+        for _ in range(NUM_WORKERS if self._modules else 0):
             self._threads.submit(self._worker)
         return self
 
@@ -126,10 +126,6 @@ class RewardScorer:
             if self._unusable is not None:  # or the rewards were closed meanwhile
                 worker.kill()
         return worker if self._unusable is None else None
-
-
-def _num_workers() -> int:
-    return min(MAX_WORKERS, os.cpu_count() or 1)
 
 
 async def _result(coroutine: Awaitable[Any]) -> Score:

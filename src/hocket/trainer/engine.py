@@ -174,7 +174,7 @@ class DeepSpeedEngine:
         return int(self._scheduler.last_epoch)
 
     def plan(self, steps: int) -> None:
-        """Have the schedule end after so many steps, instead of trainer.steps; call it before the first one."""
+        """Have the learning rate's schedule end after `steps` in place of trainer.steps; call it first."""
         self._scheduler.lr_lambdas = [learning_rate_factor(self._config.model_copy(update={"steps": steps}))]
 
     def end_step(self) -> None:

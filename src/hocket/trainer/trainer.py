@@ -238,7 +238,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @on_all_ranks
     def plan(self, steps: int) -> None:
-        """Have the learning rate's schedule end after so many steps, instead of trainer.steps."""
+        """Have the learning rate's schedule end after `steps` in place of trainer.steps; call it first."""
         self.engine.plan(steps)
 
     @on_all_ranks
