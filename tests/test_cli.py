@@ -44,6 +44,37 @@ def test_export_takes_two_folders_and_settings(monkeypatch: pytest.MonkeyPatch, 
     assert asked == [(newest, "out", None), (newest, "out", "elsewhere")]
 
 
+def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin, samples = tmp_path / "mine.py", tmp_path / "samples.jsonl"
+    plugin.write_text(
+        "from hocket.rewards import reward\n"
+        "@reward('first_told', inline=True)\n"
+        "def first_told(completions, meta): return [meta['level']] + [0] * (len(completions) - 1)\n"
+    )
+    functions = "{exact_match: 1, first_told: 0.5, length: {target: 2, unit: characters}}"
+    command = ["reward-test", f"plugins=[{plugin}]", f"rewards.functions={functions}", f"--samples={samples}"]
+    rows = [{"prompt": "1+1?", "answer": 2, "level": 3, "completion": text} for text in ("2 ", "33")]
+    rows.append({"messages": [{"role": "user", "content": "2+2?"}], "level": 1, "completion": "4"})
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert main(command) == 0
+    first, second, *calls, last = capsys.readouterr().out.splitlines()
+    assert first == f"{samples}:1  2.5  exact_match 1, length 0, first_told 3"
+    assert second == f"{samples}:2  0  exact_match 0, length 0, first_told 0"
+    assert [call.split(":")[0] for call in calls] == [f"calls of {n}" for n in ("exact_match", "first_told", "length")]
+    assert last == "2 samples in 1 groups, 0 without a score"
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert f"{samples}:3  error: exact_match: ValueError: the prompt has no answer to compare with" in out
+    assert "3 samples in 2 groups, 1 without a score" in out
+    for text, error in (('{"completion": 4}', "the column 'completion' must be a text, got 4"), ("{", "Expecting")):
+        samples.write_text(text)
+        assert main(command) == 1
+        assert f"error: {samples}:1 is no sample: {error}" in capsys.readouterr().err
+
+
 def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "checkpoints" / "step_000003"  # a replay has checkpoints, too, but no draws
     folder.mkdir(parents=True)
@@ -114,6 +145,8 @@ def test_an_interrupted_run_says_once_how_to_go_on(
 ) -> None:
     monkeypatch.setattr("hocket.commands.train", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(sys, "argv", ["run.py"])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)  # as a trainer in this process leaves them
     folder = tmp_path / "checkpoints" / "step_000050"
     folder.mkdir(parents=True)
     for where in ("the start, as there is no checkpoint yet", folder):
@@ -121,6 +154,7 @@ def test_an_interrupted_run_says_once_how_to_go_on(
         typed = f"python3 run.py train run.dir={tmp_path} trainer.seed=1 checkpoint.resume=true"
         assert capsys.readouterr().err == f"interrupted; to go on from {where}: {typed}\n"
         (folder / "COMPLETE").touch()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     again = f"the same launcher with train run.dir={tmp_path} checkpoint.resume=true"
     for rank, said in (("1", ""), ("0", f"interrupted; to go on from {folder}: {again}\n")):
         monkeypatch.setenv("RANK", rank)

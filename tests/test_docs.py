@@ -58,6 +58,22 @@ async def test_the_readmes_own_model_data_and_reward_are_the_example_and_work_as
         assert (await scorer.score(rollout)).total == pytest.approx(2 / 3)  # dc and ca fall, ab does not; no bonus
 
 
+async def test_the_rewards_of_the_documentation_work_as_they_stand(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    name, code = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)[0]
+    (tmp_path / name).write_text(code)
+    functions = re.findall(r'"(rewards.functions=.*?)"', page)[0]
+    settings = config.load(None, [f"plugins=[{tmp_path / name}]", functions, "rewards.timeout_s=60"])
+    load_plugins(settings.plugins)
+    prompt, rollouts = Prompt(id="p", token_ids=(1,)), []
+    for text in ("a b a", "be"):
+        sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text=text)
+        rollouts.append(Rollout(id="r", prompt=prompt, sequences=(sequence,)))
+    with RewardScorer(settings.rewards) as scorer:
+        scores = await scorer.score_group(rollouts)
+    assert [score.total for score in scores] == [0.5 * 2 + (2 - 1) + 0, 0.5 * 1 + (1 - 0) + 1]
+
+
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answers a chat with the number of its messages."""
     head = await reader.readuntil(b"\r\n\r\n")

@@ -71,6 +71,8 @@ class World:
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
         return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
 
+    settle = None
+
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
         if self.reference is None:
             return []

@@ -65,7 +65,7 @@ check 'rewards.functions={length: {tarket: 1}}' | = 'tokens') has no option 'tar
 check plugins=[mine.py] 'rewards.functions={my_trl: 1}' | takes a batch, but here it scores one rollout: name its
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | scores failed, more than rewards.max_error_rate=0.5; the
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | KeyError: 'sol' (HERE/mine.py:6)
-rollout plugins=[mine.py] 'rewards.functions={my_text: 1}' | the first: my_text: returned str instead of a number
+rollout plugins=[mine.py] 'rewards.functions={my_text: 1}' | the first: step 1/0/0: my_text: returned str
 rollout plugins=[mine.py] 'rewards.functions={my_hangs: 1}' | no result within 1 s; its worker process was ended
 sft model.path=no/such/model | no such folder (paths are relative to HERE), and no model on the hub has
 check model.path=no/model | no such folder (paths are relative to HERE), and the hub has no such model

@@ -60,7 +60,7 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
         return ""
     where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
-    again = "the same launcher with" if "RANK" in os.environ else launch.door()
+    again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else launch.door()
     return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"
 
 
@@ -110,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--text", action="store_true", help="send the prompt as plain text, without chat template")
     generate.add_argument("--json", action="store_true", help="print the server's whole answer")
     add("eval", _eval).add_argument("--json", action="store_true", help="print one JSON object")
+    samples = "JSONL of completions with their rows: {prompt: ..., completion: ..., answer: ...}, or a run's rollouts"
+    add("reward-test", _reward_test).add_argument("--samples", type=Path, required=True, metavar="FILE", help=samples)
     plan = add("plan", _plan)
     plan.add_argument("--gpus", type=int, default=8, metavar="N", help="number of GPUs (default 8)")
     plan.add_argument("--gpu", default="80GB", metavar="SIZE", help="24GB, 48GB, 80GB (default) or 141GB")
@@ -214,6 +216,12 @@ def _eval(args: argparse.Namespace) -> None:
 
     found = evaluate_checkpoint(args.config, args.arguments)
     print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
+
+
+def _reward_test(args: argparse.Namespace) -> int:
+    from hocket.commands import score_samples
+
+    return score_samples(args.config, args.samples)
 
 
 def _plan(args: argparse.Namespace) -> None:

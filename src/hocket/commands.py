@@ -8,17 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints, system
 from hocket.checkpoints import Checkpoints, Saved
-from hocket.config import Config, read_settings
+from hocket.config import Config, DataConfig, read_settings
+from hocket.data.prompts import columns_of
+from hocket.data.sources import read_rows
 from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
-from hocket.errors import ConfigError, ServerError, SyncError
+from hocket.errors import ConfigError, DataError, ServerError, SyncError
 from hocket.launch import door, free_port
 from hocket.observe.console import Console
 from hocket.observe.owner import owning
@@ -33,7 +35,7 @@ from hocket.rollout.episode import Transcript
 from hocket.rollout.evaluate import eval_rewards
 from hocket.rollout.pipeline import Replay
 from hocket.system import kind_of, newest_version, write_atomically
-from hocket.types import OnStep, Rollout
+from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence
 
 if TYPE_CHECKING:
     from hocket.loop import Run
@@ -84,7 +86,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     answer = Transcript(first.token_ids, first.opening)
     answer.text = ("a thought\n</think>\n\n" if first.opening.strip() == "<think>" else "") + (first.answer or "")
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
-    score = asyncio.run(scorer.score(rollout))
+    (score,) = asyncio.run(scorer.score_group([rollout]))
     say(f"rewards of {SHORT.repr(answer.text)} for {first.id}: {score.error or dict(score.parts)}")
 
     async def look() -> dict[str, Health | None]:
@@ -226,7 +228,9 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         async def run() -> None:
             async with parts.servers_as_they_are(arguments) as servers:
                 play = parts.play(servers)
-                async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer.score)) as batches:
+                async with parts.pipeline(
+                    lambda plan: collect(plan, stream.take, play, scorer.score, scorer.settle)
+                ) as batches:
                     for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)
                         folder.rollouts(f"step_{step:06d}", batch.groups)
@@ -237,6 +241,64 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         with RunFolder(config) as folder:
             asyncio.run(run())
     print(f"rollouts: {config.run_dir}/rollouts; train on them without a server: pipeline.replay={config.run_dir}")
+
+
+def score_samples(config: Config, file: Path) -> int:
+    """Print the rewards of the completions in a file, and what a call takes; return how many failed, at most 1.
+
+    Rows of one prompt and answer are a group.
+    """
+    load_plugins(config.plugins)
+    groups: dict[str, list[Rollout]] = {}
+    for place, row in read_rows(config.data.model_copy(update={"source": str(file)})):
+        try:
+            rollout = _sample(place, columns_of(row), config.data)
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{place} is no sample: {error}") from error
+        prompt = rollout.prompt
+        groups.setdefault(repr((prompt.text, prompt.messages, prompt.answer)), []).append(rollout)
+
+    async def score() -> list[Score]:
+        return [one for group in groups.values() for one in await scorer.score_group(group)]
+
+    with RewardScorer(config.rewards) as scorer:
+        scores = asyncio.run(score())
+    for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
+        print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")
+    for name, seconds in scorer.seconds.items():
+        took = f"median {1000 * median(seconds):.3g} ms, slowest {1000 * max(seconds):.3g} ms" if seconds else "none"
+        print(f"calls of {name}: {took} (the first of a process loads it)")
+    failed = sum(one.error is not None for one in scores)
+    print(f"{len(scores)} samples in {len(groups)} groups, {failed} without a score")
+    return int(failed > 0 or not scores)
+
+
+def _sample(place: str, row: Mapping[str, Any], data: DataConfig) -> Rollout:
+    said, messages = row.get(data.prompt_column), row.get("messages")
+    if isinstance(said, list):
+        said, messages = None, said
+    if not isinstance(completion := row.get("completion"), str):
+        raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
+    used = (data.prompt_column, data.answer_column, "messages", "completion")
+    prompt = Prompt(
+        id=place,
+        token_ids=(0,),
+        messages=None if messages is None else tuple(messages),
+        text=said or next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), ""),
+        answer=None if (answer := row.get(data.answer_column or "")) is None else str(answer),
+        meta={key: value for key, value in row.items() if key not in used},
+    )
+    token_ids = tuple(row.get("token_ids", ()))
+    sequence = TokenSequence(
+        token_ids=token_ids,
+        mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
+        logprobs=(0.0,) * len(token_ids),
+        finish_reason=row.get("finish_reason", "stop"),
+        opening=row.get("opening", ""),
+        text=completion,
+    )
+    return Rollout(id=place, prompt=prompt, sequences=(sequence,), reward=row.get("reward"))
 
 
 def export(folder: Path, output: Path, *, base: str | None) -> None:

@@ -86,6 +86,7 @@ class Run:
             self.stream.take,  # 1 prompts  data/stream.py
             self.play,  # 2 rollouts  rollout/episode.py, agents.py
             self.scorer.score,  # 3 scores  rewards/scorer.py
+            self.scorer.settle,
             has_signal=lambda group: self.shape(group).reason is None,
         )
 

@@ -129,6 +129,7 @@ class Parts:
             prompts=prompts,
             play=play,
             score=scorer.score,
+            settle=scorer.settle,
             reward=next(iter(eval_rewards(config.rewards, settings.reward).functions)),
             samples=settings.samples,
             sampling=sampling_params(

@@ -25,9 +25,9 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
     reward("open")(lambda completion, **options: 0.0)
     rollout = make_rollout("abdc")
     few_of_it = {"meta": {"level": 2}, "completion": "abdc", "share": 0.25}
-    assert bind("few", 1.0, {"share": 0.25}).arguments(rollout) == few_of_it
-    assert bind("open", 1.0, {"anything": 1}).arguments(rollout) == {"completion": "abdc", "anything": 1}
-    assert bind("all", 1.0, {}).arguments(rollout) == {
+    assert bind("few", {"share": 0.25}).arguments(rollout) == few_of_it
+    assert bind("open", {"anything": 1}).arguments(rollout) == {"completion": "abdc", "anything": 1}
+    assert bind("all", {}).arguments(rollout) == {
         "completion": "abdc",
         "prompt": "Sort: dbca",
         "messages": ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"}),
@@ -38,7 +38,7 @@ def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]
     }
     other = TokenSequence(token_ids=(7, 8, 9), mask=(False, True, True), logprobs=(0.0,) * 3)
     both = dataclasses.replace(rollout, sequences=(other, *rollout.sequences))
-    assert bind("all", 1.0, {}).arguments(both)["token_ids"] == (8, 9, 10, 11, 12)
+    assert bind("all", {}).arguments(both)["token_ids"] == (8, 9, 10, 11, 12)
 
 
 def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
@@ -50,7 +50,7 @@ def test_wrong_names_and_options_are_answered_with_the_signature() -> None:
         ("needy", {}, "needs the package no_such_package"),
     ):
         with pytest.raises(ConfigError, match=message):
-            bind(name, 1.0, options)
+            bind(name, options)
 
 
 def test_numbers_of_any_kind_are_values_and_a_dict_adds_up_and_a_score_has_its_total() -> None:

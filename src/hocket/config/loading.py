@@ -118,7 +118,7 @@ def _is_section(kind: Any) -> bool:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    value = {} if isinstance(value, Section) else pydantic_core.to_jsonable_python(value)
+    value = {} if isinstance(value, Section) else pydantic_core.to_jsonable_python(value, exclude_none=True)
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 

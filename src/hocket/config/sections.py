@@ -134,17 +134,31 @@ class EnvConfig(Section, extra="allow"):
 
 
 class RewardSpec(Section, extra="allow"):
-    weight: float = 1.0  # every other key is an argument of the function
+    """Keys of every reward; each other one is an argument of its function."""
+
+    weight: float = 1.0  # of a gate 0, unless it is set
+    gate: bool = False  # where its value is not above 0, the other rewards can only cost
+    clip: tuple[float, float] | None = None  # lowest and highest value
+    normalize: bool = False  # by mean and deviation of the value within the group
+    max_concurrent: int | None = Field(None, ge=1)  # calls of an async reward at the same time
+    retries: int = Field(5, ge=0)  # of a call of an async reward that raises RetryError
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _weight_alone(cls, value: Any) -> Any:
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("gate") is True:
+            return {"weight": 0.0} | value
         return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    def _contradictions(self) -> Iterable[tuple[bool, str]]:
+        yield self.clip is not None and self.clip[0] > self.clip[1], "clip is [lowest, highest]"
 
 
 class RewardsConfig(Section):
     functions: dict[str, RewardSpec] = Field(
-        {"exact_match": RewardSpec()}, min_length=1, description="{NAME: weight} or {NAME: {weight: 1, argument: ...}}."
+        {"exact_match": RewardSpec()},
+        min_length=1,
+        description="{NAME: weight} or {NAME: {weight: 1, argument: ...}} (rewards.md).",
     )
     timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
     max_error_rate: float = Field(0.5, ge=0, le=1, description="Share of failed scores in a step that stops the run.")

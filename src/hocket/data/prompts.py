@@ -104,7 +104,7 @@ def in_parts(
         rendered, num_rows = [], num_rows + len(part)
         for place, columns in part:
             try:
-                rendered.append((place, render(_columns(columns))))
+                rendered.append((place, render(columns_of(columns))))
             except ValueError as error:
                 problems[place] = str(error)
         if not problems:  # else go on, to name the others
@@ -121,7 +121,8 @@ def in_parts(
         raise DataError(f"{data.source} has no rows")
 
 
-def _columns(row: Any) -> Mapping[str, Any]:
+def columns_of(row: Any) -> Mapping[str, Any]:
+    """Parse a row of a file. Raise ValueError if it is no JSON object."""
     columns = json.loads(row) if isinstance(row, bytes) else row
     if not isinstance(columns, Mapping):
         raise ValueError(f"must be a JSON object, got {type(columns).__name__}")

@@ -1,9 +1,14 @@
-"""Register reward functions, check the options of the config against them, and read their results.
+"""Register rewards, check the options of the config against them, read their results, and make totals of those.
+
+A reward is a function, or a class whose instances are called and set up and torn down as context managers. It scores
+one rollout, or a whole group where it names `completions` or `rollouts`. It runs inline, or async (at most
+`max_concurrent` at once; a RetryError is tried again), or in a worker process (every other one).
 
 A function gets its arguments by name, and only those of `_ARGUMENTS` that it names; every other argument is an option,
-set in the config beside the weight (`vowels: {weight: 1.0, share: 0.4}`). It returns a number, a dict of named numbers
-that add up to its value, or a hocket.types.Score. An exception, None, and a number that is not finite make the
-rollout's score an error; they never count as 0.
+set in the config beside the weight (`vowels: {weight: 1.0, share: 0.4}`); a class gets its options when it is made. It
+returns a number, a dict of named numbers that add up to its value, or a hocket.types.Score; of a group, one of these
+per rollout. An exception, None, and a number that is not finite make the rollout's score an error; they never count
+as 0.
 """
 
 import dataclasses
@@ -12,12 +17,16 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hocket.errors import ConfigError
 from hocket.registry import Registry, check_options
 from hocket.types import Rollout, Score
+
+if TYPE_CHECKING:
+    from hocket.config import RewardSpec  # its import would take most of a worker's start
 
 F = TypeVar("F", bound=Callable[..., Any])
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
@@ -37,69 +46,132 @@ _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
     "meta": lambda rollout: rollout.prompt.meta,  # the row's other columns
     "rollout": lambda rollout: rollout,
 }
+_OF_PROMPT = {"prompt", "messages", "answer", "meta"}  # the same for all rollouts of a group
+_OF_GROUP: dict[str, Callable[[Sequence[Rollout]], Any]] = {
+    "completions": lambda rollouts: [rollout.text for rollout in rollouts],  # of those that have not failed
+    "rollouts": list,
+}
+_EPS = 1e-6
+
+
+class RetryError(Exception):
+    """Says that an async reward may be called again; `retry_after`: seconds, None: exponential back-off."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A registered function; `bind` adds its weight, its options and the arguments that it takes from the rollout."""
+    """A registered function or class; `bind` adds its options and the arguments that it takes from the rollout."""
 
     name: str
     function: Callable[..., Any]
     runs: Runs
     imports: tuple[str, ...]  # packages that it needs beyond hocket's own
-    weight: float = 1.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     asks_for: tuple[str, ...] = ()
 
-    def arguments(self, rollout: Rollout) -> dict[str, Any]:
-        return {name: _ARGUMENTS[name](rollout) for name in self.asks_for} | dict(self.options)
+    @property
+    def is_class(self) -> bool:
+        return inspect.isclass(self.function)
+
+    @property
+    def of_group(self) -> bool:
+        """Whether it scores all rollouts of a group in one call."""
+        return not _OF_GROUP.keys().isdisjoint(self.asks_for)
+
+    def arguments(self, *rollouts: Rollout) -> dict[str, Any]:
+        """Return what a call gets of one rollout, or of those of a group."""
+        own = {} if self.is_class else dict(self.options)
+        of_group = {name: of(rollouts) for name, of in _OF_GROUP.items() if name in self.asks_for}
+        return of_group | {name: _ARGUMENTS[name](rollouts[0]) for name in self.asks_for if name not in of_group} | own
 
 
 REWARDS: Registry[Reward] = Registry("reward")
 
 
 def reward(name: str, *, inline: bool = False, imports: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Decorate a function to register it as the reward `name`.
+    """Decorate a function, or a class with `__call__`, to register it as the reward `name`.
 
-    A plain function is called in a worker process, which can be killed if it hangs, and which loads `imports` before
-    the first call; `inline`: in the training process, without a deadline. An async one is called in the event loop.
+    A plain one is called in a worker process, which can be killed if it hangs, and which loads `imports` before the
+    first call; `inline`: in the training process, without a deadline. An async one is called in the event loop.
     """
 
     def add(function: F) -> F:
-        runs: Runs = "async" if inspect.iscoroutinefunction(function) else "inline" if inline else "worker"
+        called = function.__call__ if inspect.isclass(function) else function
+        runs: Runs = "async" if inspect.iscoroutinefunction(called) else "inline" if inline else "worker"
         REWARDS.register(name)(Reward(name=name, function=function, runs=runs, imports=imports))
         return function
 
     return add
 
 
-def bind(name: str, weight: float, options: Mapping[str, Any]) -> Reward:
+def bind(name: str, options: Mapping[str, Any], reserved: Iterable[str] = ()) -> Reward:
     """Return the reward `name` with its options; raise ConfigError if it, a package or an option is unknown."""
     found = REWARDS.get(name)
     for package in found.imports:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reward {name!r} needs the package {package}, which is not installed")
-    signature, called = inspect.signature(found.function), f"reward {name}"
-    if {"prompts", "completions"} & signature.parameters.keys():
+    signature, called, section = inspect.signature(found.function), f"reward {name}", f"rewards.functions.{name}"
+    for key in signature.parameters.keys() & set(reserved):
+        raise ConfigError(f"{called}{signature}: {key!r} is a key of every reward's section; rename the argument")
+    if found.is_class:
+        check_options(called, signature, options, section=section, keys=())
+        method = inspect.signature(found.function.__call__)  # type: ignore[operator]
+        signature = method.replace(parameters=list(method.parameters.values())[1:])
+    own: Mapping[str, Any] = {} if found.is_class else options
+    named = signature.parameters.keys()
+    of_group = bool(_OF_GROUP.keys() & named)
+    if "prompts" in named or (of_group and (_ARGUMENTS.keys() - _OF_PROMPT) & named):
         advice = "name its arguments prompt and completion, return one number; meta has the row's other columns"
-        raise ConfigError(f"{called}{signature} takes a batch, but here it scores one rollout: {advice}")
-    if taken := _ARGUMENTS.keys() & options.keys():
+        groups = "of a group, name prompt, answer, meta and completions or rollouts, and return a list"
+        raise ConfigError(f"{called}{signature} takes a batch, but here it scores one rollout: {advice}; {groups}")
+    known = _OF_GROUP.keys() | _OF_PROMPT if of_group else _ARGUMENTS.keys()
+    if taken := known & own.keys():
         raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
-    check_options(called, signature, options, section=f"rewards.functions.{name}", keys=_ARGUMENTS)
-    asks_for = tuple(argument for argument in signature.parameters if argument in _ARGUMENTS)
-    return dataclasses.replace(found, weight=weight, options=dict(options), asks_for=asks_for)
+    check_options(called, signature, own, section=section, keys=known)
+    return dataclasses.replace(found, options=dict(options), asks_for=tuple(key for key in named if key in known))
 
 
-def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Score:
-    """Return the score that a plain function gives; an exception is an error in it."""
+class Ready(ExitStack):
+    """Calls plain rewards; makes and enters the instance of a class when it is first called, leaves it when closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def __call__(self, reward: Reward, /, **arguments: Any) -> Any:
+        if reward.name not in self._functions:
+            made: Any = reward.function(**reward.options) if reward.is_class else reward.function
+            entered = self.enter_context(made) if reward.is_class and hasattr(made, "__enter__") else made
+            self._functions[reward.name] = entered
+        return self._functions[reward.name](**arguments)
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any], size: int | None = None) -> list[Score]:
+    """Return the score that a plain function gives, or those of a group of `size`; an exception is an error in it."""
     try:
-        return as_score(function(**arguments))
+        return as_scores(function(**arguments), size)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
-        return failure(error)
+        return [failure(error)] * (size or 1)
+
+
+def as_scores(returned: Any, size: int | None) -> list[Score]:
+    """Return the score for a return value, or those of a group of `size`, each of which may be an error."""
+    if size is None:
+        return [as_score(returned)]
+    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+        kind = "None" if returned is None else type(returned).__name__
+        return [no_score(f"returned {kind} instead of a list of {size} results, one per completion")] * size
+    if len(returned) != size:
+        return [no_score(f"returned {len(returned)} results for {size} completions")] * size
+    return [as_score(one) for one in returned]
 
 
 def as_score(returned: Any) -> Score:
-    """Return the unweighted score for a function's return value; an error if that is no finite number."""
+    """Return the unweighted score of one rollout; an error if what was returned is no finite number."""
     if isinstance(returned, Score) and returned.error is not None:
         return no_score(_plain(returned.error))
     total, parts = (returned.total, returned.parts) if isinstance(returned, Score) else (returned, {})
@@ -111,6 +183,8 @@ def as_score(returned: Any) -> Score:
         return Score(total=_number(total), parts={_plain(name): _number(value) for name, value in parts.items()})
     except ValueError as error:
         return no_score(str(error))
+    except Exception as error:  # noqa: BLE001 - a Score of anything; those beside it in a group are none the worse
+        return failure(error)
 
 
 def no_score(error: str, parts: Mapping[str, float] | None = None) -> Score:
@@ -123,6 +197,47 @@ def failure(error: BaseException) -> Score:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     text = _plain(error)[: MAX_TEXT // 2]
     return no_score(f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})")
+
+
+def compose(
+    specs: Mapping[str, "RewardSpec"], before: Sequence[Score], results: Mapping[str, Sequence[Score]]
+) -> list[Score]:
+    """Return the scores of a group with more results, by reward, and their totals: the sums of weight · value.
+
+    A value is clipped, then normalised: (value − mean) / (deviation + 1e-6), mean and unbiased deviation over those
+    of the group that have it. Where the value of a gate is not above 0, the other rewards can only cost.
+    """
+    scores = [_add(one, {name: of[i] for name, of in results.items()}) for i, one in enumerate(before)]
+    totals, gates = [0.0] * len(scores), [name for name, spec in specs.items() if spec.gate]
+    locked = [any(score.parts.get(gate, 0.0) <= 0 for gate in gates) for score in scores]
+    for name, spec in specs.items():
+        low, high = spec.clip or (-math.inf, math.inf)
+        values = {i: min(max(one.parts[name], low), high) for i, one in enumerate(scores) if name in one.parts}
+        if spec.normalize and values:
+            mean = sum(values.values()) / len(values)
+            squares = sum((value - mean) * (value - mean) for value in values.values())
+            deviation = math.sqrt(squares / max(len(values) - 1, 1))
+            values = {i: (value - mean) / (deviation + _EPS) for i, value in values.items()}
+        for i, value in values.items():
+            term = spec.weight * value
+            totals[i] += min(term, 0.0) if locked[i] and not spec.gate else term
+    for i, (score, total) in enumerate(zip(scores, totals, strict=True)):
+        if score.error is None:
+            finite = math.isfinite(total)
+            scores[i] = Score(total=total, parts=score.parts) if finite else no_score(f"the weighted sum is {total}")
+    return scores
+
+
+def _add(score: Score, results: Mapping[str, Score]) -> Score:
+    """Return a rollout's score with the values or errors of more rewards as its parts or error."""
+    parts, errors = dict(score.parts), [score.error] if score.error is not None else []
+    for name, result in results.items():
+        if result.error is not None:
+            errors.append(f"{name}: {result.error}")
+            continue
+        parts[name] = result.total
+        parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
+    return no_score("; ".join(errors), parts) if errors else Score(total=score.total, parts=parts)
 
 
 def _plain(value: object) -> str:

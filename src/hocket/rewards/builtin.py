@@ -28,7 +28,7 @@ def length(
     if target < 1 or unit not in ("tokens", "characters"):
         raise ValueError(f"target must be at least 1 and unit tokens or characters, got {target} and {unit!r}")
     actual = len(token_ids) if unit == "tokens" else len(completion)
-    return -min(1.0, abs(actual - target) / target)
+    return 0.0 - min(1.0, abs(actual - target) / target)  # not -0.0
 
 
 @reward("think_format", inline=True)

@@ -1,16 +1,17 @@
 """Score rollouts: call every configured reward with a deadline. An error is never counted as a number.
 
 Plain functions are called in worker processes, because a thread that hangs can't be ended. A request goes to a worker
-pickled: 16 characters that no other has, then (reward name, arguments). The answer is one line of JSON that begins with
-them: a reward may run code that a model wrote, and what that writes there is no answer.
+pickled: 16 characters that no other has, then (reward name, options, arguments, size of the group). The answer is one
+line of JSON that begins with them: a reward may run code that a model wrote, and what that writes there is no answer.
 """
 
 import asyncio
+import collections
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import json
-import math
 import os
 import pickle
 import random
@@ -21,21 +22,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 from hocket.errors import ConfigError, RewardError
 from hocket.processes import OVER_LIMIT, kill_with_parent, without_secrets
 from hocket.registry import PLUGIN_PREFIX, load_plugins
-from hocket.rewards.base import REWARDS, Reward, as_score, bind, call, failure, no_score
+from hocket.rewards.base import REWARDS, Ready, RetryError, Reward, as_scores, bind, call, compose, failure, no_score
 from hocket.types import Group, Rollout, Score
 
 if TYPE_CHECKING:
-    from hocket.config import RewardsConfig  # its import would take most of a worker's start
+    from hocket.config import RewardsConfig, RewardSpec  # its import would take most of a worker's start
 
 NUM_WORKERS = min(4, os.cpu_count() or 1)
-START_TIMEOUT_S, KILL_TIMEOUT_S = 120.0, 30.0
+START_TIMEOUT_S, KILL_TIMEOUT_S, TEAR_DOWN_S = 120.0, 30.0, 5.0
+BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry of a call, at most before any
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
 MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all rewards may print, bytes of one
@@ -46,10 +49,21 @@ class RewardScorer:
     """The rewards of one config section; a context manager, because it may own NUM_WORKERS processes."""
 
     def __init__(self, config: "RewardsConfig") -> None:
-        self._timeout_s = config.timeout_s
-        self._rewards = [bind(name, spec.weight, spec.model_extra or {}) for name, spec in config.functions.items()]
-        in_workers = [reward for reward in self._rewards if reward.runs == "worker"]
+        self._timeout_s, self._specs = config.timeout_s, config.functions
+        specs = self._specs.items()
+        rewards = [bind(name, spec.model_extra or {}, reserved=type(spec).model_fields) for name, spec in specs]
+        self._each = [reward for reward in rewards if not reward.of_group]
+        self._of_group = [reward for reward in rewards if reward.of_group]
+        self._wants_group = bool(self._of_group) or any(spec.normalize for spec in self._specs.values())
+        for one in rewards:
+            if one.runs != "async" and self._specs[one.name].max_concurrent:
+                raise ConfigError(f"reward {one.name!r} is not async: leave its max_concurrent out")
+        in_workers = [reward for reward in rewards if reward.runs == "worker"]
         self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
+        self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in in_workers) else 0.0
+        self._inline = Ready()
+        self.seconds = {name: collections.deque[float](maxlen=1000) for name in self._specs}  # of the last calls
+        self._in_loops: dict[tuple[asyncio.AbstractEventLoop, str], AsyncReward] = {}
         # Each asks one worker. Never shut down: a worker dies with the thread that started it.
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
         self._workers: dict[int, Worker] = {}  # by thread
@@ -66,54 +80,64 @@ class RewardScorer:
         """Kill all workers; callers of busy ones get an error. May be called from any thread."""
         self._unusable = "the rewards are closed"
         for worker in list(self._workers.values()):
-            worker.kill()
+            worker.kill(self._tear_down_s)
+        self._inline.close()
 
     async def score(self, rollout: Rollout) -> Score:
-        """Return the weighted sum of the rewards and their unweighted parts; an error if one of them fails."""
+        """Return a rollout's total and the unweighted values of its rewards; an error if one of them fails."""
         if rollout.error is not None:
             return no_score(rollout.error)
-        if len(self._rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
-            results = [await self._call(self._rewards[0], rollout)]
+        (score,) = await self._ask(self._each, [rollout], [Score(total=0.0)])
+        return score
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> tuple[Score, ...]:
+        """Return the scores of all rollouts of one prompt."""
+        scores = await asyncio.gather(*map(self.score, rollouts))
+        return (await self.settle(Group(id="", rollouts=tuple(rollouts), scores=tuple(scores)))).scores
+
+    async def settle(self, group: Group) -> Group:
+        """Return a group of scored rollouts with what needs all of them: rewards of groups, and normalised values."""
+        ended = [i for i, rollout in enumerate(group.rollouts) if rollout.error is None]
+        if not self._wants_group or not ended:
+            return group
+        scores = list(group.scores)
+        asked = await self._ask(self._of_group, [group.rollouts[i] for i in ended], [scores[i] for i in ended])
+        for i, score in zip(ended, asked, strict=True):
+            scores[i] = score
+        return dataclasses.replace(group, scores=tuple(scores))
+
+    async def _ask(
+        self, rewards: Sequence[Reward], rollouts: Sequence[Rollout], scores: Sequence[Score]
+    ) -> list[Score]:
+        """Return the scores of one rollout or one group with the results of more rewards."""
+        if len(rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
+            results = [await self._call(rewards[0], rollouts)]
         else:
-            results = await asyncio.gather(*(self._call(reward, rollout) for reward in self._rewards))
-        total, parts, errors = 0.0, {}, []
-        for reward, result in zip(self._rewards, results, strict=True):
-            if result.error is not None:
-                errors.append(f"{reward.name}: {result.error}")
-                continue
-            total += reward.weight * result.total
-            parts[reward.name] = result.total
-            parts |= {f"{reward.name}/{part}": value for part, value in result.parts.items()}
-        if not math.isfinite(total):
-            errors.append(f"the weighted sum is {total}")
-        return no_score("; ".join(errors), parts) if errors else Score(total=total, parts=parts)
+            results = await asyncio.gather(*(self._call(reward, rollouts) for reward in rewards))
+        return compose(self._specs, scores, {one.name: of for one, of in zip(rewards, results, strict=True)})
 
-    async def _call(self, reward: Reward, rollout: Rollout) -> Score:
-        arguments = reward.arguments(rollout)
-        if reward.runs == "inline":
-            return call(reward.function, arguments)
+    async def _call(self, reward: Reward, rollouts: Sequence[Rollout]) -> list[Score]:
+        arguments, size = reward.arguments(*rollouts), len(rollouts) if reward.of_group else None
+        begun = time.perf_counter()
         try:
+            if reward.runs == "inline":
+                return call(partial(self._inline, reward), arguments, size)
+            loop = asyncio.get_running_loop()
             if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
-                request, loop = pickle.dumps((reward.name, arguments)), asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, self._ask_worker, request)
-            return await self._in_time(reward.function(**arguments))
-        except Exception as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
-            return failure(error)
-
-    async def _in_time(self, coroutine: Awaitable[Any]) -> Score:
-        """Return the coroutine's score; one that is late or no longer wanted is cancelled but not waited for."""
-        task = asyncio.ensure_future(_result(coroutine))
-        try:
-            await asyncio.wait({task}, timeout=self._timeout_s)
-            if task.cancelled():
-                return no_score("it cancelled itself")
-            return task.result() if task.done() else no_score(f"no result within {self._timeout_s:g} s")
+                request = pickle.dumps((reward.name, dict(reward.options), arguments, size))
+                return await loop.run_in_executor(self._threads, self._ask_worker, request, len(rollouts))
+            if (loop, reward.name) not in self._in_loops:
+                self._in_loops[loop, reward.name] = AsyncReward(reward, self._specs[reward.name])
+            return await self._in_loops[loop, reward.name].call(arguments, size, self._timeout_s)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
+            return [failure(error)] * len(rollouts)
         finally:
-            task.cancel()
+            self.seconds[reward.name].append(time.perf_counter() - begun)
 
-    def _ask_worker(self, request: bytes) -> Score:
-        worker = self._worker()
-        return no_score(self._unusable or "") if worker is None else worker.ask(request, self._timeout_s)
+    def _ask_worker(self, request: bytes, size: int) -> list[Score]:
+        if (worker := self._worker()) is None:
+            return [no_score(self._unusable or "")] * size
+        return worker.ask(request, self._timeout_s, size)
 
     def _worker(self) -> "Worker | None":
         """Return this thread's worker, started first if there is none or if it was lost; None if it can't be used."""
@@ -121,18 +145,75 @@ class RewardScorer:
         worker = self._workers.get(thread)
         if self._unusable is None and (worker is None or not worker.ready()):
             worker = self._workers[thread] = Worker(self._modules, self._printed)
-            if problem := worker.ask(b"", START_TIMEOUT_S).error:  # nor can the next one load it
+            if problem := worker.ask(b"", START_TIMEOUT_S)[0].error:  # nor can the next one load it
                 self._unusable = self._unusable or f"its worker process can't load it: {problem}"
             if self._unusable is not None:  # or the rewards were closed meanwhile
                 worker.kill()
         return worker if self._unusable is None else None
 
 
-async def _result(coroutine: Awaitable[Any]) -> Score:
-    try:
-        return as_score(await coroutine)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
-        return failure(error)
+class AsyncReward:
+    """An async reward in one event loop: its slots for calls and, until the loop ends, the instance of a class."""
+
+    def __init__(self, reward: Reward, spec: "RewardSpec") -> None:
+        self._slots = asyncio.Semaphore(spec.max_concurrent) if spec.max_concurrent else contextlib.nullcontext()
+        self._reward, self._retries = reward, spec.retries
+        self._ready: asyncio.Future[Callable[..., Any]] = asyncio.get_running_loop().create_future()
+        self._jitter = random.Random()  # the run's own random numbers are left as they are
+        if reward.is_class:
+            self._held = asyncio.create_task(self._hold())
+        else:
+            self._ready.set_result(reward.function)
+
+    async def call(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
+        """Return the scores; a call that raises RetryError keeps its slot while it waits to be made again."""
+        async with self._slots:
+            attempt = 0
+            while isinstance(result := await self._in_time(arguments, size, timeout_s), RetryError):
+                wait_s = result.retry_after
+                if wait_s is None:
+                    wait_s = min(BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S) * self._jitter.uniform(0.5, 1)
+                if attempt == self._retries or wait_s > MAX_BACK_OFF_S:
+                    return [failure(result)] * (size or 1)
+                attempt += 1
+                await asyncio.sleep(wait_s)
+            return result
+
+    async def _in_time(
+        self, arguments: Mapping[str, Any], size: int | None, timeout_s: float
+    ) -> list[Score] | RetryError:
+        """Return the result of one call; one that is late or no longer wanted is cancelled but not waited for."""
+        task = asyncio.create_task(self._result(arguments, size))
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+            if task.done() and not task.cancelled():
+                return task.result()
+            problem = "it cancelled itself" if task.cancelled() else f"no result within {timeout_s:g} s"
+            return [no_score(problem)] * (size or 1)
+        finally:
+            task.cancel()
+
+    async def _result(self, arguments: Mapping[str, Any], size: int | None) -> list[Score] | RetryError:
+        try:
+            function = await asyncio.shield(self._ready)
+            return as_scores(await function(**arguments), size)
+        except RetryError as error:
+            return error
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
+            return [failure(error)] * (size or 1)
+
+    async def _hold(self) -> None:
+        """Keep an instance set up until the event loop cancels its tasks; then tear it down, in the same task."""
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                made = self._reward.function(**self._reward.options)
+                if hasattr(made, "__aenter__"):
+                    await stack.enter_async_context(made)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
+                self._ready.set_exception(RuntimeError(f"can't be set up: {type(error).__name__}: {error}"))
+                return
+            self._ready.set_result(made)
+            await asyncio.Event().wait()
 
 
 class Worker:
@@ -164,8 +245,8 @@ class Worker:
             self.kill()
         return not self.ended
 
-    def ask(self, request: bytes, timeout_s: float) -> Score:
-        """Send a pickled (reward name, arguments), b"" to load; return the answer. A worker without one is killed."""
+    def ask(self, request: bytes, timeout_s: float, size: int = 1) -> list[Score]:
+        """Send a pickled request, b"" to load; return `size` scores. A worker without an answer is killed."""
         deadline, answer = time.monotonic() + timeout_s, bytearray()
         number = f"{self._numbers.getrandbits(64):016x}" if request else ""
         try:
@@ -178,13 +259,14 @@ class Worker:
                 if not (received := self._socket.recv(MAX_ANSWER)):
                     raise EOFError
                 answer += received
-                if len(answer) > MAX_ANSWER:
+                if len(answer) > MAX_ANSWER * size:
                     raise ValueError
             line, unasked = answer.split(b"\n", 1)
-            answers, total, parts, error = json.loads(line)
-            if answers != number or unasked:
+            answers, *values = json.loads(line)
+            if answers != number or unasked or len(values) != 3 * size:
                 raise ValueError
-            return as_score(Score(total=total, parts=parts, error=error))
+            columns = zip(values[::3], values[1::3], values[2::3], strict=True)
+            return as_scores([Score(total=total, parts=parts, error=error) for total, parts, error in columns], size)
         except TimeoutError:
             problem = f"no result within {timeout_s:g} s; its worker process was ended"
         except (EOFError, OSError):
@@ -196,13 +278,17 @@ class Worker:
         except Exception:  # noqa: BLE001 - no answer may end the run
             problem = "its worker process answered with something else than a result"
         self.kill()
-        return no_score(problem)
+        return [no_score(problem)] * size
 
-    def kill(self) -> None:
-        """Kill it and all that it has started."""
+    def kill(self, tear_down_s: float = 0.0) -> None:
+        """Kill it and all that it has started; first it may tear down its rewards for so long."""
         if self.ended:
             return  # by now the pid may be another process's
         self.ended = True
+        if tear_down_s:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self._socket.shutdown(socket.SHUT_WR)
+                self._process.wait(tear_down_s)
         self._process.terminate()
         self._process.send_signal(signal.SIGCONT)  # a reward may have stopped it
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -229,16 +315,18 @@ def work() -> None:
     """Run a worker process; its arguments are the file descriptor of a socket and the modules to load."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stream, pid, number = socket.socket(fileno=int(sys.argv[1])).makefile("rwb"), os.getpid(), b""
-    score = call(_load, {"modules": sys.argv[2:]})
-    while True:
-        if os.getpid() != pid:  # a reward has forked, and returned in both
-            os._exit(0)
-        stream.write(json.dumps([number.decode(), score.total, score.parts, score.error]).encode() + b"\n")
-        stream.flush()
-        if not (number := stream.read(16)):
-            return
-        name, arguments = pickle.load(stream)
-        score = call(REWARDS.get(name).function, arguments)
+    scores = call(_load, {"modules": sys.argv[2:]})
+    with Ready() as ready:
+        while True:
+            if os.getpid() != pid:  # a reward has forked, and returned in both
+                os._exit(0)
+            values = (value for score in scores for value in (score.total, score.parts, score.error))
+            stream.write(json.dumps([number.decode(), *values]).encode() + b"\n")
+            stream.flush()
+            if not (number := stream.read(16)):
+                return
+            name, options, arguments, size = pickle.load(stream)
+            scores = call(partial(ready, dataclasses.replace(REWARDS.get(name), options=options)), arguments, size)
 
 
 def _load(modules: Sequence[str]) -> float:
@@ -263,10 +351,10 @@ def _module_of(reward: Reward) -> str:
 
 def refuse_failing(groups: Sequence[Group], max_error_rate: float) -> None:
     """Raise RewardError if more than this share of the scores failed: training on the rest would mislead."""
-    errors = [score.error for group in groups for score in group.scores if score.error is not None]
-    num_scores = sum(len(group.scores) for group in groups)
-    if len(errors) > max_error_rate * num_scores:
+    scored = [pair for group in groups for pair in zip(group.rollouts, group.scores, strict=True)]
+    errors = [f"{rollout.id}: {score.error}" for rollout, score in scored if score.error is not None]
+    if len(errors) > max_error_rate * len(scored):
         raise RewardError(
-            f"{len(errors)} of {num_scores} scores failed, more than rewards.max_error_rate={max_error_rate:g}; "
+            f"{len(errors)} of {len(scored)} scores failed, more than rewards.max_error_rate={max_error_rate:g}; "
             f"the first: {errors[0]}"
         )

@@ -53,10 +53,17 @@ class Seat:
 Take = Callable[[int], Mapping[int, Prompt]]  # draws n prompts, {number of the draw: prompt}; fewer at the end
 Play = Callable[[Prompt, Seat], Awaitable[Rollout]]  # raises only ServerError; other failures are `Rollout.error`
 ScoreOne = Callable[[Rollout], Awaitable[Score]]  # never raises; failures are `Score.error`
+Settle = Callable[[Group], Awaitable[Group]]  # completes scores that need the whole group; never raises
 
 
 async def collect(
-    plan: Plan, take: Take, play: Play, score: ScoreOne, *, has_signal: Callable[[Group], bool] = lambda group: True
+    plan: Plan,
+    take: Take,
+    play: Play,
+    score: ScoreOne,
+    settle: Settle | None = None,
+    *,
+    has_signal: Callable[[Group], bool] = lambda group: True,
 ) -> Batch:
     """Draw prompts until `wanted` groups have a signal or `at_most` are drawn; return all groups."""
     batch, missing = plan.batch, plan.wanted
@@ -65,7 +72,7 @@ async def collect(
     try:
         while True:
             for draw, prompt in take(min(missing, plan.at_most - batch.num_drawn)).items():
-                for episode in _episodes(plan, draw, prompt, play, score):
+                for episode in _episodes(plan, draw, prompt, play, score, settle):
                     episode.add_done_callback(ended.put_nowait)
                     tasks.append(episode)
                 batch.num_drawn, missing = batch.num_drawn + 1, missing - 1
@@ -80,7 +87,9 @@ async def collect(
     return batch
 
 
-def _episodes(plan: Plan, draw: int, prompt: Prompt, play: Play, score: ScoreOne) -> list[asyncio.Task[Group | None]]:
+def _episodes(
+    plan: Plan, draw: int, prompt: Prompt, play: Play, score: ScoreOne, settle: Settle | None
+) -> list[asyncio.Task[Group | None]]:
     """Start the episodes of one prompt, a task each; the last to end returns the group."""
     index, size = plan.batch.num_drawn, plan.group_size
     group, done = f"{plan.label}/{index}", dict[int, tuple[Rollout, Score]]()
@@ -94,6 +103,7 @@ def _episodes(plan: Plan, draw: int, prompt: Prompt, play: Play, score: ScoreOne
         if len(done) < size:
             return None
         rollouts, scores = zip(*(done[sample] for sample in range(size)), strict=True)
-        return Group(id=group, rollouts=rollouts, scores=scores, draw=draw)
+        scored = Group(id=group, rollouts=rollouts, scores=scores, draw=draw)
+        return await settle(scored) if settle else scored
 
     return [asyncio.create_task(one(sample)) for sample in range(size)]

@@ -9,7 +9,7 @@ from hocket.config import RewardsConfig, RewardSpec
 from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
 from hocket.rewards.scorer import refuse_failing
-from hocket.rollout.collect import Plan, Play, ScoreOne, collect
+from hocket.rollout.collect import Plan, Play, ScoreOne, Settle, collect
 from hocket.types import Group, Prompt
 
 PASSED = 1.0
@@ -31,6 +31,7 @@ class Evaluation:
     prompts: Sequence[Prompt]
     play: Play
     score: ScoreOne  # by `reward` alone
+    settle: Settle | None = None
     reward: str
     samples: int  # rollouts per prompt
     sampling: SamplingParams
@@ -44,7 +45,8 @@ class Evaluation:
             label=label, sampling=self.sampling, group_size=self.samples, wanted=size, at_most=size, deadline=deadline
         )
         left = dict(enumerate(self.prompts))
-        batch = await collect(plan, lambda count: {i: left.pop(i) for i in list(left)[:count]}, self.play, self.score)
+        take = lambda count: {i: left.pop(i) for i in list(left)[:count]}  # noqa: E731
+        batch = await collect(plan, take, self.play, self.score, self.settle)
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * self.samples)))  # one score at least
         return _measured(batch.groups, self.reward), batch.groups
 

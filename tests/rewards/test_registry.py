@@ -1,0 +1,263 @@
+"""What a reward may be: a function or a class, of one rollout or of a group; how many at once, again, and composed."""
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.errors import ConfigError
+from hocket.registry import load_plugins
+from hocket.rewards import RetryError, RewardScorer
+from hocket.rewards.base import REWARDS, reward
+from hocket.types import Rollout
+
+Make = Callable[..., Rollout]
+Scorers = Callable[..., RewardScorer]
+
+PLUGIN = """
+import os
+from hocket.rewards import reward
+
+@reward("lexicon")
+class Lexicon:
+    def __init__(self, log, words=()):
+        self.log, self.words, self.calls = log, set(words), 0
+
+    def __enter__(self):
+        self.write("set up")
+        return self
+
+    def __exit__(self, *exc_info):
+        self.write(f"torn down after {self.calls}")
+
+    def write(self, text):
+        with open(self.log, "a") as file:
+            print(os.getpid(), text, file=file)
+
+    def __call__(self, completion):
+        self.calls += 1
+        return sum(word in self.words for word in completion.split())
+
+@reward("longest")
+def longest(completions, answer):
+    if answer == "raise":
+        raise KeyError("no such word")
+    return eval(answer) if answer else [float(one == max(completions, key=len)) for one in completions]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("plugins") / "registered.py"
+    file.write_text(PLUGIN, encoding="utf-8")
+    load_plugins([str(file)])
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., None]]:
+    """Registers rewards of one test."""
+    names = []
+
+    def add(name: str, function: Callable[..., Any], **how: bool) -> None:
+        reward(name, **how)(function)
+        names.append(name)
+
+    yield add
+    for name in names:
+        REWARDS.forget(name)
+
+
+async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_torn_down_at_the_end(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
+    log = tmp_path / "log"
+    scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a", "b"]}}, timeout_s=60)
+    assert [(await scorer.score(make_rollout(text))).total for text in ("a c b", "c", "a")] == [2, 0, 1]
+    scorer.__exit__()
+    (pid, *set_up), (same, *torn_down) = [line.split() for line in log.read_text().splitlines()]
+    assert (pid == same != str(os.getpid()), set_up, torn_down) == (True, ["set", "up"], ["torn", "down", "after", "3"])
+    with pytest.raises(ConfigError, match=r"reward lexicon\(log, words=\(\)\) has no option 'word' \(did you mean"):
+        scorer_of({"lexicon": {"log": "", "word": ["a"]}})
+
+
+def test_an_async_class_lives_as_long_as_its_event_loop(
+    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None]
+) -> None:
+    seen: list[str] = []
+
+    class Judge:
+        def __init__(self, share: float = 1.0) -> None:
+            self.share = share
+
+        async def __aenter__(self) -> "Judge":
+            seen.append("set up")
+            return self
+
+        async def __aexit__(self, *exc_info: object) -> None:
+            await asyncio.sleep(0)
+            seen.append("torn down")
+
+        async def __call__(self, completion: str) -> float:
+            seen.append(completion)
+            return self.share * len(completion)
+
+    class Broken(Judge):
+        async def __aenter__(self) -> "Judge":
+            raise OSError("no route")
+
+    register("judge", Judge)
+    register("broken", Broken)
+    scorer = scorer_of({"judge": {"share": 0.5}})
+
+    async def both() -> list[float]:
+        return [(await scorer.score(make_rollout(text))).total for text in ("ab", "c")]
+
+    for _ in range(2):
+        assert asyncio.run(both()) == [1.0, 0.5]
+    assert seen == ["set up", "ab", "c", "torn down"] * 2
+    error = asyncio.run(scorer_of({"broken": 1.0}).score(make_rollout())).error
+    assert "can't be set up: OSError: no route" in str(error)
+
+
+async def test_a_group_is_ranked_in_one_call_without_the_rollouts_that_failed(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
+    scorer = scorer_of({"longest": 2.0, "exact_match": 1.0}, timeout_s=60)
+    failed = Rollout(id="f", prompt=make_rollout().prompt, sequences=make_rollout().sequences, error="no server")
+    first, lost, second = await scorer.score_group([make_rollout("ab", answer=""), failed, make_rollout("abc")])
+    assert (first.total, dict(first.parts)) == (0.0, {"longest": 0.0, "exact_match": 0.0})
+    assert (second.total, lost.error) == (2.0, "no server")
+
+
+@pytest.mark.parametrize(
+    ("returns", "errors"),
+    [
+        ("raise", ["KeyError: 'no such word'"] * 2),
+        ("[1.0]", ["returned 1 results for 2 completions"] * 2),
+        ("1.0", ["returned float instead of a list of 2 results, one per completion"] * 2),
+        ("None", ["returned None instead of a list of 2"] * 2),
+        ("'ab'", ["returned str instead of a list of 2"] * 2),
+        ("[float('nan'), {'good': 2}]", ["returned nan, which is not a finite number", None]),
+        ("[3, None]", [None, "returned None instead of a number"]),
+        ("os._exit(3)", ["its worker process ended with exit code 3"] * 2),
+    ],
+)
+async def test_what_a_group_does_not_get_is_the_error_of_each_that_lacks_it(
+    scorer_of: Scorers, make_rollout: Make, returns: str, errors: list[str | None]
+) -> None:
+    scores = await scorer_of({"longest": 1.0}, timeout_s=60).score_group([make_rollout(answer=returns)] * 2)
+    for score, error in zip(scores, errors, strict=True):
+        assert (score.error or "").startswith(f"longest: {error}" if error else ""), score
+        assert math.isnan(score.total) == (error is not None)
+
+
+def test_a_group_has_no_single_completion_and_keys_of_every_reward_are_no_options(
+    scorer_of: Scorers, register: Callable[..., None]
+) -> None:
+    register("mixed", lambda completions, completion: [0.0], inline=True)
+    register("clips", lambda completion, clip=1: 0.0, inline=True)
+    register("plain", lambda completion: 0.0, inline=True)
+    for functions, message in (
+        ({"mixed": 1.0}, "takes a batch, but here .* or rollouts, and return a list"),
+        ({"clips": 1.0}, "'clip' is a key of every reward's section; rename the argument"),
+        ({"plain": {"max_concurrent": 2}}, "'plain' is not async: leave its max_concurrent out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            scorer_of(functions)
+
+
+async def test_at_most_max_concurrent_calls_run_and_the_refused_are_made_again(
+    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, refused = 0, 0, set[str]()
+
+    async def judge(completion: str) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        if len(refused) < 5 and completion not in refused:
+            refused.add(completion)
+            raise RetryError("429", retry_after=0.0)
+        return float(completion)
+
+    register("limited", judge)
+    scorer = scorer_of({"limited": {"max_concurrent": 3}})
+    scores = await asyncio.gather(*(scorer.score(make_rollout(str(i))) for i in range(40)))
+    assert [score.total for score in scores] == list(range(40))
+    assert (most, len(refused)) == (3, 5)
+
+
+async def test_the_back_off_doubles_up_to_the_last_retry_and_a_wait_that_is_too_long_is_an_error(
+    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def refuses(completion: str) -> float:
+        raise RetryError("overloaded", retry_after=float(completion) if completion else None)
+
+    monkeypatch.setattr("hocket.rewards.scorer.asyncio.sleep", wait)
+    register("refuses", refuses)
+    scorer = scorer_of({"refuses": {"retries": 4}})
+    for text, number in (("", 4), ("7", 4), ("1e9", 0)):
+        waits.clear()
+        assert (await scorer.score(make_rollout(text))).error == starts("refuses: RetryError: overloaded")
+        assert len(waits) == number
+        if text == "":
+            assert all(2**i / 2 <= seconds <= 2**i for i, seconds in enumerate(waits))
+        else:
+            assert set(waits) <= {7.0}
+
+
+@pytest.mark.parametrize(
+    ("specs", "totals"),
+    [
+        # values: right 1 0 0 1, long 0.5 3 −1 0
+        ({"right": 1.0, "long": 1.0}, [1.5, 3.0, -1.0, 1.0]),
+        ({"right": {"gate": True}, "long": 1.0}, [0.5, 0.0, -1.0, 0.0]),  # only unlocks; what costs still costs
+        ({"right": {"gate": True, "weight": 2}, "long": 1.0}, [2.5, 0.0, -1.0, 2.0]),
+        ({"right": 1.0, "long": {"clip": [0, 1]}}, [1.5, 1.0, 0.0, 1.0]),
+        # mean 0.625, deviation √(8.6875 / 3) = 1.7017
+        ({"right": 0.0, "long": {"normalize": True, "weight": 2}}, [-0.1469, 2.7913, -1.9098, -0.7345]),
+    ],
+)
+async def test_gates_limits_and_normalised_values(
+    scorer_of: Scorers,
+    make_rollout: Make,
+    register: Callable[..., None],
+    specs: dict[str, Any],
+    totals: list[float],
+) -> None:
+    register("right", lambda completion: float(completion.split()[0]), inline=True)
+    register("long", lambda completion: float(completion.split()[1]), inline=True)
+    scores = await scorer_of(specs).score_group([make_rollout(text) for text in ("1 0.5", "0 3", "0 -1", "1 0")])
+    assert [score.total for score in scores] == pytest.approx(totals, abs=1e-4)
+    assert [score.parts["long"] for score in scores] == [0.5, 3.0, -1.0, 0.0]  # as they were returned
+
+
+async def test_equal_values_and_too_large_ones_are_no_accident_of_normalising(
+    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None]
+) -> None:
+    register("value", lambda completion: float(completion), inline=True)
+    scorer = scorer_of({"value": {"normalize": True}})
+    for one in await scorer.score_group([make_rollout("0.1")] * 3):
+        assert one.total == pytest.approx(0.0, abs=1e-9)
+    assert (await scorer.score_group([make_rollout("5")]))[0].total == 0.0
+    huge = await scorer.score_group([make_rollout("1e308"), make_rollout("1e308")])
+    assert all("the weighted sum is nan" in str(one.error) for one in huge)
+
+
+class starts(str):  # noqa: N801 - reads as a word
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and other.startswith(str(self))
+
+    __hash__ = str.__hash__
