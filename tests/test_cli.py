@@ -217,6 +217,21 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(command: str, tmp_path
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
+def test_training_chooses_torchs_allocator_before_torch_is_imported() -> None:
+    code = """if True:
+        import os, sys, types
+        sys.modules["hocket.commands"] = commands = types.ModuleType("hocket.commands")
+        commands.train = lambda config, dry_run: print(os.environ["PYTORCH_CUDA_ALLOC_CONF"], "torch" in sys.modules)
+        from hocket.cli import main
+        main(["train", "trainer.steps=1"])
+    """
+    for own in ({}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}):
+        inherited = {key: value for key, value in os.environ.items() if key != "PYTORCH_CUDA_ALLOC_CONF"}
+        env = inherited | {"PYTHONPATH": str(ROOT / "src")} | own
+        said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        assert said == f"{own.get('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')} False\n"
+
+
 def test_an_interrupt_while_the_process_exits_changes_nothing() -> None:
     code = (
         "import atexit, os, runpy, signal, sys, time\n"

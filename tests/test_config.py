@@ -153,6 +153,7 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("data.system_prompt=x data.chat_template=false", "data: system_prompt needs chat_template: true"),
         ("model.lora={} model.random_init=true", "with random_init there are none"),
         ("model.lora.quantize=nf4 trainer.zero_stage=3", "set stage 2"),
+        ("model.lora.quantize=nf4 trainer.offload_optimizer=true", "set stage 2"),
         ("algorithm.preset=ppo critic.warmup_steps=10 trainer.steps=10", "leaves no step of trainer.steps=10"),
         ("trainer.offload_optimizer=true trainer.zero_stage=0", "offload_optimizer needs zero_stage"),
         ("sync.delta=true sync.backend=nccl", "sync.delta=true needs sync.backend=disk"),

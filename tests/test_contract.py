@@ -38,7 +38,7 @@ HOMES = {  # the only places that may import a package
     "uvicorn": {"server"},
     "deepspeed": {"trainer"},
     "peft": {"trainer"},
-    "httpx": {"client"},
+    "httpx": {"client", "rewards.http"},
     "rich": {"observe"},
     "psutil": {"doctor", "server"},
 }

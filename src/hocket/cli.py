@@ -22,6 +22,7 @@ from hocket.observe import metrics
 from hocket.processes import nobody_reads
 
 QUICKSTART = "config/quickstart.yaml"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # of torch, which reads it as it is imported; micro-batches differ in length
 EPILOG = "Settings are read from CONFIG (YAML); section.key=value overrides one, e.g. trainer.steps=10 run.dir=runs/a."
 
 
@@ -158,6 +159,7 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
+    os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
     from hocket.commands import train
 
     return train(args.config, dry_run=args.dry_run)
@@ -170,6 +172,7 @@ def _rollout(args: argparse.Namespace) -> None:
 
 
 def _sft(args: argparse.Namespace) -> None:
+    os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
     from hocket import sft
 
     sft.run(args.config)

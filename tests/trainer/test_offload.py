@@ -8,7 +8,7 @@ import torch
 from tests.trainer import builders
 from tests.trainer.builders import CPU, bytes_besides, storages
 
-from hocket.trainer.offload import offload, onload
+from hocket.trainer.offload import offload, onload, sizes
 from hocket.trainer.ranks import Ranks
 
 SAMPLE = builders.sample_of(builders.sequence((3, 1, 4, 1, 5), 1))
@@ -19,11 +19,20 @@ def test_views_and_aliases_are_the_same_again() -> None:
     view, alias = flat[2:4], flat.detach()
     moved = offload(iter([view]), CPU)
     assert flat.untyped_storage().nbytes() == 0
-    assert [host.numel() for _, host in moved] == [24]  # the whole buffer that it is a view of
+    assert [[host.numel() for host in hosts] for _, hosts in moved] == [[24]]  # the whole buffer that it is a view of
     onload(moved, CPU)
     alias[2] = 7.0
     assert view.tolist() == [7.0, 3.0]
     assert flat.tolist() == [0.0, 1.0, 7.0, 3.0, 4.0, 5.0]
+
+
+def test_copies_have_sizes_that_pinned_memory_is_not_rounded_to() -> None:
+    assert sizes(11 * 2**20 + 5) == [8 * 2**20, 2 * 2**20, 2**20, 5]
+    assert sizes(2**30) == [2**30]
+    flat = torch.arange(3 * 2**18 + 3, dtype=torch.int32)
+    moved = offload(iter([flat]), CPU)
+    onload(moved, CPU)
+    assert torch.equal(flat, torch.arange(3 * 2**18 + 3, dtype=torch.int32))
 
 
 PPO = ("algorithm.preset=ppo", "algorithm.kl=k2", "algorithm.kl_coef=0.1")
@@ -47,7 +56,7 @@ def test_nothing_of_the_training_state_stays(
         assert len(trainer.models.engines) == (3 if settings else 1)
         trainer.offload()
         assert trainer._away is not None
-        moved = sum(host.numel() for _, host in trainer._away)
+        moved = sum(host.numel() for _, hosts in trainer._away for host in hosts)
         assert on > 8 * trainer.num_parameters  # two moments at least
         assert bytes_besides(before) - moved < 0.02 * on  # on a CPU the copies are tensors of the same device
         trainer.onload()

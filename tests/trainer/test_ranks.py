@@ -72,9 +72,12 @@ def runs(
     root = tmp_path_factory.mktemp("ranks")
     folders = {size: root / str(size) for size in (1, 2)}
     both = [(scenario, tied_model) for scenario in ("stages", "matrix", "adapter", "updates")]
-    streams = [("streams", model) for model in (tied_model, untied_model, experts_model)]
+    models = (tied_model, untied_model, experts_model)
+    streams = [(scenario, model) for model in models for scenario in ("streams", "starts")]
     run_together(1, folders[1], both)
-    run_together(2, folders[2], [*both, *streams, ("beside", tied_model), ("resumes", tied_model)])
+    run_together(
+        2, folders[2], [*both, *streams, ("reduces", tied_model), ("beside", tied_model), ("resumes", tied_model)]
+    )
     run_together(1, folders[1], [("resumes", tied_model)])
     return folders
 
@@ -257,6 +260,28 @@ def test_two_ranks_stream_what_they_export_at_every_zero_stage(
         gaps.append(found["gap"])
     assert gaps == pytest.approx([gaps[0]] * 4, abs=1e-5)
     assert gaps[0] > 0.1
+
+
+@pytest.mark.parametrize("model", ["tied", "untied", "experts"])
+def test_at_zero_3_no_rank_holds_the_whole_model_and_the_weights_are_those_of_zero_2(
+    runs: dict[int, Path], model: str
+) -> None:
+    folder = runs[2] / f"starts-{model}"
+    for kind in ("loaded", "random", "lora"):
+        assert_same_weights(load_file(folder / f"{kind}-3"), load_file(folder / f"{kind}-2"), 0)
+    tensors = load_file(folder / "loaded-2").values()
+    whole, largest = sum(tensor.nbytes for tensor in tensors), max(tensor.nbytes for tensor in tensors)
+    for rank in (0, 1) if model != "experts" else (1,):  # transformers joins experts as rank 0 loads, on its CPU
+        held = int((folder / f"held_by_{rank}").read_text())
+        assert whole / 3 < held < whole / 2 + 2 * largest
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_in_bfloat16_are_summed_over_ranks_in_float32(runs: dict[int, Path], stage: int) -> None:
+    gradient = load_file(runs[2] / "reduces-tied" / str(stage))["gradient"]
+    rounded = gradient.bfloat16().float()
+    assert (gradient != rounded).float().mean() > 0.3  # a sum that was rounded to 16 bits would be one of these
+    torch.testing.assert_close(gradient, load_file(runs[2] / "reduces-tied" / "1")["gradient"], atol=0, rtol=0)
 
 
 @pytest.fixture(scope="module")

@@ -213,18 +213,19 @@ def test_a_trainer_computes_with_the_threads_of_its_share_unless_the_user_set_th
 
 
 @pytest.mark.parametrize(
-    ("settings", "dtype", "stage"),
+    ("settings", "dtype", "stages"),
     [
-        ({}, torch.float32, 0),  # it has nothing to share, and no second copy of its weights
-        ({"offload_optimizer": True}, torch.float32, 1),
-        ({}, torch.bfloat16, 1),
-        ({"zero_stage": 3}, torch.bfloat16, 3),
+        ({}, torch.float32, (0, 0)),  # it has nothing to share, and no second copy of its weights
+        ({"offload_optimizer": True}, torch.float32, (1, 3)),  # at stage 3 alone gradients leave the GPU, too
+        ({}, torch.bfloat16, (1, 2)),
+        ({"zero_stage": 3}, torch.bfloat16, (3, 3)),
     ],
 )
-def test_one_rank_on_a_cpu_shares_only_what_it_has_twice(
-    settings: dict[str, Any], dtype: torch.dtype, stage: int
+def test_one_rank_shares_only_what_it_has_twice(
+    settings: dict[str, Any], dtype: torch.dtype, stages: tuple[int, int]
 ) -> None:
-    assert default_zero_stage(TrainerConfig(**settings), dtype, num_ranks=1, on_gpu=False) == stage
+    for on_gpu in (False, True):
+        assert default_zero_stage(TrainerConfig(**settings), dtype, num_ranks=1, on_gpu=on_gpu) == stages[on_gpu]
 
 
 def test_the_log_probs_of_samples_are_those_of_transformers_in_the_order_of_the_samples(
@@ -289,6 +290,14 @@ def test_a_rank_that_is_started_again_tells_those_that_wait_for_the_one_before(m
     with pytest.raises(TrainerError, match="started again"):
         Ranks(timeout_s=60)
     assert b"rank 1 was started again" in store.get(FAILURE)
+
+
+def test_more_ranks_than_gpus_are_refused_with_what_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(TrainerError, match=r"LOCAL_RANK=2.*GPUs for 2, one each: start 2 ranks here"):
+        Ranks(timeout_s=60)
 
 
 def test_a_store_that_fails_is_not_waited_for(ranks: Ranks) -> None:

@@ -5,6 +5,7 @@ The scenarios run one after the other among the same ranks, each with a folder o
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -19,7 +20,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.trainer.builders import gap_of, load, make_groups, make_rollouts, measured, sample_of, save, weights_of
+from tests.trainer.builders import (
+    bytes_besides,
+    gap_of,
+    load,
+    make_groups,
+    make_rollouts,
+    measured,
+    sample_of,
+    save,
+    storages,
+    weights_of,
+)
 
 from hocket import config as config_module
 from hocket.algorithm.losses import LossOutput
@@ -156,6 +168,48 @@ def streams(model: str, output: Path, ranks: Ranks) -> None:
         (folder / "found.json").write_text(json.dumps(found))
 
 
+def starts(model: str, output: Path, ranks: Ranks) -> None:
+    """Stages 2 and 3 stream the weights that they start with; at stage 3, what this rank holds of them is watched."""
+    output.mkdir(parents=True, exist_ok=True)
+    for kind, setting in {
+        "random": "model.random_init=true",
+        "lora": "model.lora={}",
+        "loaded": "trainer.seed=0",
+    }.items():
+        for name, trainer in led(model, ranks, {f"{kind}-{stage}": (setting, *STAGES[stage]) for stage in (2, 3)}):
+            save_file(weights_of(trainer), output / name)
+    before, held = storages(), [0]
+    zero = engine.load_deepspeed(ranks).zero
+    original = zero.Init
+
+    def watched(module: torch.nn.Module, **options: object) -> None:
+        original(module=module, **options)
+        held.append(bytes_besides(before))
+
+    zero.Init = watched
+    Trainer(make_config(model, *STAGES[3]), ranks=ranks)
+    zero.Init = original
+    (output / f"held_by_{ranks.rank}").write_text(str(max(held)))
+
+
+def reduces(model: str, output: Path, ranks: Ranks) -> None:
+    """A step in bfloat16 with one micro-batch per rank; its summed gradient is kept."""
+    original, seen = engine.DeepSpeedEngine.step, []
+    full_grad = importlib.import_module("deepspeed.utils").safe_get_full_grad
+
+    def step(self: engine.DeepSpeedEngine, **options: bool) -> float | None:
+        seen.append(full_grad(dict(self._trained())["model.model.layers.0.mlp.up_proj.weight"]).clone())
+        return original(self, **options)
+
+    engine.DeepSpeedEngine.step = step  # type: ignore[method-assign]
+    common = ("model.dtype=bfloat16", "trainer.micro_batch_tokens=1000")
+    for stage, trainer in led(model, ranks, {stage: (*common, *STAGES[stage]) for stage in (1, 2, 3)}):
+        trainer.step(make_samples(0))
+        output.mkdir(parents=True, exist_ok=True)
+        save_file({"gradient": seen[-1]}, output / str(stage))
+    engine.DeepSpeedEngine.step = original  # type: ignore[method-assign]
+
+
 def adapter(model: str, output: Path, ranks: Ranks) -> None:
     """Three steps on an adapter, which is published both ways; at ZeRO-3 its activations are computed again."""
     variants = {stage: (*settings, "model.lora.rank=4") for stage, settings in STAGES.items()}
@@ -266,7 +320,8 @@ def fail(scenario: str, model: str) -> None:
                 happen()
 
 
-COMMON = {scenario.__name__: scenario for scenario in (stages, matrix, streams, adapter, beside, resumes, updates)}
+SCENARIOS = (stages, matrix, streams, starts, reduces, adapter, beside, resumes, updates)
+COMMON = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 
 def main(arguments: Sequence[str]) -> None:

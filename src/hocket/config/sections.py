@@ -177,10 +177,10 @@ class TrainerConfig(Section):
         8192, description="Maximum tokens per forward pass of one rank. `auto`: the size that fits, found at the start."
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        None, description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 0 for one rank in float32."
+        None, description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU (offloaded 3), 0 for one float32 rank."
     )
     gradient_checkpointing: bool = Field(False, description="Recomputed activations: less memory, more time.")
-    offload_optimizer: bool = Field(False, description="Optimizer state and update on the CPU: less GPU memory.")
+    offload_optimizer: bool = Field(False, description="Optimizer state, update and (ZeRO-3) gradients on the CPU.")
     collective_timeout_s: float = Field(1800.0, gt=0, description="Seconds that a trainer rank waits for the others.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:

@@ -53,8 +53,11 @@ class Config(Section):
         yield not inside or "/." in str(run_dir)[len(str(root)) :], message
         yield sync.delta and sync.backend == "nccl", "sync.delta=true needs sync.backend=disk: nccl sends all weights"
         yield sync.delta and model.lora is not None, "sync.delta has no effect with model.lora: adapters are small"
-        message = "trainer.zero_stage=3 can't spread the 4-bit weights of model.lora.quantize; set stage 2"
-        yield trainer.zero_stage == 3 and model.lora is not None and model.lora.quantize is not None, message
+        spreads = trainer.zero_stage == 3 or (trainer.zero_stage is None and trainer.offload_optimizer)
+        message = (
+            "trainer.zero_stage=3, the default to offload, can't spread model.lora.quantize's weights; set stage 2"
+        )
+        yield spreads and model.lora is not None and model.lora.quantize is not None, message
         longest = 4 * sync.timeout_s  # a hand-over, its repetition by disk, a comparison, and log-probs
         message = f"trainer.collective_timeout_s must exceed 4 · sync.timeout_s = {longest:g}: ranks wait that long"
         yield longest >= trainer.collective_timeout_s, message

@@ -1,7 +1,8 @@
 """Pack samples into micro-batches of bounded size; the only place where sequences move to the next-token axis.
 
 A sequence of n tokens becomes a segment of n − 1 positions: position t reads token t and predicts token t + 1. The
-segments of a micro-batch share one row without padding. Which samples share a micro-batch or a rank changes no result.
+segments of a micro-batch share one row without padding. Which samples share a micro-batch or a rank changes a result by
+rounding only.
 """
 
 import dataclasses

@@ -24,8 +24,8 @@ from hocket.trainer.state import KINDS, MasterState
 BUCKET_ELEMENTS = 50_000_000  # summed over ranks at a time; DeepSpeed's default is ten times that, and allocated
 
 
-def initialize(ranks: Ranks, **options: Any) -> Any:
-    """Return a DeepSpeed engine."""
+def load_deepspeed(ranks: Ranks) -> Any:
+    """Return the module, ready for use among these ranks."""
     if ranks.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed = importlib.import_module("deepspeed")
@@ -36,6 +36,12 @@ def initialize(ranks: Ranks, **options: Any) -> Any:
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is None:  # DeepSpeed's own would wait half an hour for a lost rank
         groups._WORLD_GROUP = dist.new_group(timeout=datetime.timedelta(seconds=ranks.timeout_s))
+    return deepspeed
+
+
+def initialize(ranks: Ranks, **options: Any) -> Any:
+    """Return a DeepSpeed engine."""
+    deepspeed = load_deepspeed(ranks)
     gc.freeze()  # for its memory statistics, DeepSpeed collects garbage up to 15 times
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints them whatever the log level
@@ -45,13 +51,42 @@ def initialize(ranks: Ranks, **options: Any) -> Any:
     return engine
 
 
+def spread(module: nn.Module, settings: Mapping[str, Any], ranks: Ranks) -> None:
+    """Leave each rank its part of the weights that rank 0 has loaded; ranks that have not have them on the meta device.
+
+    No device ever holds more of them whole than those of one module, without the modules within it.
+    """
+    zero = load_deepspeed(ranks).zero
+    dtypes = [parameter.dtype for parameter in module.parameters()]
+    dist.broadcast_object_list(dtypes, src=0, device=ranks.device)  # transformers may keep some in float32 as it loads
+    dtype_of = dict(zip(module.parameters(), dtypes, strict=True))
+    placed: dict[nn.Parameter, nn.Parameter] = {}  # a tied one is in two modules
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.is_meta and parameter not in placed:
+                empty = torch.empty_like(parameter, dtype=dtype_of[parameter], device=ranks.device)
+                placed[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(part, name, placed.get(parameter, parameter))
+        for name, buffer in part.named_buffers(recurse=False):
+            here = torch.empty_like(buffer, device=ranks.device) if buffer.is_meta else buffer.to(ranks.device)
+            dist.broadcast(here, src=0)
+            setattr(part, name, here)
+        if own := list(part.parameters(recurse=False)):  # rank 0's are sent, and every rank keeps its part
+            zero.Init(module=nn.ParameterList(own), config_dict_or_path=dict(settings))
+
+
 def default_zero_stage(config: TrainerConfig, dtype: torch.dtype, *, num_ranks: int, on_gpu: bool) -> int:
-    """Return the configured ZeRO stage; default 1 on a CPU, 2 on a GPU, 0 for one rank in float32."""
+    """Return the configured ZeRO stage; default 1 on a CPU, 2 on a GPU, 0 for one rank in float32.
+
+    To offload the optimizer, 3: in DeepSpeed 0.19.8 float32 sums of gradients leave the GPU at that stage alone.
+    """
     if config.zero_stage is not None:
         return config.zero_stage
     if num_ranks == 1 and dtype == torch.float32 and not config.offload_optimizer:
         return 0
-    return 2 if on_gpu else 1
+    if on_gpu:
+        return 3 if config.offload_optimizer else 2
+    return 1
 
 
 def zero_stage(config: TrainerConfig, dtype: torch.dtype, ranks: Ranks) -> int:
@@ -86,6 +121,7 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
     elif dtype == torch.bfloat16:
         values["bf16"] = {"enabled": True}
         values["data_types"] = {"grad_accum_dtype": "fp32"}
+        values["communication_data_type"] = "fp32"  # or ranks would round the sums of their gradients
     elif dtype == torch.float16:
         values["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
     return values
@@ -109,6 +145,9 @@ class DeepSpeedEngine:
     def __init__(self, module: nn.Module, config: TrainerConfig, *, dtype: torch.dtype, ranks: Ranks) -> None:
         self.stage = zero_stage(config, dtype, ranks)
         self._config, self._max_grad_norm, self._dtype, self._ranks = config, config.max_grad_norm, dtype, ranks
+        settings = deepspeed_config(config, stage=self.stage, dtype=dtype)
+        if self.stage == 3:
+            spread(module, settings, ranks)
         self._adamw = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
@@ -117,7 +156,6 @@ class DeepSpeedEngine:
             fused=True,
         )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._adamw, learning_rate_factor(config))
-        settings = deepspeed_config(config, stage=self.stage, dtype=dtype)
         self._engine = initialize(ranks, model=module, config=settings, optimizer=self._adamw)
         if self.stage == 0 and ranks.size == 1:  # else all gradients are copied to be summed over one rank
             self._engine.enable_backward_allreduce = False

@@ -31,6 +31,7 @@ MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communicat
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax, its gradient and that of the logits, in float32
 _NF4_BYTES = 0.53  # per weight: 4 bits, and a scale for each block of 64
+_GATHERED = 1_000_000_000  # most weights that ZeRO-3 has whole at a time (DeepSpeed's stage3_max_live_parameters)
 # By ZeRO stage, in 32 and in 16 bits: bytes of gradients per trained parameter on each rank, and shared by the ranks.
 _GRADIENT_BYTES = (((4, 0), (4, 0)), ((4, 0), (8, 0)), ((0, 4), (2, 4)), ((0, 8), (0, 10)))
 
@@ -71,7 +72,8 @@ def estimate(
     is off the device. `quantized`: frozen linear layers, all but the output head, are held in 4 bits.
     """
     parameters, head, text = list(model.parameters()), model.get_output_embeddings(), model.config.get_text_config()
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    sizes = [p.numel() for p in parameters if p.requires_grad]
+    trained, largest = sum(sizes), max(sizes, default=0)
     linear = [part.weight for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
     small = sum(weight.numel() for weight in linear if quantized and not weight.requires_grad)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -83,10 +85,18 @@ def estimate(
     )
 
     half = dtype.itemsize < 4
-    whole, shared = _GRADIENT_BYTES[stage][half]
-    bucket = 0 if stage == 0 or (stage == 1 and half) or not trained else BUCKET_ELEMENTS * dtype.itemsize
+    without = offloads and stage == 3  # their sums are on the CPU, but for those of a bucket
+    whole, shared = (0, 0) if without else _GRADIENT_BYTES[stage][half]
+    bucket: float = 0
+    if trained and stage > 0 and not (stage == 1 and half):
+        bucket = max(BUCKET_ELEMENTS, largest) * (4 if stage == 3 else dtype.itemsize)
+        copies = (half and stage == 2) + without  # in float32: what is reduced, and the sums from the CPU
+        bucket += copies * 4 * max(min(BUCKET_ELEMENTS, trained), largest)
     itemsize = 4 if stage == 0 else dtype.itemsize  # ZeRO-0 autocasts 16 bits
-    weights = (sum(p.numel() for p in parameters) - small) * itemsize + _NF4_BYTES * small
+    count = sum(p.numel() for p in parameters)
+    weights = (count - small) * itemsize + _NF4_BYTES * small
+    if stage == 3:
+        weights = weights / num_ranks + min(count, _GATHERED) * itemsize * (1 - 1 / num_ranks)
     tokens = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
     norms = (4 * itemsize + 8) * text.hidden_size  # computed in float32
     layer = norms + itemsize * (3 * query + 2 * key + 4 * inner)
@@ -94,7 +104,7 @@ def estimate(
     if config.gradient_checkpointing:
         per_token = text.num_hidden_layers * itemsize * text.hidden_size + norms + layer
     return Estimate(
-        weights=weights / (num_ranks if stage == 3 else 1),
+        weights=weights,
         gradients=trained * (whole + shared / num_ranks) + bucket,
         optimizer=0 if offloads else 8 * trained if stage == 0 else 12 * trained / num_ranks,
         activations=tokens * per_token if trained else 0,

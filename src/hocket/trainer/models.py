@@ -50,14 +50,15 @@ class Models:
                 gradient_checkpointing=settings.gradient_checkpointing,
                 entropy_gradient=algorithm.entropy_coef > 0,
                 seed=settings.seed,
+                loads=ranks.is_main or engine.zero_stage(settings, self.dtype, ranks) < 3,
             )
 
-        self.policy: Policy = load(POLICY)
-        self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights over the ranks
         self._loss = loss or configured_loss(algorithm.loss(config.rollout.max_tokens))
         self.columns: dict[str, Callable[[TrainBatch], Tensor]] = {}  # field of Measured → its numbers for a batch
         options: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks}
-        with ranks.deadline("starting DeepSpeed"):
+        with ranks.deadline("loading the models"):
+            self.policy: Policy = load(POLICY)
+            self.flops = flops.model_flops(self.policy.model)  # before DeepSpeed spreads the weights over the ranks
             (self.peak_flops,) = ranks.sum([flops.peak_flops(ranks.device, self.dtype)])
             own_steps = settings.steps - (config.critic.warmup_steps if with_critic else 0)
             self.engine = DeepSpeedEngine(self.policy, settings.model_copy(update={"steps": own_steps}), **options)
@@ -125,6 +126,7 @@ class FrozenModel:
         self._autocast = functools.partial(torch.autocast, ranks.device.type, dtype, enabled=enabled)
         if stage == 3:
             settings = engine.deepspeed_config(config, stage=stage, dtype=dtype)
+            engine.spread(module, settings, ranks)
             self._engine = engine.initialize(ranks, model=module, config=settings).eval()
         else:
             module.to(ranks.device)

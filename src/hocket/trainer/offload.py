@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 _LIBRARIES = ("deepspeed.", "torch.optim.", "bitsandbytes.")  # their objects are searched too, not only containers
-Offloaded = Sequence[tuple[torch.UntypedStorage, Tensor]]  # emptied storages, each with its bytes in CPU memory
+_REST = 1 << 20
+Offloaded = Sequence[tuple[torch.UntypedStorage, Sequence[Tensor]]]  # emptied storages, each with its bytes on the CPU
 
 
 def tensors_in(*roots: Any) -> Iterator[Tensor]:
@@ -45,10 +46,12 @@ def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
     }
     for storage in storages.values():
         if storage.nbytes() and storage.resizable():
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
-            host.copy_(_bytes(storage, device))
+            pieces = _bytes(storage, device).split_with_sizes(sizes(storage.nbytes()))
+            hosts = [torch.empty(len(piece), dtype=torch.uint8, pin_memory=device.type == "cuda") for piece in pieces]
+            for host, piece in zip(hosts, pieces, strict=True):
+                host.copy_(piece)
             storage.resize_(0)
-            moved.append((storage, host))
+            moved.append((storage, hosts))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return moved
@@ -56,11 +59,22 @@ def offload(tensors: Iterator[Tensor], device: torch.device) -> Offloaded:
 
 def onload(moved: Offloaded, device: torch.device) -> None:
     """Fill the storages again."""
-    for storage, host in moved:
-        storage.resize_(host.numel())
-        _bytes(storage, device).copy_(host, non_blocking=True)
+    for storage, hosts in moved:
+        lengths = [len(host) for host in hosts]
+        storage.resize_(sum(lengths))
+        for host, piece in zip(hosts, _bytes(storage, device).split_with_sizes(lengths), strict=True):
+            piece.copy_(host, non_blocking=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the copies have read what may now be freed
+
+
+def sizes(num_bytes: int) -> list[int]:
+    """Return sizes that sum up to num_bytes: powers of two, to which torch rounds pinned memory up, and a small rest.
+
+    torch's pinned_max_round_threshold_mb is no way to have other sizes: what it caches then may be too short (2.13).
+    """
+    powers = [1 << bit for bit in reversed(range(num_bytes.bit_length())) if num_bytes & 1 << bit >= _REST]
+    return [*powers, num_bytes % _REST] if num_bytes % _REST else powers
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

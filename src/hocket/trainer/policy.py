@@ -1,6 +1,7 @@
 """The model as the trainer sees it: token ids in, log-probabilities and entropies of given tokens out."""
 
 import concurrent.futures
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +39,7 @@ class Policy(nn.Module):
         dtype: of the parameters.
         entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
+        loads: False: the weights are on the meta device, until engine.spread brings rank 0's.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Policy(nn.Module):
         gradient_checkpointing: bool = False,
         entropy_gradient: bool = False,
         seed: int = 0,
+        loads: bool = True,
     ) -> None:
         super().__init__()
         transformers.utils.logging.disable_progress_bar()
@@ -56,7 +59,8 @@ class Policy(nn.Module):
         if config.lora is not None and config.lora.quantize is not None:
             options |= lora.quantization(dtype)
         torch.manual_seed(seed)
-        self.model = model = _load(config, random_init=config.random_init, **options)
+        with contextlib.nullcontext() if loads else torch.device("meta"):
+            self.model = model = _load(config, random_init=config.random_init or not loads, **options)
         # The adapter alone is trained; None: all weights are.
         self.adapter = None if config.lora is None else lora.inject(model, config.lora, base=config.path, seed=seed)
         self.temperature, self.entropy_gradient = temperature, entropy_gradient

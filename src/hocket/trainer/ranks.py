@@ -44,6 +44,11 @@ class Ranks:
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         timeout = datetime.timedelta(seconds=timeout_s)
         if torch.cuda.is_available():
+            if local_rank >= (count := torch.cuda.device_count()):
+                raise TrainerError(
+                    f"rank {self.rank} has LOCAL_RANK={local_rank}, and this machine has GPUs for {count}, one each: "
+                    f"start {count} ranks here, or show it more GPUs with CUDA_VISIBLE_DEVICES"
+                )
             self.device = torch.device("cuda", local_rank)
         else:
             self.device = torch.device("cpu")
