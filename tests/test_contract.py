@@ -13,7 +13,7 @@ SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
     {"errors", "types", "system", "processes", "arithmetic"},
-    {"registry"},
+    {"registry", "sandbox"},
     {"config", "protocol", "environment"},
     {"manifest", "tokenizer"},
     {"data"},

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from hocket import sandbox
 from hocket.arithmetic import compute
 from hocket.envs.base import Action, Environment, Step, environment, invoke
 from hocket.errors import ConfigError
@@ -16,6 +17,7 @@ from hocket.types import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MAX_RESULT = 4000  # characters of what a program prints
 TOOLS: Registry[Callable[..., Any]] = Registry("tool")
 
 
@@ -83,6 +85,18 @@ def calculate(expression: str) -> str:
     """  # noqa: D401 - the policies that ship were trained on these words
     value, _ = compute(expression)
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+@tool
+def python(code: str) -> str:
+    """Runs a Python program, without network or files, and returns what it prints.
+
+    Args:
+        code: The program; it sees nothing of earlier ones.
+    """  # noqa: D401 - as in the tools of others
+    status, stdout, stderr = sandbox.run(code)
+    ended = {0: "", None: "it took too long\n"}.get(status, f"it ended with status {status}\n")
+    return f"{stdout[:MAX_RESULT]}{ended}{stderr[-MAX_RESULT:]}"
 
 
 @functools.cache

@@ -4,12 +4,15 @@ import hashlib
 import json
 import logging
 import re
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from hocket import sandbox
 from hocket.arithmetic import compute
 from hocket.rewards.base import reward
-from hocket.types import Rollout
+from hocket.types import Rollout, Score
 
 _THINK = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTALL)
 
@@ -107,6 +110,51 @@ def countdown(
     except (ArithmeticError, SyntaxError, ValueError):
         return format_score
     return 1.0 if sorted(used) == sorted(given) and abs(value - target) < 1e-5 else format_score
+
+
+@reward("code")
+def code(
+    completion: str,
+    meta: Mapping[str, Any],
+    opening: str = "",
+    tests: str = "tests",
+    timeout_s: float = 10.0,
+    partial: bool = False,
+) -> Score:
+    """Return 1 if the program in the last fenced block passes the row's tests, with `partial` their share; else 0.
+
+    The column `tests` has [{"input": ..., "output": ...}, ...], of stdin and stdout, or ["assert ...", ...]. All tests
+    of a program share `timeout_s`. Parts: the shares of tests passed, wrong, failed (exit status), late or not begun.
+    """
+    given = meta.get(tests)
+    given = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(given, Sequence) or not given:
+        raise ValueError(f"the row has no tests in the column {tests!r}: set the option tests")
+    verdicts, ends = dict.fromkeys(("passed", "wrong", "failed", "late"), 0), time.monotonic() + timeout_s
+    program = last_block(_after_thought(completion, opening))
+    for test in given if program is not None else ():
+        left_s = ends - time.monotonic()
+        verdict = _verdict(f"{program}\n", test, left_s) if left_s > 0 else "late"
+        verdicts[verdict] += 1
+        if verdict == "late" or (verdict != "passed" and not partial):
+            break
+    shares = {name: number / len(given) for name, number in verdicts.items()}
+    return Score(total=shares["passed"] if partial else float(shares["passed"] == 1), parts=shares)
+
+
+def _verdict(program: str, test: Any, timeout_s: float) -> str:
+    """Run one test: a program that ends well before its assert, or writes what it expects, has not passed it."""
+    end = secrets.token_hex(8)
+    is_pair = isinstance(test, Mapping)
+    source, stdin, wanted = (
+        (program, test["input"], test["output"]) if is_pair else (f"{program}\n{test}\nprint({end!r})", "", end)
+    )
+    status, stdout, _ = sandbox.run(source, stdin, timeout_s)
+    if status != 0:
+        return "late" if status is None else "failed"
+    lines = [line.rstrip() for line in stdout.rstrip().splitlines()]
+    expected = [line.rstrip() for line in str(wanted).rstrip().splitlines()]
+    return "passed" if (lines if is_pair else lines[-1:]) == expected else "wrong"
 
 
 @reward("env", inline=True)
