@@ -62,6 +62,9 @@ def test_a_hand_worked_estimate() -> None:
     assert (found.weights, found.optimizer) == (2 * count / 4 + 2 * 1e9 * 3 / 4, 0)
     assert found.gradients == (4 + 4) * embedding
     assert found.activations == 8192 * (28 * 2 * 1536 + 16 * 1536 + layer)
+    own = less.model_copy(update={"deepspeed": {"zero_optimization": {"stage3_max_live_parameters": 1000}}})
+    found = estimate(model, own, dtype=torch.bfloat16, stage=3, num_ranks=4)
+    assert found.weights == 2 * count / 4 + 2 * 1000 * 3 / 4
     frozen = estimate(model.requires_grad_(False), config, dtype=torch.bfloat16, stage=2, num_ranks=4)
     assert (frozen.weights, frozen.gradients, frozen.optimizer, frozen.activations) == (2 * count, 0, 0, 0)
 
