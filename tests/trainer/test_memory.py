@@ -105,6 +105,31 @@ def test_the_estimate_is_what_a_trainer_holds(ranks: Ranks, wide_model: str, sta
     assert used == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("setting", ["zero_stage=2", "zero_stage=3", "offload_optimizer=true"])
+def test_the_estimate_is_what_a_gpu_holds(ranks: Ranks, setting: str, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    Qwen2Config(**sizes, **heads, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    settings = (
+        "model.random_init=true",
+        "model.dtype=bfloat16",
+        "trainer.micro_batch_tokens=4096",
+        f"trainer.{setting}",
+    )
+    with make_trainer(ranks, str(tmp_path), *settings) as trainer:
+        for _ in range(2):
+            trainer.step(samples(8192, 62))
+        used = torch.cuda.max_memory_allocated() - before
+        assert used == pytest.approx(trainer.models.estimate.total, rel=0.15)
+
+
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
     ranks: Ranks, tied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
