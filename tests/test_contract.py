@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 LAYERS = (  # a module imports from layers above its own line, and from its own package
-    {"errors", "types", "system", "processes"},
+    {"errors", "types", "system", "processes", "arithmetic"},
     {"registry"},
     {"config", "protocol", "environment"},
     {"manifest", "tokenizer"},
@@ -38,7 +38,8 @@ HOMES = {  # the only places that may import a package
     "uvicorn": {"server"},
     "deepspeed": {"trainer"},
     "peft": {"trainer"},
-    "httpx": {"client"},
+    "httpx": {"client", "rewards.http"},
+    "openai": {"rewards.judge"},
     "rich": {"observe"},
     "psutil": {"doctor", "server"},
 }

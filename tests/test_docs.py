@@ -4,8 +4,10 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from hocket import config
 from hocket.envs import Action, Task
@@ -15,6 +17,7 @@ from hocket.protocol import ToolCall
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.types import Prompt, Rollout, TokenSequence
+from service import Answer, Headers, Service
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,6 +75,45 @@ async def test_the_rewards_of_the_documentation_work_as_they_stand(tmp_path: Pat
     with RewardScorer(settings.rewards) as scorer:
         scores = await scorer.score_group(rollouts)
     assert [score.total for score in scores] == [0.5 * 2 + (2 - 1) + 0, 0.5 * 1 + (1 - 0) + 1]
+
+
+async def test_the_service_of_the_documentation_gets_and_answers_what_the_page_shows() -> None:
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").split("## `http`")[1]
+    sample, scores = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL))
+    asked: list[object] = []
+
+    async def answer(headers: Headers, body: object) -> Answer:
+        asked.append(body)
+        return 200, {}, scores
+
+    chat = ({"role": "user", "content": "Sort: dbca"},)
+    prompt = Prompt(id="p", token_ids=(1,), messages=chat, text="Sort: dbca", answer="abcd")
+    sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="abcd")
+    shown = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])["rewards"]
+    async with Service(answer).open() as service:
+        shown["functions"]["http"]["url"] = service.url
+        with RewardScorer(config.RewardsConfig.model_validate(shown)) as scorer:
+            (score,) = await scorer.score_group([Rollout(id="step 3/7/0", prompt=prompt, sequences=(sequence,))])
+    assert (score.total, asked) == (1.0, [sample])
+
+
+async def test_the_judge_of_the_documentation_scores_as_it_stands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").split("## `judge`")[1]
+    shown = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])["rewards"]
+
+    async def say(headers: Headers, body: Any) -> Answer:
+        text = "10" if shown["functions"]["judge"]["rubric"] in body["messages"][0]["content"] else "0"
+        return 200, {}, {"choices": [{"message": {"content": '{"reason": "so", "score": ' + text + "}"}}]}
+
+    monkeypatch.setenv("OPENAI_API_KEY", "hush")
+    async with Service(say).open() as service:
+        shown["functions"]["judge"] |= {"base_url": service.url, "cache": str(tmp_path / "judge.db")}
+        sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="abcd")
+        with RewardScorer(config.RewardsConfig.model_validate(shown)) as scorer:
+            rollout = Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
+            assert (await scorer.score(rollout)).total == 1.0
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

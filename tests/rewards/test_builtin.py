@@ -1,3 +1,4 @@
+import json
 import statistics
 from collections.abc import Callable
 
@@ -28,8 +29,11 @@ def test_length_is_the_relative_distance_to_the_target() -> None:
     for num_sampled, value in ((10, 0.0), (7, -0.3), (12, -0.2), (35, -1.0)):
         assert builtin.length("abcd", (1,) * num_sampled, 10) == pytest.approx(value)
     assert builtin.length("abcd", (1,) * 10, 8, "characters") == -0.5  # 4 of 8 characters
-    with pytest.raises(ValueError, match="target must be at least 1"):
-        builtin.length("abcd", (1,), 0)
+    for num_sampled, value in ((0, 0.0), (5, 0.5), (10, 1.0), (35, 1.0)):  # longer is better up to 10
+        assert builtin.length("abcd", (1,) * num_sampled, up_to=10) == value
+    for target, up_to in ((0, 0), (3, 3)):
+        with pytest.raises(ValueError, match="target or up_to must be at least 1"):
+            builtin.length("abcd", (1,), target, up_to=up_to)
 
 
 def test_think_format_wants_one_thought_and_then_an_answer() -> None:
@@ -47,6 +51,73 @@ def test_think_format_wants_one_thought_and_then_an_answer() -> None:
         "<think>x</think></think>abcd",
     ):
         assert builtin.think_format(completion) == 0.0, completion
+
+
+def test_repetition_is_the_share_of_repeated_n_grams() -> None:
+    for completion, n, value in (
+        ("a b c a b c", 3, -1 / 4),  # abc bca cab abc
+        ("no no No no no", 1, -4 / 5),
+        ("all words differ here", 3, 0.0),
+        ("two words", 3, 0.0),
+        ("", 3, 0.0),
+    ):
+        assert builtin.repetition(completion, n) == pytest.approx(value), completion
+
+
+def test_regex_searches_or_matches_all() -> None:
+    for completion, pattern, full, value in (
+        ("so it is 42.", r"\d+", False, 1.0),
+        ("so it is 42.", r"\d+", True, 0.0),
+        ("a\nb", "a.b", True, 1.0),
+        ("none", r"\d", False, 0.0),
+    ):
+        assert builtin.regex(completion, pattern, full) == value
+    assert REWARDS.get("regex").runs == REWARDS.get("json_schema").runs == "worker"  # either may take for ever
+
+
+SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ('{"n": 1}', 1.0),
+        ('<think>{"n": 1}</think>{"n": "one"}', 0.0),
+        ('<think>hm</think>Here:\n```json\n{"n": "x"}\n```\nno,\n```json\n{"n": 2}\n```\nI hope', 1.0),
+        ('<think>{"n": 1}', 0.0),
+        ('{"n": 1', 0.0),
+        ("[" * 100_000, 0.0),
+        ('{"n": NaN}', 0.0),
+        ("", 0.0),
+    ],
+)
+def test_json_schema_wants_json_as_the_option_or_the_row_says(completion: str, value: float) -> None:
+    assert builtin.json_schema(completion, {}, schema=SCHEMA) == value
+    assert builtin.json_schema(completion, {"schema": json.dumps(SCHEMA)}) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ("<answer>(3 + 5) * 7 - 1</answer>", 1.0),
+        ("<answer>1</answer> no, <answer>7 * (5 + 3) - 1</answer>", 1.0),
+        ("<answer>-1 + 7 * (5 + 3)</answer>", 1.0),
+        ("7 * (5 + 3) - 1", 0.0),  # no <answer>
+        ("<answer>55</answer>", 0.1),
+        ("<answer>(3 + 5) * 7 - 1 * 1</answer>", 0.1),  # one number twice
+        ("<answer>5 * 7 + 3 - 1</answer>", 0.1),  # another value
+        ("<answer>1 / 0 + 3 + 5 + 7</answer>", 0.1),
+        ("<answer>__import__('os').getpid()</answer>", 0.1),
+        ("<answer>9 ** 9 ** 9 ** 9</answer>", 0.1),
+        ("<answer>" + "(" * 10_000 + "</answer>", 0.1),
+        ("<answer>(3 + 5</answer>", 0.1),
+        ("<answer>1e308 * 1e308 - 1e308 * 1e308</answer>", 0.1),
+    ],
+)
+def test_countdown_wants_each_number_once_and_the_target(completion: str, value: float) -> None:
+    assert builtin.countdown(completion, "55", {"nums": [1, 3, 5, 7]}, format_score=0.1) == value
+    with pytest.raises(ValueError, match="no list of numbers in the column 'given'"):
+        builtin.countdown(completion, "55", {"nums": [1]}, numbers="given")
 
 
 async def test_env_is_the_environments_reward_or_an_error(scorer_of: Scorers, make_rollout: Make) -> None:

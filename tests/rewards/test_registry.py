@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hocket.errors import ConfigError
@@ -14,12 +15,13 @@ from hocket.registry import load_plugins
 from hocket.rewards import RetryError, RewardScorer
 from hocket.rewards.base import REWARDS, reward
 from hocket.types import Rollout
+from processes import wait_for
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
 
 PLUGIN = """
-import os
+import os, subprocess, sys, time
 from hocket.rewards import reward
 
 @reward("lexicon")
@@ -41,6 +43,25 @@ class Lexicon:
     def __call__(self, completion):
         self.calls += 1
         return sum(word in self.words for word in completion.split())
+
+@reward("sleepy")
+class Sleepy:
+    def __init__(self, where):
+        self.where = where
+        if where == "made":
+            time.sleep(600)
+
+    def __enter__(self):
+        if self.where == "raised":
+            sys.exit(3)
+        return self
+
+    def __exit__(self, *exc_info):
+        subprocess.Popen(["sleep", "600"])
+        time.sleep(600)
+
+    def __call__(self, completion):
+        return 1.0
 
 @reward("longest")
 def longest(completions, answer):
@@ -85,6 +106,59 @@ async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_torn_down
         scorer_of({"lexicon": {"log": "", "word": ["a"]}})
 
 
+async def test_a_class_in_a_worker_that_ended_is_set_up_again_in_the_next(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
+    log = tmp_path / "log"
+    scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a"]}}, timeout_s=60)
+    assert (await scorer.score(make_rollout("a"))).total == 1
+    (worker,) = scorer._workers.values()
+    worker.kill()
+    assert (await scorer.score(make_rollout("a a"))).total == 2
+    assert [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()] == ["set up"] * 2
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("made", "sleepy: no result within 0.5 s; its worker process was ended"),
+        ("raised", "sleepy: SystemExit: 3"),
+        ("left", None),
+    ],
+)
+async def test_a_class_that_hangs_or_exits_in_set_up_or_tear_down_costs_its_score_and_leaves_nothing(
+    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch, where: str, error: str | None
+) -> None:
+    monkeypatch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
+    monkeypatch.setattr("hocket.rewards.scorer.TEAR_DOWN_S", 0.5)
+    before = set(psutil.Process().children(recursive=True))
+    scorer = scorer_of({"sleepy": {"where": where}}, timeout_s=0.5 if error and where == "made" else 60)
+    score = await scorer.score(make_rollout())
+    assert score.error == (starts(error) if error else None)
+    scorer.__exit__()
+    wait_for(lambda: set(psutil.Process().children(recursive=True)) <= before, "no process is left", 60)
+
+
+async def test_an_async_class_that_hangs_in_set_up_is_late_and_ends_with_its_loop(
+    scorer_of: Scorers, make_rollout: Make, register: Callable[..., None]
+) -> None:
+    class Hangs:
+        async def __aenter__(self) -> None:
+            await asyncio.sleep(3600)
+
+        async def __aexit__(self, *exc_info: object) -> None:
+            raise AssertionError("it was never entered")
+
+        async def __call__(self, completion: str) -> float:
+            return 1.0
+
+    register("hangs_async", Hangs)
+    scorer = scorer_of({"hangs_async": 1.0, "exact_match": 1.0}, timeout_s=0.2)
+    for score in await scorer.score_group([make_rollout()] * 2):
+        assert (score.error, score.parts) == ("hangs_async: no result within 0.2 s", {"exact_match": 1.0})
+
+
 def test_an_async_class_lives_as_long_as_its_event_loop(
     scorer_of: Scorers, make_rollout: Make, register: Callable[..., None]
 ) -> None:
@@ -110,9 +184,9 @@ def test_an_async_class_lives_as_long_as_its_event_loop(
         async def __aenter__(self) -> "Judge":
             raise OSError("no route")
 
-    register("judge", Judge)
+    register("grader", Judge)
     register("broken", Broken)
-    scorer = scorer_of({"judge": {"share": 0.5}})
+    scorer = scorer_of({"grader": {"share": 0.5}})
 
     async def both() -> list[float]:
         return [(await scorer.score(make_rollout(text))).total for text in ("ab", "c")]

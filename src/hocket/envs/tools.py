@@ -1,14 +1,13 @@
 """Let the model call Python functions; each result, or error, goes back to it as a message (docs/environments.md)."""
 
-import ast
 import asyncio
 import functools
 import inspect
 import json
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from hocket.arithmetic import compute
 from hocket.envs.base import Action, Environment, Step, environment, invoke
 from hocket.errors import ConfigError
 from hocket.protocol import Toolbox, ToolCall
@@ -18,7 +17,6 @@ from hocket.types import Message
 F = TypeVar("F", bound=Callable[..., Any])
 
 TOOLS: Registry[Callable[..., Any]] = Registry("tool")
-MAX_EXPRESSION = 200  # characters
 
 
 def tool(function: F) -> F:
@@ -83,32 +81,8 @@ def calculate(expression: str) -> str:
     Args:
         expression: Numbers with + - * / // % and brackets.
     """  # noqa: D401 - the policies that ship were trained on these words
-    if len(expression) > MAX_EXPRESSION:
-        raise ValueError(f"an expression has at most {MAX_EXPRESSION} characters")
-    value = _value(ast.parse(expression.strip(), mode="eval").body)
+    value, _ = compute(expression)
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
-_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-
-
-def _value(node: ast.AST) -> Any:
-    """Return the value of a parsed expression; a model's text is never run as code."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value
-    if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in _OPERATORS:
-        operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
-        return _OPERATORS[type(node.op)](*map(_value, operands))
-    raise ValueError(f"can't compute {ast.unparse(node)!r}: only numbers with + - * / // % and brackets")
 
 
 @functools.cache

@@ -70,6 +70,7 @@ class Reward:
     function: Callable[..., Any]
     runs: Runs
     imports: tuple[str, ...]  # packages that it needs beyond hocket's own
+    own_deadline: bool = False  # of an async one: rewards.timeout_s is not for it
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     asks_for: tuple[str, ...] = ()
 
@@ -92,17 +93,22 @@ class Reward:
 REWARDS: Registry[Reward] = Registry("reward")
 
 
-def reward(name: str, *, inline: bool = False, imports: tuple[str, ...] = ()) -> Callable[[F], F]:
+def reward(
+    name: str, *, inline: bool = False, imports: tuple[str, ...] = (), own_deadline: bool = False
+) -> Callable[[F], F]:
     """Decorate a function, or a class with `__call__`, to register it as the reward `name`.
 
     A plain one is called in a worker process, which can be killed if it hangs, and which loads `imports` before the
-    first call; `inline`: in the training process, without a deadline. An async one is called in the event loop.
+    first call; `inline`: in the training process, without a deadline. An async one is called in the event loop;
+    `own_deadline`: it sees to that itself. If an async one raises RewardError, the run ends with the reason.
     """
 
     def add(function: F) -> F:
         called = function.__call__ if inspect.isclass(function) else function
         runs: Runs = "async" if inspect.iscoroutinefunction(called) else "inline" if inline else "worker"
-        REWARDS.register(name)(Reward(name=name, function=function, runs=runs, imports=imports))
+        REWARDS.register(name)(
+            Reward(name=name, function=function, runs=runs, imports=imports, own_deadline=own_deadline)
+        )
         return function
 
     return add

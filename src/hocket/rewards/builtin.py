@@ -1,10 +1,13 @@
 """The rewards that ship with hocket. Each docstring gives the value and the options."""
 
 import hashlib
+import json
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from hocket.arithmetic import compute
 from hocket.rewards.base import reward
 from hocket.types import Rollout
 
@@ -19,16 +22,21 @@ def exact_match(completion: str, answer: str | None) -> float:
 
 @reward("length", inline=True)
 def length(
-    completion: str, token_ids: tuple[int, ...], target: int, unit: Literal["tokens", "characters"] = "tokens"
+    completion: str,
+    token_ids: tuple[int, ...],
+    target: int = 0,
+    unit: Literal["tokens", "characters"] = "tokens",
+    up_to: int = 0,
 ) -> float:
     """Return −min(1, |length − target| / target): 0 at the target, −1 for an empty text and from twice the target on.
 
-    The unit "tokens" counts sampled tokens, the end-of-sequence token included; "characters" counts the text.
+    With `up_to` instead of the target longer is better: min(1, length / up_to). The unit "tokens" counts sampled
+    tokens, the end-of-sequence token included; "characters" counts the text.
     """
-    if target < 1 or unit not in ("tokens", "characters"):
-        raise ValueError(f"target must be at least 1 and unit tokens or characters, got {target} and {unit!r}")
+    if max(target, up_to) < 1 or (target and up_to) or unit not in ("tokens", "characters"):
+        raise ValueError(f"target or up_to must be at least 1, unit tokens or characters, got {target} and {unit!r}")
     actual = len(token_ids) if unit == "tokens" else len(completion)
-    return 0.0 - min(1.0, abs(actual - target) / target)  # not -0.0
+    return min(1.0, actual / up_to) if up_to else 0.0 - min(1.0, abs(actual - target) / target)  # not -0.0
 
 
 @reward("think_format", inline=True)
@@ -44,6 +52,61 @@ def think_format(completion: str, opening: str = "") -> float:
         return 0.0
     thought = match["thought"].strip() or "</think>" in opening
     return float(bool(thought and match["answer"].strip()))
+
+
+@reward("repetition", inline=True)
+def repetition(completion: str, n: int = 3) -> float:
+    """Return −(1 − distinct / all n-grams of words): 0 if none is repeated, towards −1 (arXiv 2502.03373, C.2)."""
+    words = completion.lower().split()
+    grams = list(zip(*(words[i:] for i in range(n)), strict=False))
+    return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+
+@reward("regex")
+def regex(completion: str, pattern: str, full: bool = False) -> float:
+    """Return 1 if the pattern (Python's re; a dot is any character) is found, with `full` if it is all; else 0."""
+    return float(bool((re.fullmatch if full else re.search)(pattern, completion, re.DOTALL)))
+
+
+@reward("json_schema", imports=("jsonschema",))
+def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", schema: Any = None) -> float:
+    """Return 1 if the last fenced block after the thought, or all of it, is JSON as `schema` wants it; else 0.
+
+    The schema is an option, or text or an object in the row's column "schema".
+    """
+    from jsonschema import Draft202012Validator, validators
+
+    schema = meta.get("schema") if schema is None else schema
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    kind = validators.validator_for(schema, default=Draft202012Validator)
+    kind.check_schema(schema)
+    said = _after_thought(completion, opening)
+    try:
+        return float(kind(schema).is_valid(json.loads(last_block(said) or said, parse_constant=_refuse)))
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+@reward("countdown", inline=True)
+def countdown(
+    completion: str, answer: str | None, meta: Mapping[str, Any], numbers: str = "nums", format_score: float = 0.0
+) -> float:
+    """Return 1 if the last <answer> is an expression that uses each of the row's numbers once and gives the answer.
+
+    The task of TinyZero: the rows have `target` (data.answer_column) and `nums` (`numbers` names another column). An
+    <answer> that is wrong gets `format_score`, there 0.1; a completion without one 0.
+    """
+    if not isinstance(given := meta.get(numbers), Sequence):
+        raise ValueError(f"the row has no list of numbers in the column {numbers!r}: set the option numbers")
+    target, (said, closed, _) = float(_reference(answer)), completion.rpartition("</answer>")
+    _, opened, told = said.rpartition("<answer>")
+    if not (opened and closed):
+        return 0.0
+    try:
+        value, used = compute(told)
+    except (ArithmeticError, SyntaxError, ValueError):
+        return format_score
+    return 1.0 if sorted(used) == sorted(given) and abs(value - target) < 1e-5 else format_score
 
 
 @reward("env", inline=True)
@@ -77,11 +140,24 @@ def math(completion: str, answer: str | None, opening: str = "") -> float:
     gold: list[Any] = parse(reference if delimited else rf"\boxed{{{reference}}}", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify can't read the reference answer {reference!r}")
-    said = (opening + completion).rpartition("</think>")[2]
-    if "<think>" in said:
-        return 0.0
-    given: list[Any] = parse(said, parsing_timeout=None)
+    given: list[Any] = parse(_after_thought(completion, opening), parsing_timeout=None)
     return float(verify(gold, given, timeout_seconds=None))
+
+
+def last_block(text: str) -> str | None:
+    """Return the content of the last fenced block, None without one."""
+    blocks: list[str] = re.findall(r"```[^\n`]*\n(.*?)```", text, re.DOTALL)
+    return blocks[-1] if blocks else None
+
+
+def _after_thought(completion: str, opening: str) -> str:
+    """Return what follows the thought; nothing where it was not closed, wherever it was opened."""
+    said = (opening + completion).rpartition("</think>")[2]
+    return "" if "<think>" in said else said
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _reference(answer: str | None) -> str:

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import math
 import os
 import pickle
 import random
@@ -128,7 +129,10 @@ class RewardScorer:
                 return await loop.run_in_executor(self._threads, self._ask_worker, request, len(rollouts))
             if (loop, reward.name) not in self._in_loops:
                 self._in_loops[loop, reward.name] = AsyncReward(reward, self._specs[reward.name])
-            return await self._in_loops[loop, reward.name].call(arguments, size, self._timeout_s)
+            timeout_s = math.inf if reward.own_deadline else self._timeout_s
+            return await self._in_loops[loop, reward.name].call(arguments, size, timeout_s)
+        except RewardError:
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
             return [failure(error)] * len(rollouts)
         finally:
@@ -199,6 +203,8 @@ class AsyncReward:
             return as_scores(await function(**arguments), size)
         except RetryError as error:
             return error
+        except RewardError:
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
             return [failure(error)] * (size or 1)
 

@@ -1,0 +1,57 @@
+"""Measure scores per second of exact_match and math, and what the scorer adds to the bare function.
+
+    python benchmarks/rewards.py [NUMBER]
+
+The numbers of DESIGN are for 10,000 scores; all are asked for at once, as a step with large groups does.
+"""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+from hocket.config import RewardsConfig
+from hocket.rewards import RewardScorer, builtin
+from hocket.rewards.scorer import NUM_WORKERS
+from hocket.types import Prompt, Rollout, TokenSequence
+
+
+def rollouts(number: int, said: str) -> list[Rollout]:
+    sequence = {"token_ids": (1,), "mask": (False,), "logprobs": (0.0,)}
+    return [
+        Rollout(
+            id=f"step 1/{i}/0",
+            prompt=Prompt(id=f"rows:{i}", token_ids=(1,), answer=str(i)),
+            sequences=(TokenSequence(text=said.format(i + i % 2), **sequence),),
+        )
+        for i in range(number)
+    ]
+
+
+def main(number: int) -> None:
+    print(f"{number:,} scores, {NUM_WORKERS} worker processes")
+    for name, said in (("exact_match", "{}"), ("math", r"<think>a while</think>So it is \boxed{{{}}}.")):
+        given, function = rollouts(number, said), getattr(builtin, name)
+        function(given[0].text, given[0].prompt.answer)  # imports what it needs
+        begun = time.perf_counter()
+        bare = sum(function(one.text, one.prompt.answer) for one in given)
+        bare_s = time.perf_counter() - begun
+        with RewardScorer(RewardsConfig.model_validate({"functions": {name: 1.0}})) as scorer:
+
+            async def score(given: list[Rollout], scorer: RewardScorer = scorer) -> tuple[float, float]:
+                await asyncio.gather(*map(scorer.score, given[: 4 * NUM_WORKERS]))  # workers have started
+                begun = time.perf_counter()
+                scores = await asyncio.gather(*map(scorer.score, given))
+                return time.perf_counter() - begun, sum(one.total for one in scores)
+
+            scored_s, total = asyncio.run(score(given))
+        assert total == bare, f"{total} is not {bare}"
+        added = 1e6 * (scored_s - bare_s) / number
+        rates = f"bare {number / bare_s:,.0f}/s, scored {number / scored_s:,.0f}/s"
+        print(f"{name}: {rates}, {added:+.1f} µs of wall time per score")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000)

@@ -1,0 +1,127 @@
+"""Ask the user's own service for scores (docs/rewards.md)."""
+
+import asyncio
+import email.utils
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from hocket.rewards.base import RetryError, no_score, reward
+from hocket.types import Rollout
+
+if TYPE_CHECKING:
+    import httpx
+
+LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
+AGAIN = frozenset({408, 425, 429, 502, 503, 504})  # statuses of a service that is busy or away; 500 is its own fault
+MAX_SHOWN = 200  # characters of an answer in an error
+
+
+@reward("http", imports=("httpx",), own_deadline=True)
+class HttpReward:
+    """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them.
+
+    It gets POST {"samples": [{"id", "prompt", "messages", "completion", "answer", "meta", "finish_reason"}, ...]} and
+    answers {"scores": [...]}: for each sample a number, an object of parts that add up, or {"error": "why"}.
+
+    Options:
+        url: of the service. No redirect is followed, and no proxy of the environment is used.
+        hosts: hosts besides this machine that may get samples.
+        timeout_s: seconds for one request.
+        key_env: environment variable that holds a key to send as a bearer token; null: none.
+        format: "openrlhf" for a service that OpenRLHF's remote_rm_url could name: it gets {"query", "prompts",
+            "labels"}, lists of prompt + completion (without a chat template), prompt, answer; and answers {"rewards"}.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        hosts: Sequence[str] = (),
+        timeout_s: float = 60.0,
+        key_env: str | None = None,
+        format: Literal["hocket", "openrlhf"] = "hocket",
+    ) -> None:
+        host = urlsplit(url).hostname
+        if not url.startswith(("http://", "https://")) or not host:
+            raise ValueError(f"url must begin with http:// or https:// and a host, got {url!r}")
+        if host not in {*LOCAL, *hosts}:
+            raise ValueError(f"url is on another host, which gets no samples unless it is named: set hosts: [{host}]")
+        if format not in ("hocket", "openrlhf"):
+            raise ValueError(f"format must be hocket or openrlhf, got {format!r}")
+        self._url, self._timeout_s, self._openrlhf = url, timeout_s, format == "openrlhf"
+        self._headers = {"Content-Type": "application/json"}
+        if key := key_from(key_env):
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    async def __aenter__(self) -> "HttpReward":
+        import httpx
+
+        self._http = httpx.AsyncClient(headers=self._headers, timeout=None, trust_env=False)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._http.aclose()
+
+    async def __call__(self, rollouts: Sequence[Rollout]) -> list[Any]:
+        import httpx
+
+        body = json.dumps(_openrlhf(rollouts) if self._openrlhf else _samples(rollouts), default=str)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._http.post(self._url, content=body.encode())
+        except TimeoutError as error:
+            raise RetryError(f"{self._url} gave no answer within {self._timeout_s:g} s") from error
+        except httpx.TransportError as error:
+            raise RetryError(f"{self._url} can't be reached: {type(error).__name__}: {error}") from error
+        return self._scores(response, len(rollouts))
+
+    def _scores(self, response: "httpx.Response", count: int) -> list[Any]:
+        said = f"{self._url} answered {response.status_code}: {response.text[:MAX_SHOWN]}"
+        if response.status_code in AGAIN:
+            raise RetryError(said, retry_after(response.headers))
+        if response.has_redirect_location:
+            raise ValueError(f"{said} No redirect is followed: set url to {response.headers['location']}")
+        if response.status_code != 200:
+            raise ValueError(said)
+        key = "rewards" if self._openrlhf else "scores"
+        try:
+            scores = json.loads(response.text)[key]
+        except (ValueError, LookupError, TypeError):
+            scores = None
+        if not isinstance(scores, list) or len(scores) != count:
+            raise ValueError(f'{said} It must answer {{"{key}": a list of {count}}}')
+        return [no_score(str(one["error"])) if isinstance(one, dict) and "error" in one else one for one in scores]
+
+
+def _samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    prompt = rollouts[0].prompt
+    shared = {"prompt": prompt.text, "messages": prompt.messages, "answer": prompt.answer, "meta": prompt.meta}
+    own = [{"id": one.id, "completion": one.text, "finish_reason": one.finish_reason} for one in rollouts]
+    return {"samples": [one | shared for one in own]}
+
+
+def _openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    prompt, count = rollouts[0].prompt, len(rollouts)
+    queries = [prompt.text + one.text for one in rollouts]
+    return {"query": queries, "prompts": [prompt.text] * count, "labels": [prompt.answer] * count}
+
+
+def key_from(variable: str | None) -> str | None:
+    """Return the key in an environment variable, since none may stand in a config; ValueError if it is not set."""
+    if variable is not None and not os.environ.get(variable):
+        raise ValueError(f"the environment variable {variable} is not set: export the service's key in it")
+    return os.environ[variable] if variable else None
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds of a Retry-After header, a number or a date; None without one that can be read."""
+    value = headers.get("retry-after", "")
+    try:
+        if value.isdigit():
+            return float(value)
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None

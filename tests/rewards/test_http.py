@@ -1,0 +1,128 @@
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hocket.rewards import RewardScorer, scorer
+from hocket.rewards.http import HttpReward, retry_after
+from hocket.types import Rollout
+from service import Answer, Headers, Service
+
+Make = Callable[..., Rollout]
+Scorers = Callable[..., RewardScorer]
+
+
+async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample_gets_its_own_result(
+    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[Any] = []
+
+    async def answer(headers: Headers, body: Any) -> Answer:
+        got.append((headers["authorization"], body))
+        return 200, {}, {"scores": [1.5, {"good": 0.5, "short": 0.25}, {"error": "no such word"}, "2"]}
+
+    monkeypatch.setenv("MY_KEY", "hush")
+    async with Service(answer).open() as service:
+        rewards = scorer_of({"http": {"url": f"{service.url}/score", "key_env": "MY_KEY"}})
+        scores = await rewards.score_group([make_rollout(text, id=text) for text in ("a", "b", "c", "half \ud83d")])
+    assert [score.total for score in scores[:2]] == [1.5, 0.75]
+    assert dict(scores[1].parts) == {"http": 0.75, "http/good": 0.5, "http/short": 0.25}
+    assert [score.error for score in scores[2:]] == ["http: no such word", "http: returned str instead of a number"]
+    ((key, body),) = got
+    assert key == "Bearer hush"
+    assert [one["completion"] for one in body["samples"]] == ["a", "b", "c", "half \ud83d"]
+    assert body["samples"][0] == {
+        "id": "a",
+        "prompt": "Sort: dbca",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"}],
+        "completion": "a",
+        "answer": "abcd",
+        "meta": {"level": 2},
+        "finish_reason": "stop",
+    }
+
+
+async def test_a_service_for_openrlhf_is_asked_and_answers_in_its_format(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
+    async def answer(headers: Headers, body: Any) -> Answer:
+        assert body == {
+            "query": ["Sort: dbcaab", "Sort: dbcaba"],
+            "prompts": ["Sort: dbca"] * 2,
+            "labels": ["abcd"] * 2,
+        }
+        return 200, {}, {"rewards": [1.0, -1.0], "extra_logs": {}}
+
+    async with Service(answer).open() as service:
+        rewards = scorer_of({"http": {"url": service.url, "format": "openrlhf"}})
+        scores = await rewards.score_group([make_rollout("ab"), make_rollout("ba")])
+    assert [score.total for score in scores] == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "result", "requests"),
+    [
+        ([(503, {"retry-after": "0"}, "busy"), (429, {"retry-after": "0"}, "busy"), (200, {}, {"scores": [1]})], 1, 3),
+        ([None, (200, {}, {"scores": [1]})], 1, 2),
+        ([None] * 2, "RetryError: URL gave no answer within 0.2 s", 2),
+        ([(503, {}, "busy")] * 2, "RetryError: URL answered 503: busy", 2),
+        ([(429, {"retry-after": "301"}, "busy")], "RetryError: URL answered 429: busy", 1),
+        ([(500, {}, "KeyError: " + "x" * 999)], "ValueError: URL answered 500: KeyError: " + "x" * 190 + " (", 1),
+        ([(302, {"location": "http://other"}, "")], "No redirect is followed: set url to http://other", 1),
+        ([(200, {}, {"scores": [1, 2]})], 'answered 200: {"scores": [1, 2]} It must answer {"scores": a list of 1}', 1),
+        ([(200, {}, "<html>")], "answered 200: <html> It must answer", 1),
+    ],
+)
+async def test_a_service_is_asked_again_only_where_that_can_help_and_errors_say_what_it_said(
+    scorer_of: Scorers,
+    make_rollout: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[Answer | None],
+    result: Any,
+    requests: int,
+) -> None:
+    monkeypatch.setattr(scorer, "BACK_OFF_S", 0.01)
+    retries, todo = len(answers) - 1 or 1, iter(answers)
+
+    async def answer(headers: Headers, body: Any) -> Answer | None:
+        return next(todo)
+
+    async with Service(answer).open() as service:
+        timeout_s = 0.2 if None in answers else 60
+        rewards = scorer_of({"http": {"url": service.url, "timeout_s": timeout_s, "retries": retries}}, timeout_s=0.01)
+        (score,) = await rewards.score_group([make_rollout()])
+    assert len(service.arrivals) == requests
+    if isinstance(result, str):
+        assert result.replace("URL", service.url) in str(score.error)
+    else:
+        assert score.total == result
+
+
+async def test_a_service_that_nothing_listens_for_is_named(scorer_of: Scorers, make_rollout: Make) -> None:
+    async with Service(lambda headers, body: asyncio.sleep(0)).open() as service:
+        pass
+    (score,) = await scorer_of({"http": {"url": service.url, "retries": 0}}).score_group([make_rollout()])
+    assert f"RetryError: {service.url} can't be reached: ConnectError" in str(score.error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "http://example.org/score"}, r"set hosts: \[example.org\]"),
+        ({"url": "http://127.0.0.1@example.org/"}, r"set hosts: \[example.org\]"),
+        ({"url": "file:///etc/passwd"}, "must begin with http"),
+        ({"url": "http://localhost:1", "key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
+        ({"url": "http://localhost:1", "format": "trl"}, "hocket or openrlhf"),
+    ],
+)
+def test_options_that_can_not_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HttpReward(**options)
+    HttpReward(url="https://example.org/score", hosts=["example.org"])
+
+
+def test_retry_after_is_seconds_or_a_date() -> None:
+    assert retry_after({"retry-after": "7"}) == 7
+    assert retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
+    assert retry_after({"retry-after": "soon"}) is retry_after({}) is None
