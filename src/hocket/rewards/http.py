@@ -26,7 +26,7 @@ class HttpReward:
 
     It gets POST {"samples": [{"id", "prompt", "messages", "completion", "answer", "meta", "finish_reason"}, ...]} and
     answers {"scores": [...]}: for each sample a number, an object of parts that add up, or {"error": "why"}.
-    In OpenRLHF's format (of what remote_rm_url names) it gets {"query", "prompts", "labels"}, lists of prompt + completion
+    In OpenRLHF's format (of a remote_rm_url) it gets {"query", "prompts", "labels"}, lists of prompt + completion
     (without a chat template), prompt and answer, and answers {"rewards": [...]}.
     """
 
