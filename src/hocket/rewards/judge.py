@@ -45,39 +45,24 @@ class JudgeReward:
 
     An answer without exactly one score is asked for again. The parts show each model's score, and calls, tokens and
     dollars of the rollout, lost attempts included; the cache costs none. The key of the endpoint is never in a config.
-
-    Options:
-        base_url: of the endpoint, for example https://api.openai.com/v1 or http://127.0.0.1:8000/v1.
-        model: name of the judge there, or a list of names, whose scores are averaged.
-        rubric: what to score, and what lowest and highest mean.
-        scale: lowest and highest score.
-        template: what the judge reads, with {prompt}, {completion}, {answer}, {rubric}, {low} and {high}.
-        key_env: environment variable that holds the key; null: none.
-        request: more fields of the request: {temperature: 0}; {response_format: null} where it can't follow a schema.
-        max_tokens: length of the judge's answer at most.
-        timeout_s: seconds for one request.
-        requests_per_minute, tokens_per_minute: limits of the endpoint, for each model; null: none.
-        price: dollars per million tokens of prompts and of answers.
-        budget: dollars after which the run ends; counted in the cache, so that a resumed run goes on counting.
-        cache: file that keeps scores by content; null: in memory, for this process.
     """
 
     def __init__(
         self,
-        base_url: str,
-        model: str | Sequence[str],
-        rubric: str,
-        scale: tuple[float, float] = (0.0, 10.0),
+        base_url: str,  # "https://api.openai.com/v1", "http://127.0.0.1:8000/v1"
+        model: str | Sequence[str],  # several: their scores are averaged
+        rubric: str,  # what to score, and what lowest and highest mean
+        scale: tuple[float, float] = (0.0, 10.0),  # lowest and highest score
         template: str = TEMPLATE,
-        key_env: str | None = "OPENAI_API_KEY",
-        request: Mapping[str, Any] | None = None,
-        max_tokens: int = 512,
-        timeout_s: float = 60.0,
-        requests_per_minute: int | None = None,
+        key_env: str | None = "OPENAI_API_KEY",  # environment variable that holds the key; None: none is sent
+        request: Mapping[str, Any] | None = None,  # more fields; response_format None: it can't follow a JSON schema
+        max_tokens: int = 512,  # of an answer
+        timeout_s: float = 60.0,  # of one request
+        requests_per_minute: int | None = None,  # limits for each model
         tokens_per_minute: int | None = None,
-        price: tuple[float, float] = (0.0, 0.0),
-        budget: float | None = None,
-        cache: str | None = None,
+        price: tuple[float, float] = (0.0, 0.0),  # dollars per million tokens of prompts, of answers
+        budget: float | None = None,  # dollars that end the run; counted in the cache, so that a resumed run counts on
+        cache: str | None = None,  # file with the scores by content; None: in memory
     ) -> None:
         self._low, self._high = scale
         if not self._low < self._high:
@@ -87,10 +72,7 @@ class JudgeReward:
         self._base_url, self._models = base_url, [model] if isinstance(model, str) else list(model)
         self._key, self._cache, self._budget = key_from(key_env), cache or ":memory:", budget
         self._fill = functools.partial(template.format, rubric=rubric, low=self._low, high=self._high)
-        try:
-            self._fill(prompt="", completion="", answer="")
-        except (LookupError, ValueError) as error:
-            raise ValueError(f"the template can't be filled in: {error!r}; write braces of its own twice") from error
+        self._fill(prompt="", completion="", answer="")  # fails here for a field that there is not
         schema = _schema(self._low, self._high)
         self._request = {"max_completion_tokens": max_tokens, "response_format": schema, **(request or {})}
         self._max_tokens, self._timeout_s, self._price = max_tokens, timeout_s, price
@@ -240,8 +222,7 @@ def verdict(text: str, low: float, high: float) -> float:
 
 
 def _schema(low: float, high: float) -> dict[str, Any]:
-    score = {"type": "number", "minimum": low, "maximum": high}
-    properties = {"reason": {"type": "string"}, "score": score}
-    keys = {"properties": properties, "required": list(properties), "additionalProperties": False}
-    schema = {"name": "verdict", "strict": True, "schema": {"type": "object", **keys}}
-    return {"type": "json_schema", "json_schema": schema}
+    properties = {"reason": {"type": "string"}, "score": {"type": "number", "minimum": low, "maximum": high}}
+    keys = {"properties": properties, "required": ["reason", "score"], "additionalProperties": False}
+    json_schema = {"name": "verdict", "strict": True, "schema": {"type": "object", **keys}}
+    return {"type": "json_schema", "json_schema": json_schema}
