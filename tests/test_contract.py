@@ -39,6 +39,7 @@ HOMES = {  # the only places that may import a package
     "deepspeed": {"trainer"},
     "peft": {"trainer"},
     "httpx": {"client", "rewards.http"},
+    "openai": {"rewards.judge"},
     "rich": {"observe"},
     "psutil": {"doctor", "server"},
 }

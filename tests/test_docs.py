@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -94,6 +95,25 @@ async def test_the_service_of_the_documentation_gets_and_answers_what_the_page_s
         with RewardScorer(config.RewardsConfig.model_validate(shown)) as scorer:
             (score,) = await scorer.score_group([Rollout(id="step 3/7/0", prompt=prompt, sequences=(sequence,))])
     assert (score.total, asked) == (1.0, [sample])
+
+
+async def test_the_judge_of_the_documentation_scores_as_it_stands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").split("## `judge`")[1]
+    shown = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])["rewards"]
+
+    async def say(headers: Headers, body: Any) -> Answer:
+        text = "10" if shown["functions"]["judge"]["rubric"] in body["messages"][0]["content"] else "0"
+        return 200, {}, {"choices": [{"message": {"content": '{"reason": "so", "score": ' + text + "}"}}]}
+
+    monkeypatch.setenv("OPENAI_API_KEY", "hush")
+    async with Service(say).open() as service:
+        shown["functions"]["judge"] |= {"base_url": service.url, "cache": str(tmp_path / "judge.db")}
+        sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="abcd")
+        with RewardScorer(config.RewardsConfig.model_validate(shown)) as scorer:
+            rollout = Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
+            assert (await scorer.score(rollout)).total == 1.0
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

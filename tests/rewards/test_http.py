@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from hocket.errors import ConfigError
 from hocket.rewards import RewardScorer, scorer
-from hocket.rewards.http import HttpReward, retry_after
+from hocket.rewards.http import retry_after
 from hocket.types import Rollout
 from service import Answer, Headers, Service
 
@@ -116,10 +117,10 @@ async def test_a_service_that_nothing_listens_for_is_named(scorer_of: Scorers, m
         ({"url": "http://localhost:1", "format": "trl"}, "hocket or openrlhf"),
     ],
 )
-def test_options_that_can_not_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        HttpReward(**options)
-    HttpReward(url="https://example.org/score", hosts=["example.org"])
+def test_options_that_can_not_work_are_refused(scorer_of: Scorers, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward http refuses its options: .*{message}"):
+        scorer_of({"http": options})
+    scorer_of({"http": {"url": "https://example.org/score", "hosts": ["example.org"]}})
 
 
 def test_retry_after_is_seconds_or_a_date() -> None:

@@ -184,9 +184,9 @@ def test_an_async_class_lives_as_long_as_its_event_loop(
         async def __aenter__(self) -> "Judge":
             raise OSError("no route")
 
-    register("judge", Judge)
+    register("grader", Judge)
     register("broken", Broken)
-    scorer = scorer_of({"judge": {"share": 0.5}})
+    scorer = scorer_of({"grader": {"share": 0.5}})
 
     async def both() -> list[float]:
         return [(await scorer.score(make_rollout(text))).total for text in ("ab", "c")]

@@ -138,6 +138,11 @@ def bind(name: str, options: Mapping[str, Any], reserved: Iterable[str] = ()) ->
     if taken := known & own.keys():
         raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
     check_options(called, signature, own, section=section, keys=known)
+    if found.is_class and found.runs == "async":  # set up where it is used, in an event loop
+        try:
+            found.function(**options)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"{called} refuses its options: {error}; change the section {section}") from error
     return dataclasses.replace(found, options=dict(options), asks_for=tuple(key for key in named if key in known))
 
 

@@ -26,22 +26,16 @@ class HttpReward:
 
     It gets POST {"samples": [{"id", "prompt", "messages", "completion", "answer", "meta", "finish_reason"}, ...]} and
     answers {"scores": [...]}: for each sample a number, an object of parts that add up, or {"error": "why"}.
-
-    Options:
-        url: of the service. No redirect is followed, and no proxy of the environment is used.
-        hosts: hosts besides this machine that may get samples.
-        timeout_s: seconds for one request.
-        key_env: environment variable that holds a key to send as a bearer token; null: none.
-        format: "openrlhf" for a service that OpenRLHF's remote_rm_url could name: it gets {"query", "prompts",
-            "labels"}, lists of prompt + completion (without a chat template), prompt, answer; and answers {"rewards"}.
+    In OpenRLHF's format (of a remote_rm_url) it gets {"query", "prompts", "labels"}, lists of prompt + completion
+    (without a chat template), prompt and answer, and answers {"rewards": [...]}.
     """
 
     def __init__(
         self,
-        url: str,
-        hosts: Sequence[str] = (),
-        timeout_s: float = 60.0,
-        key_env: str | None = None,
+        url: str,  # no redirect is followed, and no proxy of the environment is used
+        hosts: Sequence[str] = (),  # besides this machine that may get samples
+        timeout_s: float = 60.0,  # of one request
+        key_env: str | None = None,  # environment variable that holds a key, sent as a bearer token
         format: Literal["hocket", "openrlhf"] = "hocket",
     ) -> None:
         host = urlsplit(url).hostname
