@@ -1,5 +1,6 @@
 """One YAML file, overrides, and answers that name the key."""
 
+import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -154,6 +155,18 @@ def test_an_override_is_yaml_or_text(override: str, value: object, monkeypatch: 
         ("model.lora={} model.random_init=true", "with random_init there are none"),
         ("model.lora.quantize=nf4 trainer.zero_stage=3", "set stage 2"),
         ("model.lora.quantize=nf4 trainer.offload_optimizer=true", "set stage 2"),
+        (
+            "trainer.deepspeed.bf16.enabled=true",
+            "trainer.deepspeed: bf16 can't be set, as hocket sets it",
+        ),
+        (
+            "trainer.deepspeed.zero_optimization.stage=3",
+            "as hocket sets it: set trainer.zero_stage",
+        ),
+        ("trainer.deepspeed.zero_optimization.zenflow={}", "zero_optimization.zenflow is not passed on: leave it out"),
+        ("trainer.deepspeed.zero_optimization.overlap_com=true", "did you mean 'zero_optimization.overlap_comm'?"),
+        ("trainer.deepspeed=nowhere.json", "no JSON file of DeepSpeed's settings can be read there: [Errno 2]"),
+        ("trainer.deepspeed=[1]", "trainer.deepspeed: Input should be a valid dictionary"),
         ("algorithm.preset=ppo critic.warmup_steps=10 trainer.steps=10", "leaves no step of trainer.steps=10"),
         ("trainer.offload_optimizer=true trainer.zero_stage=0", "offload_optimizer needs zero_stage"),
         ("sync.delta=true sync.backend=nccl", "sync.delta=true needs sync.backend=disk"),
@@ -248,6 +261,17 @@ def test_versions_are_published_under_the_parent_of_the_run_folder_symlinks_reso
     (tmp_path / "real" / "a").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real" / "a")
     assert config.load(None, [f"run.dir={tmp_path}/link"]).sync_root == tmp_path / "real"
+
+
+def test_a_users_own_file_of_deepspeed_is_read_without_what_it_leaves_to_the_trainer(tmp_path: Path) -> None:
+    path, passed = tmp_path / "ds_config.json", {"overlap_comm": True, "stage3_prefetch_bucket_size": 5e7}
+    values = {"bf16": "auto", "wall_clock_breakdown": True, "zero_optimization": {"stage": "auto", **passed}}
+    path.write_text(json.dumps(values))
+    expected = {"wall_clock_breakdown": True, "zero_optimization": passed}
+    assert config.load(None, [f"trainer.deepspeed={path}"]).trainer.deepspeed == expected
+    path.write_text(json.dumps({**values, "optimizer": {"type": "AdamW"}}))
+    with pytest.raises(ConfigError, match=r"optimizer can't be set, as hocket sets it: set trainer\.learning_rate"):
+        config.load(None, [f"trainer.deepspeed={path}"])
 
 
 def test_an_adapter_is_off_until_asked_for_and_has_defaults(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.trainer.conftest import SIZES
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -40,7 +41,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], w
     segments, start = [], 0
     for length in lengths:
         q, k, v = (tensor[0, :, start : start + length].double() for tensor in (query, key, value))
-        index = torch.arange(length)
+        index = torch.arange(length, device=query.device)
         seen = (index[None] <= index[:, None]) & (index[None] > index[:, None] - window)
         heads = []
         for head in range(len(q)):
@@ -78,11 +79,75 @@ def test_the_kernel_for_gpus_is_asked_for_the_same(
         whole = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         return by_hand(*whole, starts.diff().tolist(), 1000 if left == -1 else left + 1)[0].float()
 
-    monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: True)
+    monkeypatch.setattr(attention, "has_kernel", lambda query, key, value: True)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     segments = Segments.of(LENGTHS, CPU)
     result, _ = attend(nn.Module(), *inputs, None, scaling=0.3, segments=segments, sliding_window=window)
     torch.testing.assert_close(result.double(), by_hand(*inputs, LENGTHS, window or 1000), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "takes"),
+    [
+        (torch.bfloat16, (128, 128), True),
+        (torch.float16, (256, 256), True),
+        (torch.float32, (128, 128), False),
+        (torch.bfloat16, (320, 320), False),
+        (torch.bfloat16, (100, 100), False),
+        (torch.bfloat16, (192, 128), False),  # multi-head latent attention
+    ],
+)
+def test_flash_attention_is_asked_for_what_it_takes_only(
+    dtype: torch.dtype, sizes: tuple[int, int], takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with FakeTensorMode():  # on a GPU that is not there
+        query, key, value = (torch.empty(32, 4, d, dtype=dtype, device="cuda") for d in (sizes[0], *sizes))
+    assert attention.has_kernel(query, key, value) == takes
+
+
+def test_without_it_a_gpu_gets_no_grouped_heads_which_would_take_memory_for_all_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+        assert (key.shape, value.shape, enable_gqa) == ((1, 4, 32, 8), (1, 4, 32, 8), False)
+        return query
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode():
+        query, key, value = (torch.empty(32, heads, 8, device="cuda") for heads in (4, 2, 2))
+        offsets, group, restore = (torch.empty(*n, dtype=torch.int64, device="cuda") for n in ((2,), (1, 32), (32,)))
+        segments = Segments(offsets=offsets, longest=32, groups=(group,), restore=restore)
+        assert attention._by_groups(query, key, value, segments, 0.3, 32, None).shape == (32, 4, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64)])
+def test_attention_on_a_gpu_is_that_of_float64_without_memory_for_all_pairs(
+    dtype: torch.dtype, size: int, window: int | None
+) -> None:
+    lengths, device = [1, 7, 513, 2048], torch.device("cuda")
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, h, sum(lengths), size, device=device, dtype=dtype) for h in (4, 2, 2)]
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = by_hand(exact[0], exact[1], exact[2], lengths, window or 10_000)
+    weights = torch.randn(expected.shape, device=device)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), exact)
+    segments = Segments.of(lengths, device)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result, _ = attend(
+        nn.Module(), inputs[0], inputs[1], inputs[2], None, scaling=0.3, segments=segments, sliding_window=window
+    )
+    gradients = torch.autograd.grad((result * weights).sum(), inputs)
+    if window is None:  # a band of float32 exists for the kernels that take it as a mask
+        assert torch.cuda.max_memory_allocated() - before < 4 * 2048 * 2048 * 4  # the scores of all heads
+    for found, wanted in zip((result, *gradients), (expected, *expected_gradients), strict=True):
+        error = (found.double() - wanted).norm() / wanted.norm()
+        assert error < (1e-4 if dtype == torch.float32 else 1e-2)
 
 
 def save(model: nn.Module, folder: Path) -> Policy:

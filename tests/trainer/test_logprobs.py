@@ -43,6 +43,15 @@ def test_values_and_gradients_equal_those_of_all_logits(
         assert not token_logprobs(hidden, head, targets, **options)[1].requires_grad
 
 
+def test_a_temperature_of_one_is_no_division_and_gives_the_same_bits(inputs: Inputs) -> None:
+    hidden, head, targets, _ = inputs
+    with torch.profiler.profile() as profile:
+        found = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=7)
+    assert "aten::div" not in {event.key for event in profile.key_averages()}
+    logprobs = torch.cat([(head(part) / 1.0).log_softmax(-1) for part in hidden.flatten(0, 1).split(7)])
+    assert torch.equal(found[0].flatten(), logprobs.gather(-1, targets.flatten()[:, None])[:, 0])
+
+
 def test_nothing_as_large_as_tokens_times_vocabulary_exists_in_forward_or_backward() -> None:
     head = torch.nn.Linear(4, 2000, bias=False)
     peaks = []

@@ -62,6 +62,9 @@ def test_a_hand_worked_estimate() -> None:
     assert (found.weights, found.optimizer) == (2 * count / 4 + 2 * 1e9 * 3 / 4, 0)
     assert found.gradients == (4 + 4) * embedding
     assert found.activations == 8192 * (28 * 2 * 1536 + 16 * 1536 + layer)
+    own = less.model_copy(update={"deepspeed": {"zero_optimization": {"stage3_max_live_parameters": 1000}}})
+    found = estimate(model, own, dtype=torch.bfloat16, stage=3, num_ranks=4)
+    assert found.weights == 2 * count / 4 + 2 * 1000 * 3 / 4
     frozen = estimate(model.requires_grad_(False), config, dtype=torch.bfloat16, stage=2, num_ranks=4)
     assert (frozen.weights, frozen.gradients, frozen.optimizer, frozen.activations) == (2 * count, 0, 0, 0)
 
@@ -100,6 +103,31 @@ def test_the_estimate_is_what_a_trainer_holds(ranks: Ranks, wide_model: str, sta
         whole, expected_dtype = skeleton(ModelConfig(path=wide_model)), trainer.models.dtype
     expected = estimate(whole, config, dtype=expected_dtype, stage=stage, num_ranks=1).total
     assert used == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("setting", ["zero_stage=2", "zero_stage=3", "offload_optimizer=true"])
+def test_the_estimate_is_what_a_gpu_holds(ranks: Ranks, setting: str, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    Qwen2Config(**sizes, **heads, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    settings = (
+        "model.random_init=true",
+        "model.dtype=bfloat16",
+        "trainer.micro_batch_tokens=4096",
+        f"trainer.{setting}",
+    )
+    with make_trainer(ranks, str(tmp_path), *settings) as trainer:
+        for _ in range(2):
+            trainer.step(samples(8192, 62))
+        used = torch.cuda.max_memory_allocated() - before
+        assert used == pytest.approx(trainer.models.estimate.total, rel=0.15)
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(

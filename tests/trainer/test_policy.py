@@ -1,8 +1,10 @@
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tests.trainer.builders import make_rollouts, sample_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batches import preset_loss
 from hocket.algorithm.losses import LossConfig
@@ -10,7 +12,7 @@ from hocket.config import ModelConfig
 from hocket.errors import ConfigError
 from hocket.trainer.batching import pack
 from hocket.trainer.models import configured_loss
-from hocket.trainer.policy import Policy
+from hocket.trainer.policy import MixedProduct, Policy, compute_in_float32
 from hocket.types import TrainSample
 
 CPU = torch.device("cpu")
@@ -92,6 +94,49 @@ def test_a_float32_head_computes_logits_in_float32_whatever_the_dtype(
         logprobs.sum().backward()
         assert policy.model.lm_head.weight.grad.dtype == torch.bfloat16
     assert found[True] < 1e-4 < 1e-3 < found[False]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_float32_head_on_a_gpu_multiplies_in_16_bits_and_sums_in_float32(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(left: torch.Tensor, right: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+        return left.to(out_dtype) @ right.to(out_dtype)  # what CUDA does at once
+
+    monkeypatch.setattr(torch, "mm", mm := Mock(side_effect=product))
+    head = torch.nn.Linear(16, 32, bias=bias, dtype=torch.bfloat16)
+    compute_in_float32(head)
+    with FakeTensorMode(), torch.no_grad():  # a GPU that is not there
+        for name, parameter in list(head.named_parameters()):
+            setattr(head, name, torch.nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")))
+        logits = head(torch.empty(2, 5, 16, dtype=torch.bfloat16, device="cuda"))
+        assert (logits.shape, logits.dtype) == ((2, 5, 32), torch.float32)
+    mm.assert_called_once()
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 16).bfloat16().requires_grad_() for n in (10, 32))
+    weights = torch.randn(10, 32)
+    found, expected = MixedProduct.apply(hidden, weight), hidden.double() @ weight.double().T
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad((found * weights).sum(), [hidden, weight])
+    exact = torch.autograd.grad((expected * weights).sum(), [hidden, weight])
+    for one, other in zip(gradients, exact, strict=True):
+        assert (one.double() - other.double()).norm() < 0.01 * other.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_float32_head_on_a_gpu_has_the_logits_of_float64_and_gradients_to_rounding() -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(256, 1000, bias=False, dtype=torch.bfloat16, device="cuda")
+    compute_in_float32(head)
+    hidden = torch.randn(70, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weights = torch.randn(70, 1000, device="cuda")
+    found, expected = head(hidden), hidden.double() @ head.weight.double().T
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+    gradients = torch.autograd.grad((found * weights).sum(), [hidden, head.weight])
+    exact = torch.autograd.grad((expected * weights).sum(), [hidden, head.weight])
+    for one, other in zip(gradients, exact, strict=True):
+        assert (one.double() - other.double()).norm() < 0.01 * other.double().norm()
 
 
 def test_random_weights_depend_on_the_seed_only(tied_model: str) -> None:

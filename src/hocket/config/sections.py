@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
+from hocket.config.deepspeed import read_deepspeed
 from hocket.system import newest_version
 from hocket.types import InFlight
 
@@ -181,6 +182,9 @@ class TrainerConfig(Section):
     )
     gradient_checkpointing: bool = Field(False, description="Recomputed activations: less memory, more time.")
     offload_optimizer: bool = Field(False, description="Optimizer state, update and (ZeRO-3) gradients on the CPU.")
+    deepspeed: Annotated[dict[str, Any], pydantic.BeforeValidator(read_deepspeed)] = Field(
+        {}, description="Other settings of DeepSpeed, {zero_optimization: {overlap_comm: true}}, or a ds_config.json."
+    )
     collective_timeout_s: float = Field(1800.0, gt=0, description="Seconds that a trainer rank waits for the others.")
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:

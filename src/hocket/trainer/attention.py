@@ -78,7 +78,7 @@ def attend(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query_rhd, key_rhd, value_rhd = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     window = segments.longest if sliding_window is None else min(sliding_window, segments.longest)
-    if s_aux is None and has_kernel(query.device, dtype):
+    if s_aux is None and has_kernel(query_rhd, key_rhd, value_rhd):
         bounds = (segments.offsets, segments.offsets, segments.longest, segments.longest)
         left = -1 if window == segments.longest else window - 1
         options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0), "enable_gqa": True}
@@ -86,12 +86,14 @@ def attend(
     return _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window, s_aux)[None], None
 
 
-def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's varlen flash attention runs there."""
+def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether torch's varlen flash attention takes them, [row, heads, d] each."""
+    size = query.shape[-1]
     return (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(device) >= (8, 0)
+        query.device.type == "cuda"
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and (size == key.shape[-1] == value.shape[-1] and size <= 256 and size % 8 == 0)
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 
 
@@ -119,7 +121,11 @@ def _by_groups(
             query_shld, key_shld = pad(query_shld, (0, 8)), pad(key_shld, (0, 8, 1, 0))
             query_shld[..., -1], key_shld[..., 0, -1] = sinks_h[:, None] / scaling, 1.0
             value_shld, band = pad(value_shld, (0, 0, 1, 0)), pad(cast(Tensor, band), (1, 0), value=True)
-        options: dict[str, Any] = {"attn_mask": band, "is_causal": band is None, "scale": scaling, "enable_gqa": True}
+        shares = query_shld.device.type != "cuda"
+        if not shares:  # the only kernel there that takes these without n² memory wants as many keys as queries
+            repeats = query_shld.shape[1] // key_shld.shape[1]
+            key_shld, value_shld = (part.repeat_interleave(repeats, dim=1) for part in (key_shld, value_shld))
+        options: dict[str, Any] = {"attn_mask": band, "is_causal": band is None, "scale": scaling, "enable_gqa": shares}
         result_shld = nn.functional.scaled_dot_product_attention(query_shld, key_shld, value_shld, **options)
         results.append(result_shld.transpose(1, 2).flatten(0, 1))
     return torch.cat(results).index_select(0, segments.restore)

@@ -124,7 +124,8 @@ def deepspeed_config(config: TrainerConfig, *, stage: int, dtype: torch.dtype) -
         values["communication_data_type"] = "fp32"  # or ranks would round the sums of their gradients
     elif dtype == torch.float16:
         values["fp16"] = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
-    return values
+    zero = {**values["zero_optimization"], **config.deepspeed.get("zero_optimization", {})}
+    return {**values, **config.deepspeed, "zero_optimization": zero}
 
 
 def learning_rate_factor(config: TrainerConfig) -> Callable[[int], float]:

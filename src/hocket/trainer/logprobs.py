@@ -34,7 +34,8 @@ def token_logprobs(
     num_calls = max(1, -(-max(len(targets_n), max_tokens) // chunk_tokens))
 
     def of_chunk(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs_cv = (lm_head(hidden_ch).float() / temperature).log_softmax(dim=-1)
+        logits_cv = lm_head(hidden_ch).float()
+        logprobs_cv = (logits_cv if temperature == 1 else logits_cv / temperature).log_softmax(dim=-1)
         logprobs_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
         # Last, as the backward pass computes only what it needs again: up to here, where the entropy has no gradient.
         if entropy_gradient and torch.is_grad_enabled():

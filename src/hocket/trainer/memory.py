@@ -85,18 +85,21 @@ def estimate(
     )
 
     half = dtype.itemsize < 4
+    zero = config.deepspeed.get("zero_optimization", {})
+    elements = float(zero.get("reduce_bucket_size", BUCKET_ELEMENTS))
     without = offloads and stage == 3  # their sums are on the CPU, but for those of a bucket
     whole, shared = (0, 0) if without else _GRADIENT_BYTES[stage][half]
     bucket: float = 0
     if trained and stage > 0 and not (stage == 1 and half):
-        bucket = max(BUCKET_ELEMENTS, largest) * (4 if stage == 3 else dtype.itemsize)
+        bucket = max(elements, largest) * (4 if stage == 3 else dtype.itemsize)
         copies = (half and stage == 2) + without  # in float32: what is reduced, and the sums from the CPU
-        bucket += copies * 4 * max(min(BUCKET_ELEMENTS, trained), largest)
+        bucket += copies * 4 * max(min(elements, trained), largest)
     itemsize = 4 if stage == 0 else dtype.itemsize  # ZeRO-0 autocasts 16 bits
     count = sum(p.numel() for p in parameters)
     weights = (count - small) * itemsize + _NF4_BYTES * small
     if stage == 3:
-        weights = weights / num_ranks + min(count, _GATHERED) * itemsize * (1 - 1 / num_ranks)
+        gathered = min(count, float(zero.get("stage3_max_live_parameters", _GATHERED)))
+        weights = weights / num_ranks + gathered * itemsize * (1 - 1 / num_ranks)
     tokens = CHUNK_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
     norms = (4 * itemsize + 8) * text.hidden_size  # computed in float32
     layer = norms + itemsize * (3 * query + 2 * key + 4 * inner)

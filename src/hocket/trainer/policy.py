@@ -163,9 +163,31 @@ def compute_in_float32(head: nn.Module) -> None:
     def forward(hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.float()
+            is_half = hidden.dtype == head.weight.dtype != torch.float32
+            if (
+                is_half and hidden.device.type == "cuda" and head.out_features > 1
+            ):  # 1: the critic's, which costs little
+                logits: Tensor = MixedProduct.apply(hidden.flatten(0, -2), head.weight)  # type: ignore[no-untyped-call]
+                logits = logits.view(*hidden.shape[:-1], head.out_features)
+                return logits if bias is None else logits + bias
             return nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
     head.forward = forward  # type: ignore[method-assign, assignment]
+
+
+class MixedProduct(torch.autograd.Function):
+    """hidden [n, h] · weight [v, h]ᵀ in float32, of factors in 16 bits, in which the gradients are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_nh: Tensor, weight_vh: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_nh, weight_vh)
+        return torch.mm(hidden_nh, weight_vh.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_nv: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_nh, weight_vh = ctx.saved_tensors
+        half_nv = gradient_nv.to(hidden_nh.dtype)
+        return half_nv @ weight_vh, half_nv.t() @ hidden_nh
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,72 @@
+"""Check what `trainer.deepspeed` passes on to DeepSpeed 0.19.8; `{...}`, or the path of somebody's ds_config.json."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hocket.registry import nearest
+
+_OWNED = {
+    "train_batch_size": "rollout.prompts_per_step and rollout.group_size",
+    "train_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
+    "gradient_accumulation_steps": "trainer.micro_batch_tokens",
+    "gradient_clipping": "trainer.max_grad_norm",
+    "optimizer": "trainer.learning_rate, trainer.betas and trainer.weight_decay",
+    "scheduler": "trainer.schedule and trainer.warmup_steps",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "torch_autocast": "model.dtype",
+    "activation_checkpointing": "trainer.gradient_checkpointing",
+    "zero_optimization.stage": "trainer.zero_stage",
+    "zero_optimization.offload_optimizer": "trainer.offload_optimizer",
+}
+"""Names of what has a setting of its own."""
+_PASSED = {
+    "communication_data_type",
+    "comms_logger",
+    "dump_state",
+    "flops_profiler",
+    "memory_breakdown",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.enable_sanity_checks",
+    "zero_optimization.ignore_unused_parameters",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+}
+_STAGE_3 = "zero_optimization.stage3_"
+"""What is passed on, with all that begins so: weights and optimizer state stay where checkpoints and exports look."""
+
+
+def read_deepspeed(value: Any) -> Any:
+    """Return the settings, read from a file where a path is given, without those left to the trainer ("auto").
+
+    Raises ValueError for one that is not to be chosen, with hocket's own for it, or that is not known.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(Path(value).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no JSON file of DeepSpeed's settings can be read there: {error}") from error
+    if not isinstance(value, Mapping):
+        return value  # pydantic says what it should be
+    zero = value.get("zero_optimization", {})
+    nested = {f"zero_optimization.{key}": item for key, item in (zero.items() if isinstance(zero, Mapping) else ())}
+    asked = {key: item for key, item in ({**value} | nested).items() if key != "zero_optimization" and item != "auto"}
+    for name in asked:
+        if name in _OWNED:
+            raise ValueError(f"{name} can't be set, as hocket sets it: set {_OWNED[name]}, and leave it out")
+        if name not in _PASSED and not name.startswith(_STAGE_3):
+            raise ValueError(f"{name} is not passed on: leave it out{nearest(name, _PASSED)}")
+    result: dict[str, Any] = {}
+    for name, item in asked.items():
+        section, _, key = name.rpartition(".")
+        (result.setdefault(section, {}) if section else result)[key] = item
+    return result
