@@ -109,6 +109,15 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
         assert part in content
 
 
+async def test_the_same_completion_is_asked_for_once_even_while_it_is_asked_for(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
+    async with Service(FakeJudge(errors=0, stalls=0, lies=0, latency_s=0.05)).open() as service:
+        scores = await scorer_of(functions(service)).score_group([make_rollout(text) for text in "7797"])
+    assert [score.total for score in scores] == [0.7, 0.7, 0.9, 0.7]
+    assert sorted(score.parts["judge/calls"] for score in scores) == [0, 0, 1, 1]
+
+
 async def test_tokens_are_reserved_for_a_call_and_then_counted_as_the_endpoint_does(
     scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import sqlite3
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +77,7 @@ class JudgeReward:
         self._request = {"max_completion_tokens": max_tokens, "response_format": schema, **(request or {})}
         self._max_tokens, self._timeout_s, self._price = max_tokens, timeout_s, price
         self._limits = requests_per_minute, tokens_per_minute
-        self._paid = defaultdict[str, Counter[str]](Counter)  # for scores that are still wanted, by key
+        self._wanted: dict[str, tuple[asyncio.Lock, Counter[str]]] = {}  # by text: who asks, and what that has cost
 
     async def __aenter__(self) -> "JudgeReward":
         import openai
@@ -87,8 +87,8 @@ class JudgeReward:
             base_url=self._base_url, api_key=self._key or "none", max_retries=0, timeout=None, http_client=http
         )
         self._store = sqlite3.connect(self._cache, isolation_level=None)
-        self._store.execute("PRAGMA synchronous=OFF")  # a lost score is asked for again
-        self._store.execute("CREATE TABLE IF NOT EXISTS judge (key TEXT PRIMARY KEY, value REAL)")
+        create = "CREATE TABLE IF NOT EXISTS judge (key TEXT PRIMARY KEY, value REAL)"
+        self._store.executescript(f"PRAGMA synchronous=OFF; {create}")  # a lost score is asked for again
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -98,27 +98,25 @@ class JudgeReward:
     async def __call__(self, prompt: str, completion: str, answer: str | None) -> Score:
         content = self._fill(prompt=prompt, completion=completion, answer="none" if answer is None else answer)
         content = content.encode("utf-8", "replace").decode()  # half a surrogate pair can't be sent
-        keys = [self._key_of(index, content) for index in range(len(self._models))]
-        calls = (self._score(key, model, content) for key, model in zip(keys, self._models, strict=True))
+        lock, paid = self._wanted.setdefault(content, (asyncio.Lock(), Counter()))
         shares: list[float] = []
-        for score in await asyncio.gather(*calls, return_exceptions=True):  # a retry finds the others in the cache
-            if isinstance(score, BaseException):
-                raise score
-            shares.append((score - self._low) / (self._high - self._low))
-        paid = sum((self._paid.pop(key, Counter()) for key in keys), Counter())
-        parts = {name: float(paid[name]) for name in ("calls", "tokens", "dollars")}
+        async with lock:  # the same completion of another rollout finds its scores in the cache
+            for index, model in enumerate(self._models):  # after a retry, so do those that have answered
+                asked = [self._base_url, model, self._models[:index].count(model), self._request, content]
+                key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+                score = await self._score(key, model, content, paid)
+                shares.append((score - self._low) / (self._high - self._low))
+            self._wanted.pop(content, None)
+            parts = {name: float(paid[name]) for name in ("calls", "tokens", "dollars")}
+            paid.clear()
         parts |= {str(number): share for number, share in enumerate(shares, 1)}
         return Score(total=math.fsum(shares) / len(shares), parts=parts)
-
-    def _key_of(self, index: int, content: str) -> str:
-        asked = [self._base_url, self._models[index], self._models[:index].count(self._models[index])]
-        return hashlib.sha256(json.dumps([*asked, self._request, content], sort_keys=True).encode()).hexdigest()
 
     def _stored(self, key: str) -> float | None:
         row = self._store.execute("SELECT value FROM judge WHERE key = ?", (key,)).fetchone()
         return None if row is None else float(row[0])
 
-    async def _score(self, key: str, model: str, content: str) -> float:
+    async def _score(self, key: str, model: str, content: str, paid: Counter[str]) -> float:
         """Return one model's score, from the cache or the endpoint. Raise RewardError where the budget is spent."""
         if (stored := self._stored(key)) is not None:
             return stored
@@ -131,11 +129,11 @@ class JudgeReward:
         requests, tokens = (_window(self._base_url, model, *limit) for limit in enumerate(self._limits))
         sizes = len(content.encode()) * TOKENS_PER_BYTE, float(self._max_tokens)
         async with tokens.room(sum(sizes)) as used, requests.room(1):
-            self._paid[key]["calls"] += 1
+            paid["calls"] += 1
             text, sizes = await self._ask(model, content, sizes)
             used[0] = sum(sizes)
         dollars = sum(price * size for price, size in zip(self._price, sizes, strict=True)) / 1e6
-        self._paid[key].update({"tokens": sum(sizes), "dollars": dollars})
+        paid.update({"tokens": sum(sizes), "dollars": dollars})
         self._store.execute(
             "INSERT INTO judge VALUES ('dollars', ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
             (dollars,),

@@ -52,8 +52,8 @@ class Seat:
 
 Take = Callable[[int], Mapping[int, Prompt]]  # draws n prompts, {number of the draw: prompt}; fewer at the end
 Play = Callable[[Prompt, Seat], Awaitable[Rollout]]  # raises only ServerError; other failures are `Rollout.error`
-ScoreOne = Callable[[Rollout], Awaitable[Score]]  # never raises; failures are `Score.error`
-Settle = Callable[[Group], Awaitable[Group]]  # completes scores that need the whole group; never raises
+ScoreOne = Callable[[Rollout], Awaitable[Score]]  # raises only RewardError, to end the run; failures are `Score.error`
+Settle = Callable[[Group], Awaitable[Group]]  # completes scores that need the whole group; raises only RewardError
 
 
 async def collect(
