@@ -50,8 +50,15 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def test_a_dry_run_pays_an_answer_behind_the_thought_that_the_template_opens(dry_run: Any) -> None:
     said = dry_run("server.urls=[http://up,http://down]")
-    assert r"rewards of 'a thought\n</think>\n\n" in said
+    assert "the reference answer of " in said
+    assert "scored as if the model had written it, gets {" in said
+    assert r": 'a thought\n</think>\n\n" in said
     assert "'think_format': 1.0" in said
+    assert "nothing stands in the way of a run" in said
+    failed = dry_run("server.urls=[http://up]", "data.answer_column=null", "rewards.functions={exact_match: 1}")
+    assert "the empty answer of " in failed
+    assert "has no score: exact_match: " in failed
+    assert "reward-test --samples FILE CONFIG" in failed
     assert "server http://up has the same model and tokenizer" in said
     assert "no server answers at http://down yet" in said
 
@@ -99,6 +106,8 @@ def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_lea
         hocket.train(values, rewards={"mine": lambda text: 1.0})  # the cell that defines it runs again
     with pytest.raises(ConfigError, match="reward 'math' is registered twice"):
         hocket.train(values, rewards={"math": mine})
+    with pytest.raises(ConfigError, match=r"rewards takes .name: function."):
+        hocket.train(values, rewards=[mine])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="there is no reward 'mine'"):
         REWARDS.get("mine")
 

@@ -30,13 +30,17 @@ FILES = {
     "trained/metrics.jsonl": '{"step": 3}',
     "rows.jsonl": '{"question": "a", "answer": "b"}\n',
     "broken.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": }\n',
+    "sharegpt.jsonl": '{"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n',
     "null.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": null}\n',
     "tab.yaml": "run:\n\tdir: a\n",
+    "colon.yaml": "rewards:\n  functions:\n    length:1\n",
     "typo.yaml": "trainer: {stps: 3}\n",
     "mine.py": "import time\n\nfrom hocket.rewards import reward\n"
     "@reward('my_raises')\ndef raises(meta):\n    return meta['sol']\n"
     "@reward('my_text')\ndef text():\n    return 'good'\n"
     "@reward('my_hangs')\ndef hangs():\n    time.sleep(60)\n"
+    "def forgotten(completion):\n    return 1.0\n"
+    "@reward('my_solution')\ndef solution(completion, solution):\n    return 1.0\n"
     "@reward('my_trl')\ndef trl(prompts, completions, **kwargs):\n    return [0.0]\n",
 }
 MARKS = (
@@ -52,6 +56,12 @@ config a.yaml b.yaml | one config file at most
 config typo.yaml | typo.yaml: unknown key 'trainer.stps'; did you mean 'trainer.steps'?
 config trainer.lr=1e-5 | unknown key 'trainer.lr'; here that is trainer.learning_rate
 eval typo.yaml --json eval.sample=1 | command line: unknown key 'eval.sample'
+config trainer.every_steps=5 | unknown key 'trainer.every_steps'; did you mean 'eval.every_steps' or 'checkpoint.
+config trainer.logging_steps=1 | here that is no setting: every step is logged
+config sft.num_train_epochs=1 | here that is sft.epochs, or in GRPO trainer.steps, a number of steps
+config 'rewards.functions={length:1}' | rewards.functions.length:1: must be a mapping of key: value; write a space after
+config colon.yaml | colon.yaml: rewards.functions: must be a mapping of key: value; write a space after the colon
+config sft=3 | sft: must be a mapping of key: value
 config rollout.group_size=1 | rollout.group_size=1 leaves algorithm.baseline=mean nothing to compare with: set 2 or more
 config algorithm.preset=dr-grpo | (did you mean 'dr_grpo'?)
 check rollout.temperature=0 | alike: set 0.01 or more, such as 1; eval.temperature=0 evaluates greedily
@@ -61,7 +71,11 @@ check data.source=rows.jsonl | no column 'prompt', only 'question', 'answer': se
 check data.source=broken.jsonl | broken.jsonl:2: Expecting value: line 1 column 12 (char 11)
 check data.source=null.jsonl | 1 of 2 rows of null.jsonl can't be used; repair or remove them (line):
 check 'rewards.functions={exact_mach: 1}' | no reward 'exact_mach' (did you mean 'exact_match'?); known:
-check 'rewards.functions={length: {tarket: 1}}' | = 'tokens') has no option 'tarket' (did you mean 'target'?)
+check 'rewards.functions={exact_mach: 1}' | ; add your own as a Python file under plugins
+check plugins=[mine.py] 'rewards.functions={forgotten: 1}' | ; mine.py has a function forgotten without @reward("for
+check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | needs the option 'solution': set rewards.functions.my_
+check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | solution; the row's answer is the argument answer, its
+check 'rewards.functions={length: {tarket: 1}}' |  has no option 'tarket' (did you mean 'target'?)
 check plugins=[mine.py] 'rewards.functions={my_trl: 1}' | takes a batch, but here it scores one rollout: name its
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | scores failed, more than rewards.max_error_rate=0.5; the
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | KeyError: 'sol' (HERE/mine.py:6)
@@ -70,13 +84,14 @@ rollout plugins=[mine.py] 'rewards.functions={my_hangs: 1}' | no result within 1
 sft model.path=no/such/model | no such folder (paths are relative to HERE), and no model on the hub has
 check model.path=no/model | no such folder (paths are relative to HERE), and the hub has no such model
 check model.path=lora | model.path=lora/weights/v000002 is an adapter, not a model; make one of it:
-sft model.path=lora/checkpoints/step_000003 | python3 run.py export lora/checkpoints/step_000003 OUTPUT
+sft model.path=lora/checkpoints/step_000003 | python3 ../clone/run.py export lora/checkpoints/step_000003 OUTPUT
 rollout model.path=empty | model.path=empty is no model: it has no config.json
 eval model.path=new | model.path=new is no model
 export whole out | whole/weights/v000009 is a model already: serve it, or load it with transformers
 export empty out | empty is neither a checkpoint nor an adapter; name RUN/checkpoints/step_N, or
 serve whole | whole is a run, not a config file; as a model: model.path=whole
 sft model.max_length=5 data.limit=9 | the longest has
+sft data.source=sharegpt.jsonl | must be {'role': text, 'content': text}, got {'from': 'human', 'value': 'a'}
 sft model.path=many | the tokenizer has ids up to 5
 check model.path=plain | put one as chat_template.jinja into its folder, or set data.chat_template=false
 check rollout.max_tokens=512 | rollout.max_tokens=512 leaves no prompt room in the con
@@ -85,11 +100,12 @@ check rollout.max_tokens=505 | 7 tokens; the longest has 15: rollout.max_tokens=
 check data.max_prompt_tokens=3 | 15: data.max_prompt_tokens=3 leaves them out
 rollout run.dir=trained | holds a run of 3 steps already; choose another run.dir
 rollout run.dir=owned | which is running: choose another run.dir, or end that process first
+select whole/weights | whole/weights is no run: it has no config.yaml; give the run folder
 ledger empty | empty is no run with a ledger: train and quickstart write one, a replay draws nothing
 launch --submit | --output and --submit need an --engine
 generate -p a -n 0 | can't be asked for: Input should be greater than or equal to 1
-generate -p a server.port=1 | start one there: python3 run.py serve CONFIG
-eval server.urls=http://down server.start_timeout_s=0.1 | Start one with `python run.py serve CONFIG`, correct
+generate -p a server.port=1 | start one there: python3 ../clone/run.py serve CONFIG
+eval server.urls=http://down server.start_timeout_s=0.1 | Start one with `python3 ../clone/run.py serve CONFIG`, correct
 eval server.urls=http://other | serves m, whose tokenizer is not that of model.path=sort; name the same model
 eval server.port=7 | serves m, not model.path=sort; to measure that one set server.urls=[http://127.0.0.1:7], else
 """
@@ -120,6 +136,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=ConnectionError("refused")))
     monkeypatch.setattr(ServerClient, "health", health)
+    monkeypatch.setattr("sys.argv", ["../clone/run.py"])
     with owning(tmp_path / "owned", print, wait=False):
         yield tmp_path
     monkeypatch.undo()
@@ -145,7 +162,7 @@ def test_a_mistake_is_answered_by_its_cause_and_the_fix(
         monkeypatch.setattr(parts.Parts, "servers_as_they_are", servers)
         monkeypatch.setattr(parts.Parts, "play", lambda *_: play)
         words += ["rewards.timeout_s=1", "rollout.prompts_per_step=1", "rollout.group_size=2"]
-    named = command in ("config", "ledger", "launch", "export") or "model.path" in typed
+    named = command in ("config", "ledger", "launch", "export", "select") or "model.path" in typed
     assert main([command, *words, *([] if named else ["model.path=sort"])]) == 1
     error = capsys.readouterr().err.partition("error: ")[2]
     assert said.replace("HERE", str(here)) in error

@@ -55,11 +55,14 @@ def train(
 
     from hocket import commands
     from hocket.config import Config, load
+    from hocket.errors import ConfigError
     from hocket.observe.run_folder import read_lines
     from hocket.rewards.base import REWARDS, reward
 
     values = config.model_dump(by_alias=True, exclude_unset=True) if isinstance(config, Config) else config
     file, values = (None, {**values}) if isinstance(values, Mapping) else (values, {})
+    if not isinstance(rewards, Mapping | None):
+        raise ConfigError("rewards takes {name: function}, e.g. {'mine': f}")
     if rewards:
         values["rewards.functions"] = dict.fromkeys(rewards, 1.0)
     loaded = load(file, values | dict(overrides or {}))

@@ -20,6 +20,7 @@ from hocket.config import Config, read_settings
 from hocket.errors import TRACEBACK, ConfigError, HocketError, remedy
 from hocket.observe import metrics
 from hocket.processes import nobody_reads
+from hocket.system import door
 
 QUICKSTART = "config/quickstart.yaml"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # of torch, which reads it as it is imported; micro-batches differ in length
@@ -60,7 +61,7 @@ def _how_to_go_on(args: argparse.Namespace) -> str:
         return ""
     where = ["the start, as there is no checkpoint yet", *checkpoints.complete(args.config.run_dir)][-1]
     typed = shlex.join(one for one in args.arguments if not one.startswith("checkpoint.resume="))
-    again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else launch.door()
+    again = "the same launcher with" if os.environ.get("WORLD_SIZE", "1") != "1" else door()
     return f"; to go on from {where}: {again} {args.command} {typed} checkpoint.resume=true"
 
 
@@ -235,7 +236,7 @@ def _export(args: argparse.Namespace) -> None:
     from hocket.commands import export
 
     export(args.FOLDER, args.OUTPUT, base=args.config.model.path if args.settings else None)
-    print(f"wrote {args.OUTPUT}; serve it with: python3 run.py serve model.path={args.OUTPUT}")
+    print(f"wrote {args.OUTPUT}; serve it with: {door()} serve model.path={args.OUTPUT}")
 
 
 def _ledger(args: argparse.Namespace) -> int:
@@ -254,6 +255,8 @@ def _ledger(args: argparse.Namespace) -> int:
 def _select(args: argparse.Namespace) -> None:
     from hocket.commands import select
 
+    if not (args.RUN / "config.yaml").exists():
+        raise ConfigError(f"{args.RUN} is no run: it has no config.yaml; give the run folder")
     output = args.OUTPUT or args.RUN / "selected.jsonl"
     print(select(args.RUN, output, min_reward=args.min_reward, per_prompt=args.per_prompt))
 

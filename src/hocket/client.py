@@ -35,7 +35,7 @@ from hocket.protocol import (
     StreamLine,
     WakeRequest,
 )
-from hocket.system import run_in_thread
+from hocket.system import door, run_in_thread
 
 M = TypeVar("M", bound=pydantic.BaseModel)
 
@@ -186,7 +186,7 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         except httpx.TransportError as error:
             cause = str(error) or type(error).__name__
             raise ServerError(
-                f"can't reach {self.url}{route}: {cause}; start one there: python3 run.py serve CONFIG",
+                f"can't reach {self.url}{route}: {cause}; start one there: {door()} serve CONFIG",
                 code="unreachable",
             ) from error
         except RuntimeError as error:

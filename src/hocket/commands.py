@@ -21,7 +21,7 @@ from hocket.discover import find_servers
 from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, DataError, ServerError, SyncError
-from hocket.launch import door, free_port
+from hocket.launch import free_port
 from hocket.observe.console import Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
@@ -34,7 +34,7 @@ from hocket.rollout.collect import collect
 from hocket.rollout.episode import Transcript
 from hocket.rollout.evaluate import eval_rewards
 from hocket.rollout.pipeline import Replay
-from hocket.system import kind_of, newest_version, write_atomically
+from hocket.system import door, kind_of, newest_version, write_atomically
 from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     answer.text = ("a thought\n</think>\n\n" if first.opening.strip() == "<think>" else "") + (first.answer or "")
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
     (score,) = asyncio.run(scorer.score_group([rollout]))
-    say(f"rewards of {SHORT.repr(answer.text)} for {first.id}: {score.error or dict(score.parts)}")
+    gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
+    what = "reference answer" if first.answer else "empty answer"
+    say(f"the {what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
 
     async def look() -> dict[str, Health | None]:
         urls: Sequence[str] = config.server_urls
@@ -107,11 +109,12 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
     for url, health in found.items():
         if health is None:
-            say(f"no server answers at {url} yet; start one with: python3 run.py serve CONFIG")
+            say(f"no server answers at {url} yet; start one with: {door()} serve CONFIG")
         else:
             trainer.check_same_model(health)
             say(f"server {url} has the same model and tokenizer")
-    say("nothing stands in the way of a run" if score.error is None else "the rewards can't be computed")
+    failed = f"the {what} has no score; try a completion as you expect it: {door()} reward-test --samples FILE CONFIG"
+    say(failed if score.error else "nothing stands in the way of a run")
 
 
 async def _train(run: "Run") -> dict[str, Any]:

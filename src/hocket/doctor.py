@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hocket import environment
-from hocket.system import free_memory
+from hocket.system import door, free_memory
 
 psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 PORT = 8000
@@ -53,7 +53,7 @@ def run() -> int:
             advice = f"\n  fix:  {error}" if error else f"\n  note: {note}" if note else ""
             print(f"{label:<10} {text}{advice}", flush=True)
             errors += bool(error)
-    print(f"verdict    {errors} to fix" if errors else "verdict    ready: python3 run.py quickstart")
+    print(f"verdict    {errors} to fix" if errors else f"verdict    ready: {door()} quickstart")
     return 1 if errors else 0
 
 

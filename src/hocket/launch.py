@@ -22,7 +22,7 @@ from hocket.config.sections import listed
 from hocket.doctor import holder
 from hocket.errors import ConfigError, ServerError
 from hocket.processes import die_with_parent
-from hocket.system import kind_of
+from hocket.system import door, kind_of
 
 PARENT_VARIABLE = "HOCKET_PARENT_PID"
 STOP_TIMEOUT_S = 15.0
@@ -267,11 +267,6 @@ def free_ports(host: str, first: int, number: int) -> list[int]:
             port = free_port(host, 0)
         ports.append(port)
     return ports
-
-
-def door() -> str:
-    """Return how a command of hocket begins where this one was typed."""
-    return "hocket" if Path(sys.argv[0]).name == "hocket" else f"python3 {sys.argv[0]}"
 
 
 def what_next(run_dir: Path, arguments: Sequence[str]) -> str:

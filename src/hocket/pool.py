@@ -17,7 +17,7 @@ from typing import Any
 from hocket.client import HEALTH_TIMEOUT_S, ServerClient
 from hocket.errors import HocketError, ServerError, SyncError
 from hocket.protocol import AgentRecord, Health, SamplingParams, SessionRequest, SessionResponse
-from hocket.system import cancel
+from hocket.system import cancel, door
 
 MAX_LOSSES = 3
 """Give up on a turn or an episode after it has coincided with this many lost servers; it may be the cause."""
@@ -210,7 +210,7 @@ class ServerPool:
                     reasons += [not_found] if not_found else []
                     raise ServerError(
                         f"gave up after {waited:.0f} s of waiting for a server ({'; '.join(reasons)}). Start one with "
-                        f"`python run.py serve CONFIG`, correct server.urls or server.discover, or raise "
+                        f"`{door()} serve CONFIG`, correct server.urls or server.discover, or raise "
                         f"server.start_timeout_s",
                         code="timeout",
                     )

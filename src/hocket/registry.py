@@ -44,9 +44,12 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the object called `name`. Raise ConfigError that lists the known names."""
         if name not in self._items:
+            plugins = [module for key, module in sys.modules.items() if key.startswith(PLUGIN_PREFIX)]
+            files = [Path(str(one.__file__)).name for one in plugins if callable(getattr(one, name, None))]
+            forgotten = f'{files[0]} has a function {name} without @{self.kind}("{name}")' if files else ""
             raise ConfigError(
                 f"there is no {self.kind} {name!r}{nearest(name, self._items)}; known: "
-                f"{', '.join(sorted(self._items))}. Your own goes in a Python file named under plugins:"
+                f"{', '.join(sorted(self._items))}; {forgotten or 'add your own as a Python file under plugins'}"
             )
         return self._items[name]
 
@@ -73,7 +76,9 @@ def check_options(
             raise ConfigError(f"{called} has no option {option!r}{nearest(option, [*named, *keys])}")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in (*keys, *options):
-            raise ConfigError(f"{called} needs the option {name!r}{nearest(name, keys)}: set {section}.{name}")
+            close = nearest(name, [key for key in keys if key not in named])
+            row = "; the row's answer is the argument answer, its other columns are in meta" if "meta" in keys else ""
+            raise ConfigError(f"{called} needs the option {name!r}{close}: set {section}.{name}{row}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

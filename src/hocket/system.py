@@ -7,6 +7,7 @@ import hashlib
 import ipaddress
 import os
 import shutil
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,12 @@ KEPT_MEMORY = 2 << 30  # bytes of a process; to get them anew in each step takes
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+def door() -> str:
+    """Return how a command of hocket begins where this one was typed."""
+    name = Path(sys.argv[0]).name
+    return "hocket" if name == "hocket" else f"python3 {sys.argv[0] if name == 'run.py' else 'run.py'}"
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError
-from hocket.system import kind_of
+from hocket.system import door, kind_of
 
 
 def load(path: str, setting: str = "model.path") -> Any:
@@ -35,7 +35,7 @@ def _check_is_model(path: str, setting: str) -> None:
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     if (folder := Path(path)).exists():
-        advice = f"not a model; make one of it: python3 run.py export {path} OUTPUT"
+        advice = f"not a model; make one of it: {door()} export {path} OUTPUT"
         others = {"adapter": f"an adapter, {advice}", "checkpoint": f"a checkpoint, {advice}", "model": None}
         if other := others.get(kind_of(folder), "no model: it has no config.json"):
             raise ConfigError(f"{setting}={path} is {other}")

@@ -78,6 +78,9 @@ def test_every_turn_of_the_assistant_is_taught_with_its_end_and_nothing_else(
     row = DataConfig(source=write_jsonl({"prompt": "a b", "response": "c", "messages": chat}, name="b.jsonl"))
     assert pairs(load_demonstrations(row, bos_tokenizer, 20)) == [([0, 8, 3, 4, 2, 9], [5, 2])]
     assert load_demonstrations(short, bos_tokenizer, 20) == load_demonstrations(row, bos_tokenizer, 20)
+    trl = write_jsonl({"prompt": chat[:1], "completion": chat[1:2]}, name="trl.jsonl")
+    trl_row = DataConfig(source=trl, response_column="completion")
+    assert load_demonstrations(trl_row, bos_tokenizer, 20) == load_demonstrations(row, bos_tokenizer, 20)
 
 
 @pytest.mark.parametrize("options", [{}, OFF], ids=["as it is", "thinking off"])
@@ -161,6 +164,11 @@ def test_a_tokenizer_that_puts_a_space_before_any_text_puts_none_before_a_turn(w
         ({"messages": []}, "column 'messages' ends with nothing"),
         ({"messages": [user("x"), says(None)]}, "column 'messages' has an empty turn of the assistant"),
         ({"messages": [{"content": "x"}, says("y")]}, "message 0 of column 'messages' must be {'role': text"),
+        ({"prompt": [user("x")], "response": [says("y"), user("z")]}, "must be text or one message of the assistant"),
+        (
+            {"prompt": [user("x")], "response": [says("y", tool_calls=[{}])]},
+            "or one message of the assistant (else join",
+        ),
         ({"messages": [user("x"), says("y")], "tools": "add"}, "Expecting value"),
         ({"messages": [user("x"), says("y")], "tools": {"a": 1}}, "Tools should either be a JSON schema"),
         ({"prompt": "x"}, "or eval.data.prompt_column to one of whole conversations, or eval.num_prompts=0"),
@@ -209,5 +217,5 @@ def test_over_long_demonstrations_are_left_out_and_those_without_a_response_refu
     with pytest.raises(DataError, match=r"all rows of .* have more than 5 tokens, .*the longest has 11: shorten"):
         load_demonstrations(DataConfig(source=source), tokenizer, 5)
     source = write_jsonl({"prompt": "a", "response": ""}, {"prompt": "a", "response": 3})
-    with pytest.raises(DataError, match=r"(?s)column 'response' must be text, got ''.*got 3"):
+    with pytest.raises(DataError, match=r"(?s)column 'response' must be text or .*, got ''.*got 3"):
         load_demonstrations(DataConfig(source=source), tokenizer, 10)

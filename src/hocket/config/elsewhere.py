@@ -34,7 +34,7 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
     "trainer.warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_ratio",
     "trainer.micro_batch_tokens": "micro_train_batch_size train.micro_batch_size ppo_micro_batch_size_per_gpu",
     "trainer.steps": "max_steps total_training_steps",
-    "sft.epochs; trainer.steps: epochs x prompts / prompts_per_step": "num_train_epochs num_episodes total_epochs",
+    "sft.epochs, or in GRPO trainer.steps, a number of steps": "num_train_epochs num_episodes total_epochs",
     "no setting: sft teaches nothing but the assistant's turns": "assistant_only_loss completion_only_loss",
     "server.urls": "vllm_server_base_url",
     "server.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
@@ -42,6 +42,7 @@ NAMES_ELSEWHERE = {  # here → there: last words of a dotted key, in any sectio
     "checkpoint.resume": "resume_from_checkpoint load_checkpoint resume_mode",
     "observe.tensorboard": "report_to use_tensorboard",
     "run.dir": "output_dir default_local_dir",
+    "no setting: every step is logged": "logging_steps",
     "no setting any more: one value serves all": "sync.keep bucket_mib observe.console logprob_chunk_tokens",
 }
 _HERE = {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}

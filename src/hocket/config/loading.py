@@ -169,6 +169,9 @@ def _explain(item: Any) -> Iterator[tuple[str, str]]:
     """Yield (key, what is wrong with it); a section that is unknown has several."""
     key, value = ".".join(map(str, item["loc"])), item["input"]
     message = item["msg"].removeprefix("Value error, ")
+    if item["type"] in ("dict_type", "model_type"):  # pydantic's text names the class
+        written = value if isinstance(value, str) else key.rpartition(".")[2]
+        message = "must be a mapping of key: value" + ("; write a space after the colon" if ":" in written else "")
     if item["type"] == "extra_forbidden" and isinstance(value, Mapping) and value:
         for name in value:
             yield from _explain({**item, "loc": (*item["loc"], name), "input": value[name]})
@@ -184,6 +187,7 @@ def _hint(key: str) -> str:
     if here := name_here(key):
         return f"here that is {here}"
     known = [*(key for key, _ in _settings()), *(f"eval.data.{name}" for name in DataConfig.model_fields)]
-    close = [one for one in known if one.endswith(f".{key}")] or difflib.get_close_matches(key, known, 1, SURE)
+    same = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
+    close = difflib.get_close_matches(key, same, 1, SURE) or same or difflib.get_close_matches(key, known, 1, SURE)
     close = close or difflib.get_close_matches(key, Config.model_fields, 1, SURE)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "`python run.py config --reference` lists all"

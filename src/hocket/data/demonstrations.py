@@ -57,8 +57,12 @@ def _samples(renderer: Renderer, data: DataConfig, columns: Mapping[str, Any], e
     hint = f", or {data.section}.prompt_column to one of whole conversations"
     hint += ", or eval.num_prompts=0" if data.section == "eval.data" else ""
     response = renderer.column(columns, "response_column", hint)
+    match _clean(response):
+        case [{"role": "assistant", "content": text, **more}] if not more:  # as in TRL's prompts with completions
+            response = text
     if not (isinstance(response, str) and response):
-        raise ValueError(f"column {data.response_column!r} must be text, got {response!r:.80}")
+        wanted = "text or one message of the assistant (else join prompt and response as messages)"
+        raise ValueError(f"column {data.response_column!r} must be {wanted}, got {response!r:.80}")
     return [[(prompt, _behind(opening_of(prompt), response, f"column {data.response_column!r}"), [end])]]
 
 
@@ -120,7 +124,7 @@ def _behind(opening: str, response: str, what: str) -> str:
 
 def _turns(messages: Sequence[Any], column: str, data: DataConfig) -> list[Message]:
     """Return the messages of a conversation, which ends with the assistant's."""
-    turns = [{"content": "", **_clean(message)} if isinstance(message, dict) else message for message in messages]
+    turns = [{"content": "", **_clean(one)} if isinstance(one, dict) and "role" in one else one for one in messages]
     check_messages(turns, column)
     if {"role": "assistant", "content": ""} in turns:
         raise ValueError(f"column {column!r} has an empty turn of the assistant: remove it")
