@@ -211,7 +211,8 @@ def test_select_writes_the_best_whole_rollouts_of_each_prompt_the_newest_of_equa
 
     def chosen(**options: Any) -> list[tuple[str, str, float]]:
         said = commands.select(run, output, **options)
-        assert f"data.source={output} model.path=checkpoints/tiny-sort run.dir=NEW" in said
+        assert f"data.source={output} model.path=checkpoints/tiny-sort sft.epochs=3 " in said
+        assert "trainer.learning_rate=1e-05 run.dir=NEW" in said
         found = [json.loads(line) for line in output.read_text().splitlines()]
         assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in found)
         return [(row["prompt_id"], row["messages"][1]["content"], row["reward"]) for row in found]

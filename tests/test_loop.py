@@ -185,7 +185,7 @@ async def test_the_users_on_step_sees_every_step_and_ends_the_run(tmp_path: Path
         on_step=lambda step, metrics: seen.append(metrics["reward/mean"]) or step == 2,
     )  # fmt: skip
     assert ([line["step"] for line in metrics], seen) == ([0, 1, 2], [0.5, 0.5])
-    assert (summary["before"], summary["after"]) == (0.0, None)  # no evaluation came after it
+    assert (summary["before"], summary["after"]) == (0.0, 0.0)  # evaluated once more at its end
 
 
 async def test_every_prompt_that_was_drawn_is_in_the_ledger_with_its_outcome(tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ def test_a_plan_that_does_not_fit_names_the_least_costly_ways_out(models: dict[s
 
 def test_an_unknown_card_is_refused_with_those_that_are_known(models: dict[str, str]) -> None:
     config = load(None, [f"model.path={models['0.5B']}"])
-    with pytest.raises(ConfigError, match="--gpu 90GB is not known: choose 24GB, 48GB, 80GB, 141GB"):
+    assert "8 x 80GB (H100)" in next(plan.report(config, [], 8, "h100"))
+    with pytest.raises(ConfigError, match=r"--gpu 90GB is not known: choose 24GB \(4090\), 48GB"):
         list(plan.report(config, [], 8, "90GB"))
 
 

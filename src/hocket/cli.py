@@ -115,7 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     add("reward-test", _reward_test).add_argument("--samples", type=Path, required=True, metavar="FILE", help=samples)
     plan = add("plan", _plan)
     plan.add_argument("--gpus", type=int, default=8, metavar="N", help="number of GPUs (default 8)")
-    plan.add_argument("--gpu", default="80GB", metavar="SIZE", help="24GB, 48GB, 80GB (default) or 141GB")
+    plan.add_argument(
+        "--gpu", default="80GB", metavar="SIZE", help="24GB, 48GB, 80GB (default) or 141GB; or H100 and the like"
+    )
     show = add("config", _config)
     show.add_argument("--reference", action="store_true", help="print every key with default and meaning")
     show.add_argument("--metrics", action="store_true", help="print every metric with meaning and healthy range")
@@ -225,11 +227,14 @@ def _reward_test(args: argparse.Namespace) -> int:
     return score_samples(args.config, args.samples)
 
 
-def _plan(args: argparse.Namespace) -> None:
+def _plan(args: argparse.Namespace) -> int:
     from hocket import plan
 
+    status = 0
     for line in plan.report(args.config, args.arguments, args.gpus, args.gpu):
         print(line, flush=True)
+        status |= line.startswith("does not fit")
+    return status
 
 
 def _export(args: argparse.Namespace) -> None:

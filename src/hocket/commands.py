@@ -40,6 +40,7 @@ from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence
 if TYPE_CHECKING:
     from hocket.loop import Run
 
+SFT_RATE = 1e-5  # learning rate of demonstrations, at least
 NO_UPDATE = 3  # exit status of a run in which no step updated the weights
 
 
@@ -349,7 +350,9 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
         raise ConfigError(f"no rollout of {run} has a reward of at least {least:g}: {highest}")
     write_atomically(output, "".join(json.dumps(row) + "\n" for row in chosen))
     mean, plain = fmean(row["reward"] for row in chosen), "" if "messages" in chosen[0] else " data.chat_template=false"
-    command = f"{door()} sft data.source={output} model.path={config.model.path}{plain} run.dir=NEW"
+    rate = max(config.trainer.learning_rate, SFT_RATE)
+    more = f"{plain} sft.epochs=3 trainer.learning_rate={rate:g} run.dir=NEW"
+    command = f"{door()} sft data.source={output} model.path={config.model.path}{more}"
     share = f"{len(chosen)} of {len(rows)} rollouts, of {len(best)} prompts"
     return f"{output}: {share}; rewards from {least:.3g}, mean {mean:.3g}\nto train on them: {command}"
 

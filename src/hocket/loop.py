@@ -71,10 +71,13 @@ class Run:
                     if last or (config.eval.every_steps and step % config.eval.every_steps == 0):
                         metrics |= await self.evaluate(step)
                 metrics |= step_metrics(metrics)
+                stops = bool(self.on_step and self.on_step(step, metrics))
+                if stops and "time/eval" not in metrics:
+                    metrics |= await self.evaluate(step)
                 self.record(step, shaped, metrics)
                 if not batch.groups:
                     self.console.say(EXHAUSTED)
-                if (self.on_step and self.on_step(step, metrics)) or not batch.groups:
+                if stops or not batch.groups:
                     break
         self.publisher.versions.save()
         return self.folder.summary(seed=config.trainer.seed, final_version=self.publisher.versions.current)

@@ -170,8 +170,9 @@ def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tupl
 
 def report(config: Config, arguments: Sequence[str], num_gpus: int, size: str) -> Iterator[str]:
     """Yield the lines that `run.py plan` prints. Raises ConfigError for a card that is not known."""
+    size = next((known for known, gpu in GPUS.items() if size.upper() in (known, gpu.name.upper())), size)
     if size not in GPUS:
-        raise ConfigError(f"--gpu {size} is not known: choose {', '.join(GPUS)}")
+        raise ConfigError(f"--gpu {size} is not known: choose {', '.join(f'{s} ({g.name})' for s, g in GPUS.items())}")
     gpu = GPUS[size]
     needs = find_needs(config, num_gpus, gpu)
     where, context = needs.where, tokenizers.context_length(config.model)

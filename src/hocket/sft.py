@@ -55,6 +55,11 @@ def _train(config: Config) -> None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
         console.say(f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters; {trainer.memory}")
+        if epochs is not None and "steps" in config.trainer.model_fields_set:
+            console.say(f"sft.epochs={epochs} decides: {steps} steps, not trainer.steps={config.trainer.steps}")
+        if "learning_rate" not in config.trainer.model_fields_set:
+            rate = config.trainer.learning_rate
+            console.say(f"trainer.learning_rate={rate:g} is for GRPO; demonstrations mostly take 1e-5 or more")
         if saved is None and held_out:
             before = held_out_loss(trainer, held_out)
             folder.finish(0, before)

@@ -55,6 +55,8 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
             "rollout/length_stopped": 8 / 3,
             "rollout/truncated": 0.25,
             "rollout/tokens": 16.0,
+            "rollout/duplicates": 1.0,  # none has a text
+            "rollout/length_reward": -1 / math.sqrt(28 / 3),  # (-8, -2, 10) / 3 with (1, -1, 0) / 2
             "staleness/mean": 0.25,
             "staleness/max": 1.0,
             "staleness/over_bound": 0.25,
@@ -66,6 +68,29 @@ def test_rollout_metrics_of_four_rollouts_by_hand() -> None:
             "reward/length": 0.25,  # of the two that have it
         }
     )
+
+
+def test_length_and_reward_are_compared_within_their_groups_and_equal_texts_counted() -> None:
+    def one(text: str, total: float) -> tuple[Rollout, Score]:
+        played = rollout(len(text), "stop", 1)
+        sequence = dataclasses.replace(played.sequences[0], text=text)
+        return dataclasses.replace(played, sequences=(sequence,)), Score(total=total)
+
+    groups = [
+        Group(id=str(number), rollouts=tuple(rollouts), scores=tuple(scores))
+        for number, pairs in enumerate(
+            (
+                [one("a", 0.1), one("bb", 0.2), one("bb", 0.2)],  # longer is better within each group
+                [one("cccc", 0.0), one("ddddd", 0.1), one("dddddd", 0.2)],  # and worse from group to group
+            )
+        )
+        for rollouts, scores in [zip(*pairs, strict=True)]
+    ]
+    found = rollout_metrics(groups)
+    assert found["rollout/duplicates"] == pytest.approx(2 / 6)
+    assert found["rollout/length_reward"] == pytest.approx(1.0)
+    assert any("rollout/length_reward" in line for line in alarms(found))
+    assert "rollout/length_reward" not in rollout_metrics([group_of(rollout(2, "stop", 1))])  # it is constant
 
 
 def test_an_episode_of_several_sequences_is_one_with_all_their_tokens_and_turns() -> None:
@@ -81,7 +106,9 @@ def test_an_episode_of_several_sequences_is_one_with_all_their_tokens_and_turns(
 def test_a_step_without_any_score_has_no_reward_metrics() -> None:
     group = Group(id="g", rollouts=(rollout(2, "length", 1),), scores=(Score(total=0.0, error="x"),))
     metrics = rollout_metrics([group])
-    assert metrics.keys() == {f"rollout/{name}" for name in ("reward_errors", "length_mean", "truncated", "tokens")}
+    assert metrics.keys() == {
+        f"rollout/{name}" for name in ("reward_errors", "length_mean", "duplicates", "truncated", "tokens")
+    }
     assert metrics["rollout/reward_errors"] == 1.0
 
 

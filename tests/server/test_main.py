@@ -153,11 +153,15 @@ async def test_only_an_engine_that_no_reload_brings_back_ends_its_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     waited: list[float] = []
+    words, left = tmp_path / "words", list[object]()
 
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
+        if left and len(waited) == 3:
+            words.write_text("CUDA error: device-side assert\n\nTraceback (most recent call last)\n")
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(main, "_children", lambda: left)
     engine: Any = LosingEngine(None, "reload_failed", "asleep", "engine_dead")
     error = await main._lost(engine)
     assert waited == [main.LOOK_S] * 3 + [main.GRACE_S]  # what is in flight ends with the reason meanwhile
@@ -166,7 +170,9 @@ async def test_only_an_engine_that_no_reload_brings_back_ends_its_server(
         "the engine's process ended: it was killed, perhaps for memory (dmesg); start the server"
     )
     engine = LosingEngine("engine_dead")
-    engine.llm.last_words = tmp_path / "words"
-    engine.llm.last_words.write_text("CUDA error: device-side assert\n\nTraceback (most recent call last)\n")
+    engine.llm.last_words = words
+    left.append("the engine, which is lost, but has not ended")
+    waited.clear()
     said = f"ended: CUDA error: device-side assert (its traceback is in {tmp_path}/words); start the server again"
     assert said in str(await main._lost(engine))
+    assert waited == [main.GRACE_S, 0.1, 0.1]

@@ -174,6 +174,9 @@ def test_a_step_counts_its_tokens_and_operations(ranks: Ranks, tied_model: str) 
     with make_trainer(ranks, tied_model) as trainer:
         metrics = trainer.step(SAMPLES)
         peak = trainer.models.peak_flops
+        trainer.models.peak_flops = 1.0  # as if measured beside others: it was no peak
+        assert trainer.step(SAMPLES)["train/mfu"] == 1
+        assert 1 < trainer.models.peak_flops < 1e15
     seconds = metrics["time/train"]
     assert (metrics["train/tokens"], metrics["train/sequences"]) == (21, 3)
     assert metrics["train/tokens_per_s"] == pytest.approx(21 / seconds)

@@ -40,6 +40,9 @@ METRICS = (
     Metric("rollout/kl_coef", "algorithm.kl_in=reward: coefficient of the KL penalty"),
     Metric("rollout/length_mean", "mean number of sampled tokens per rollout"),
     Metric("rollout/length_stopped", "the same over rollouts that ended by themselves"),
+    Metric("rollout/length_reward", "correlation of length and reward over the rollouts, both less their group's mean",
+           high=0.9, advice="length may be what is learned: read rollouts/*.jsonl; gate or clip what grows with it"),
+    Metric("rollout/duplicates", "share of the rollouts whose text another one of their group has, too"),
     Metric("rollout/truncated", "share of rollouts cut off at rollout.max_tokens, env.max_turns or model.max_length",
            high=0.05, advice="raise rollout.max_tokens, or reward shorter answers"),
     Metric("rollout/tokens", "sampled tokens of the step"),
@@ -151,12 +154,31 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics["rollout/sequences_mean"] = statistics.fmean(len(rollout.sequences) for rollout in rollouts)
     if stopped := [rollout.num_sampled for rollout in rollouts if rollout.finish_reason == "stop"]:
         metrics["rollout/length_stopped"] = statistics.fmean(stopped)
+    texts = [Counter(rollout.text for rollout in group.rollouts) for group in groups]
+    metrics["rollout/duplicates"] = sum(n for texts_of in texts for n in texts_of.values() if n > 1) / len(rollouts)
+    if (correlation := length_correlation(groups)) is not None:
+        metrics["rollout/length_reward"] = correlation
     if scores:
         totals = [score.total for score in scores]
         metrics |= {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
         for name in sorted({name for score in scores for name in score.parts}):  # a reward may leave a part out
             metrics[f"reward/{name}"] = statistics.fmean(s.parts[name] for s in scores if name in s.parts)
     return metrics
+
+
+def length_correlation(groups: Sequence[Group]) -> float | None:
+    """Return the correlation of length and total reward, less their group's means; None where either is constant."""
+    lengths, rewards = list[float](), list[float]()
+    for group in groups:
+        scored = [
+            (one.num_sampled, s.total) for one, s in zip(group.rollouts, group.scores, strict=True) if not s.error
+        ]
+        if scored:
+            length, reward = (statistics.fmean(values) for values in zip(*scored, strict=True))
+            lengths += [own - length for own, _ in scored]
+            rewards += [own - reward for _, own in scored]
+    spreads = max(map(abs, lengths), default=0.0), max(map(abs, rewards), default=0.0)
+    return statistics.correlation(lengths, rewards) if min(spreads) > 1e-6 else None
 
 
 def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> dict[str, float]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 3
 """Seconds for requests in flight, and then for the engine's processes, to end by themselves."""
+LAST_WORDS_S = 15.0
 LOOK_S = 1.0  # between looks at the engine
 KEEP_ALIVE_S = 600  # longer than any client keeps an idle connection
 OTHER_SETTINGS = (
@@ -200,7 +201,10 @@ async def _lost(engine: "Engine") -> ServerError:
             await asyncio.sleep(LOOK_S)
         except ApiError as error:
             await asyncio.sleep(GRACE_S)
-            why = vllm_api.last_words(engine.llm) or "it was killed, perhaps for memory (dmesg)"
+            end = time.monotonic() + LAST_WORDS_S  # it says that it is lost, and then takes long to end
+            while not (why := vllm_api.last_words(engine.llm)) and _children() and time.monotonic() < end:
+                await asyncio.sleep(0.1)
+            why = why or "it was killed, perhaps for memory (dmesg)"
             return ServerError(
                 f"{error}: {why}; start the server again, or with {OTHER_SETTINGS}", code=error.body.code
             )

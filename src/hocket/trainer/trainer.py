@@ -234,7 +234,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         rate = learning_rate if self.models.learners[0] in learners else 0.0
         seconds = time.perf_counter() - start
         by_batch = "old_logprobs" in self.models.columns
-        return {**over_updates(metrics, seconds, by_batch), "train/learning_rate": rate, "time/train": seconds}
+        measured = {**over_updates(metrics, seconds, by_batch), "train/learning_rate": rate, "time/train": seconds}
+        if measured["train/mfu"] > 1:  # the peak was measured while others used the cores
+            self.models.peak_flops *= measured["train/mfu"]
+            measured["train/mfu"] = 1.0
+        return measured
 
     @on_all_ranks
     def plan(self, steps: int) -> None:
