@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,8 @@ def test_a_trainer_waits_for_a_server_that_may_be_on_its_gpu_before_it_takes_mem
         ("1", ["launch.server_gpus=0", "launch.trainer_gpus=1"], 1, True),
         ("0", ["launch.server_gpus=0", "launch.trainer_gpus=0"], 0, False),
         ("0", ["server.urls=[http://10.0.0.5:8000]"], 1, True),
+        ("0", ["server.host=0.0.0.0", "server.token=known-to-both"], 0, False),  # of this machine, by another name
+        ("0", [f"server.urls=[http://{socket.gethostname()}:8000]"], 0, False),
         ("0", ["server.discover=gpus.example:8000"], 1, True),
         ("", ["server.urls=[http://10.0.0.5:8000]"], 0, False),  # CPUs: results stay those of one machine
         ("0", ["server.urls=[http://10.0.0.5:8000]", "sync.delta=true", "pipeline.max_staleness=0"], 0, False),
@@ -207,7 +210,7 @@ def test_select_writes_the_best_whole_rollouts_of_each_prompt_the_newest_of_equa
         recorded(2, "ba", 1.0, "ab"), recorded(2, "ba", 1.0, "ab"), recorded(2, "dc", 0.4, "cd?"),
         recorded(2, "fe", None, "ef"), recorded(2, "fe", 2.0, "e", finish_reason="length"),
     ]  # fmt: skip
-    run, output = run_of(tmp_path / "run", rows), tmp_path / "rows.jsonl"
+    run, output = run_of(tmp_path / "lr=1e-5", rows), tmp_path / "rows.jsonl"
 
     def chosen(**options: Any) -> list[tuple[str, str, float]]:
         said = commands.select(run, output, **options)

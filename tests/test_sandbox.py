@@ -1,5 +1,6 @@
 """Hostile programs, and what is left of them: nothing. Right programs after them get their due."""
 
+import logging
 import os
 import socket
 import tempfile
@@ -107,6 +108,7 @@ def test_a_program_is_as_long_as_an_argument_and_has_its_own_text() -> None:
 def test_without_namespaces_the_limits_are_left_and_a_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have raised
     monkeypatch.setattr(sandbox, "_ENTER", "echo not today >&2; exit 1")
     sandbox._enter.cache_clear()
     try:

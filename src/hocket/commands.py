@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints, system
 from hocket.checkpoints import Checkpoints, Saved
-from hocket.config import Config, DataConfig, read_settings
+from hocket.config import Config, DataConfig, load, read_settings
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.discover import find_servers
@@ -330,7 +330,7 @@ def select(run: Path, output: Path, *, min_reward: float | None, per_prompt: int
     """
     if per_prompt < 1:
         raise ConfigError(f"--per-prompt={per_prompt} would choose nothing: set 1 or more")
-    config, _ = read_settings([str(run / "config.yaml")])
+    config = load(run / "config.yaml", [])
     load_plugins(config.plugins)
     made = environments.bind(config.env.name, config.env.model_extra or {})()
     if isinstance(made, Agent):

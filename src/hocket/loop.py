@@ -71,7 +71,7 @@ class Run:
                     if last or (config.eval.every_steps and step % config.eval.every_steps == 0):
                         metrics |= await self.evaluate(step)
                 metrics |= step_metrics(metrics)
-                stops = bool(self.on_step and self.on_step(step, metrics))
+                stops = self.on_step is not None and self.on_step(step, metrics) is True
                 if stops and "time/eval" not in metrics:
                     metrics |= await self.evaluate(step)
                 self.record(step, shaped, metrics)

@@ -212,7 +212,7 @@ async def answers(config: Config) -> bool:
 
 def chosen(config: Config) -> Config:
     """Return the config with the `auto` of pipeline.max_staleness and sync.backend replaced by what it is here."""
-    pipeline, sync, apart = config.pipeline, config.sync, config.gpus_apart and bool(visible_gpus())
+    pipeline, sync, apart = config.pipeline, config.sync, bool(visible_gpus()) and config.gpus_apart
     if pipeline.max_staleness == "auto":
         pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
     if sync.backend == "auto":
@@ -225,7 +225,7 @@ async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:
 
     vLLM takes what others allocate while it starts for its own use, and its KV cache gets so much less.
     """
-    if config.launch.share_gpu or (not config.gpus_apart and config.pipeline.replay is None and visible_gpus()):
+    if config.launch.share_gpu or (config.pipeline.replay is None and visible_gpus() and not config.gpus_apart):
         async with pool_of(config, trainer_id(config.run_dir), **tell) as servers:
             await servers.wait_up()
             if config.launch.share_gpu:

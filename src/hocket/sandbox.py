@@ -20,7 +20,16 @@ MAX_OUTPUT = 1 << 20  # characters that are kept
 MAX_CODE = 100_000  # bytes: what Linux takes as one argument
 KILL_TIMEOUT_S = 30.0
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-_SEEN = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/urandom", sys.base_prefix)
+_SEEN = (
+    "/usr",
+    "/bin",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/dev/null",
+    "/dev/urandom",
+    os.path.realpath(sys.base_prefix),
+)
 _ENTER = f"""
 set -e
 mount -t tmpfs -o size={MAX_DISK_MIB}m,mode=755 none .
@@ -94,7 +103,15 @@ def _enter() -> list[str]:
     unshare = ["unshare", "-mpnui" if root else "-Urmpnui", "--kill-child"]
     command = [*unshare, "sh", "-c", _ENTER, "sandbox", "setpriv", *drop]
     with TemporaryDirectory(prefix="hocket-") as folder:
-        tried = subprocess.run([*command, "true"], env={"PATH": _PATH}, cwd=folder, capture_output=True, check=False)
+        python = [os.path.realpath(sys.executable), "-I", "-c", ""]
+        tried = subprocess.run(
+            [*command, *python],
+            env={"PATH": _PATH},
+            cwd=folder,
+            capture_output=True,
+            check=False,
+            timeout=KILL_TIMEOUT_S,
+        )
     if tried.returncode == 0:
         return command
     why = tried.stderr.decode("utf-8", "replace").strip()

@@ -7,6 +7,7 @@ import hashlib
 import ipaddress
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
@@ -238,6 +239,17 @@ def free_memory() -> int:
             most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
             free = min(free, most - now + int(stat[cached]))  # cached files can go
     return max(free, 0)
+
+
+def is_here(host: str) -> bool:
+    """Return whether a host name or address is one of this machine's own: whether a socket can be bound to it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:  # another machine's, or nobody's
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

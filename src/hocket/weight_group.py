@@ -101,7 +101,11 @@ class WeightGroup:
                     self._group = dist.ProcessGroupNCCL(self._own_store, self.rank, self.size, nccl)
                 finally:
                     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
-            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects no earlier
+            try:
+                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects no earlier
+            except BaseException:
+                self.close()
+                raise
 
     def announce(self, number: int) -> None:
         """Announce to the other ranks that this one is about to receive the group's transfer `number`; 0: to join."""

@@ -163,7 +163,7 @@ async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
     ("answer", "calls", "error"),
     [
         (completion(LIES[1]), 2, 'RetryError: m wrote \'{"reason": "so", "score": "8"}\': its score must be a number'),
-        (completion(None), 2, 'URL/v1 answered no chat completion: \'{"choices"'),
+        (completion(None), 2, "m wrote '': it must hold one score"),  # and is counted, as it was paid
         ((200, {}, "<html>"), 2, "URL/v1 answered no chat completion: '<html>'"),
         ((429, {"retry-after": "301"}, {"error": {"message": "slow down"}}), 1, "429"),
         (
@@ -214,6 +214,7 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
     [
         ({"scale": [1, 1]}, "lowest, highest"),
         ({"budget": 5.0}, "a budget needs the price"),
+        ({"budget": 5.0, "price": [1.0, 1.0]}, "a budget needs a cache"),
         ({"key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
         ({"template": "{compleshun}"}, "compleshun"),
     ],

@@ -184,8 +184,8 @@ async def test_a_reward_that_forks_and_returns_in_both_processes_answers_once(
 
 async def test_a_daemon_ends_with_its_worker(scorer: RewardScorer, make_rollout: Make, mark: str) -> None:
     assert (await scorer.score(make_rollout("daemonise() or 1.0"))).total == 1
+    wait_for(lambda: len(started(mark)) == 3, "the worker, what watches it, and the daemon; earlier forks have ended")
     before = started(mark)
-    assert len(before) == 3  # the worker, what watches it, and the daemon
     assert "exit code 7" in await error_of(scorer, make_rollout("os._exit(7)"))
     assert not before & started(mark)
 

@@ -73,6 +73,8 @@ def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -
     assert eval_rewards(config.rewards, None).functions == {"length": config.rewards.functions["length"]}
     named = config_module.load(None, ["rewards.functions={random: 1.0}", "eval.reward=exact_match"])
     assert list(eval_rewards(named.rewards, named.eval.reward).functions) == ["exact_match"]
+    gated = config_module.load(None, ["rewards.functions={think_format: {gate: true}, math: 1}"])
+    assert list(eval_rewards(gated.rewards, None).functions) == ["math"] == [gated.pass_reward]  # a gate has no weight
 
 
 def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> None:

@@ -58,7 +58,9 @@ def read_deepspeed(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value  # pydantic says what it should be
     zero = value.get("zero_optimization", {})
-    nested = {f"zero_optimization.{key}": item for key, item in (zero.items() if isinstance(zero, Mapping) else ())}
+    if not isinstance(zero, Mapping):
+        raise ValueError(f"zero_optimization must be a mapping, got {zero!r}")
+    nested = {f"zero_optimization.{key}": item for key, item in zero.items()}
     asked = {key: item for key, item in ({**value} | nested).items() if key != "zero_optimization" and item != "auto"}
     for name in asked:
         if name in _OWNED:

@@ -56,8 +56,10 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | Mapping[str,
 
 def read_settings(settings: Sequence[str], default: str | None = None) -> tuple[Config, list[str]]:
     """Return the config of a YAML file (or `default`) and overrides, and the arguments that give a child the same."""
-    paths = [item for item in settings if "=" not in item]
-    overrides = [item for item in settings if "=" in item]
+    paths = [
+        item for item in settings if "=" not in item or (item.endswith((".yaml", ".yml")) and Path(item).is_file())
+    ]
+    overrides = [item for item in settings if item not in paths]
     if len(paths) > 1:
         raise ConfigError(f"one config file at most, got {', '.join(paths)}; settings look like section.key=value")
     path = paths[0] if paths else default

@@ -164,6 +164,11 @@ class RewardsConfig(Section):
     timeout_s: float = Field(30.0, gt=0, description="Seconds for one reward function on one rollout.")
     max_error_rate: float = Field(0.5, ge=0, le=1, description="Share of failed scores in a step that stops the run.")
 
+    @property
+    def first(self) -> str:
+        """Name of the first reward that has a weight, which a gate has not."""
+        return next((name for name, spec in self.functions.items() if spec.weight), next(iter(self.functions)))
+
 
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1, description="Steps of the run: one batch of rollouts, and one weight version, each.")

@@ -11,7 +11,7 @@ from hocket.config import sections
 from hocket.config.algorithm import AlgorithmConfig, CriticConfig
 from hocket.config.sections import Section
 from hocket.errors import ConfigError
-from hocket.system import is_loopback
+from hocket.system import is_here
 
 MIN_TOKEN_LENGTH = 8
 
@@ -99,8 +99,7 @@ class Config(Section):
     @property
     def pass_reward(self) -> str:
         """Reward function whose mean is a prompt's pass rate: eval.reward if it is trained, else the first one."""
-        names = list(self.rewards.functions)
-        return self.eval.reward if self.eval.reward in names else names[0]
+        return self.eval.reward if self.eval.reward in self.rewards.functions else self.rewards.first
 
     @property
     def uses_pass_rates(self) -> bool:
@@ -111,7 +110,7 @@ class Config(Section):
     def gpus_apart(self) -> bool:
         """Whether no server can be on a GPU of the trainer: launch.*_gpus say so, or no server is on this machine."""
         ours, theirs = (set(sections.listed(gpus)) for gpus in (self.launch.server_gpus, self.launch.trainer_gpus))
-        local = any(is_loopback(urlsplit(url).hostname or "") for url in self.server_urls)
+        local = any(is_here(urlsplit(url).hostname or "") for url in self.server_urls)
         return not self.launch.share_gpu and not (ours & theirs if ours and theirs else local)
 
     def url_at(self, port: int) -> str:

@@ -37,7 +37,8 @@ def length(
     tokens, the end-of-sequence token included; "characters" counts the text.
     """
     if max(target, up_to) < 1 or (target and up_to) or unit not in ("tokens", "characters"):
-        raise ValueError(f"target or up_to must be at least 1, unit tokens or characters, got {target} and {unit!r}")
+        got = f"got target={target}, up_to={up_to}, unit={unit}"
+        raise ValueError(f"target or up_to must be at least 1, not both, and unit tokens or characters, {got}")
     actual = len(token_ids) if unit == "tokens" else len(completion)
     return min(1.0, actual / up_to) if up_to else 0.0 - min(1.0, abs(actual - target) / target)  # not -0.0
 
@@ -81,6 +82,10 @@ def json_schema(completion: str, meta: Mapping[str, Any], opening: str = "", sch
 
     schema = meta.get("schema") if schema is None else schema
     schema = json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(schema, Mapping | bool):
+        raise ValueError(
+            f"there is no schema: set the option schema, or give the row a column 'schema', got {schema!r}"
+        )
     kind = validators.validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
     said = _after_thought(completion, opening)
@@ -99,7 +104,9 @@ def countdown(
     The task of TinyZero: the rows have `target` (data.answer_column) and `nums` (`numbers` names another column). An
     <answer> that is wrong gets `format_score`, there 0.1; a completion without one 0.
     """
-    if not isinstance(given := meta.get(numbers), Sequence):
+    given = meta.get(numbers)
+    given = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(given, Sequence):
         raise ValueError(f"the row has no list of numbers in the column {numbers!r}: set the option numbers")
     target, (said, closed, _) = float(_reference(answer)), completion.rpartition("</answer>")
     _, opened, told = said.rpartition("<answer>")

@@ -69,6 +69,8 @@ class JudgeReward:
             raise ValueError(f"scale must be [lowest, highest], got {scale}")
         if budget is not None and not max(price) > 0:
             raise ValueError("a budget needs the price: [dollars per million tokens of prompts, of answers]")
+        if budget is not None and cache is None:  # training and evaluation have judges of their own
+            raise ValueError("a budget needs a cache, the file in which all judges of the run count dollars")
         self._base_url, self._models = base_url, [model] if isinstance(model, str) else list(model)
         self._key, self._cache, self._budget = key_from(key_env), cache or ":memory:", budget
         self._fill = functools.partial(template.format, rubric=rubric, low=self._low, high=self._high)
@@ -165,12 +167,13 @@ class JudgeReward:
             text, usage = answer["choices"][0]["message"]["content"], answer.get("usage") or {}
             read, wrote = usage.get("prompt_tokens"), usage.get("completion_tokens")
         except (ValueError, LookupError, TypeError, AttributeError):
-            text = None
+            text = read = wrote = None
+        counted = all(type(count) is int and 0 <= count <= MAX_TOKENS for count in (read, wrote))
+        if text is None and counted:  # as some models end a thought that is too long: paid, but no verdict
+            text = ""
         if not isinstance(text, str):
             raise RetryError(f"{self._base_url} answered no chat completion: {response.text[:MAX_SHOWN]!r}")
-        if all(type(count) is int and 0 <= count <= MAX_TOKENS for count in (read, wrote)):
-            sizes = float(read or 0), float(wrote or 0)
-        return text, sizes
+        return text, (float(read or 0), float(wrote or 0)) if counted else sizes
 
 
 class Window:

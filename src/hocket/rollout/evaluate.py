@@ -20,7 +20,7 @@ EVAL_STEP = -1
 
 def eval_rewards(rewards: RewardsConfig, name: str | None) -> RewardsConfig:
     """Return a rewards section with eval.reward alone (default: the first), with its options in rewards.functions."""
-    name = name or next(iter(rewards.functions))
+    name = name or rewards.first
     return rewards.model_copy(update={"functions": {name: rewards.functions.get(name, RewardSpec(weight=1.0))}})
 
 

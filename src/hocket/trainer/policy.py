@@ -184,10 +184,10 @@ class MixedProduct(torch.autograd.Function):
         return torch.mm(hidden_nh, weight_vh.t(), out_dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradient_nv: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient_nv: Tensor) -> tuple[Tensor, Tensor | None]:
         hidden_nh, weight_vh = ctx.saved_tensors
         half_nv = gradient_nv.to(hidden_nh.dtype)
-        return half_nv @ weight_vh, half_nv.t() @ hidden_nh
+        return half_nv @ weight_vh, half_nv.t() @ hidden_nh if ctx.needs_input_grad[1] else None
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
