@@ -247,7 +247,7 @@ def is_here(host: str) -> bool:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
-    except OSError:  # another machine's, or nobody's
+    except OSError:  # it is another machine's, or unknown
         return False
     return True
 

@@ -177,7 +177,7 @@ class JudgeReward:
 
 
 class Window:
-    """Lets so many requests, or tokens, be under way or have ended within any minute; None: any number."""
+    """Bound the requests, or tokens, that are under way or have ended within a minute; None: no bound."""
 
     def __init__(self, limit: float | None) -> None:
         self._limit = math.inf if limit is None else limit

@@ -287,7 +287,7 @@ class Worker:
         return [no_score(problem)] * size
 
     def kill(self, tear_down_s: float = 0.0) -> None:
-        """Kill it and all that it has started; first it may tear down its rewards for so long."""
+        """Kill it and all that it has started; first let it tear down its rewards, for `tear_down_s` at most."""
         if self.ended:
             return  # by now the pid may be another process's
         self.ended = True
