@@ -96,7 +96,7 @@ def run(code: str, stdin: str = "", timeout_s: float = 10.0) -> Ending:
 
 @functools.cache
 def _enter() -> list[str]:
-    """Return the command that runs another one in namespaces of its own, without rights; an empty one if there is no way."""
+    """Return the command that runs another one in namespaces of its own, without rights; [] if there is no way."""
     root = os.geteuid() == 0
     drop = ["--reuid=65534", "--regid=65534", "--clear-groups"] if root else []
     drop += ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
