@@ -104,16 +104,20 @@ def _enter() -> list[str]:
     command = [*unshare, "sh", "-c", _ENTER, "sandbox", "setpriv", *drop]
     with TemporaryDirectory(prefix="hocket-") as folder:
         python = [os.path.realpath(sys.executable), "-I", "-c", ""]
-        tried = subprocess.run(
-            [*command, *python],
-            env={"PATH": _PATH},
-            cwd=folder,
-            capture_output=True,
-            check=False,
-            timeout=KILL_TIMEOUT_S,
-        )
-    if tried.returncode == 0:
-        return command
-    why = tried.stderr.decode("utf-8", "replace").strip()
+        try:
+            tried = subprocess.run(
+                [*command, *python],
+                env={"PATH": _PATH},
+                cwd=folder,
+                capture_output=True,
+                check=False,
+                timeout=KILL_TIMEOUT_S,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:  # there is no unshare, or it hangs
+            why = str(error)
+        else:
+            if tried.returncode == 0:
+                return command
+            why = tried.stderr.decode("utf-8", "replace").strip()
     logging.getLogger("hocket").warning("programs of the model run with limits alone, without namespaces: %s", why)
     return []
