@@ -63,7 +63,7 @@ class Run:
                 await self.servers.wait_up()  # sync servers that came back; the trainer is idle now
                 with timed(metrics, "time/step"):
                     batch = await batches.batch(step, version=self.publisher.versions.current)
-                    # before anything can fail on them
+                    # kept before anything can fail on them
                     await run_in_thread(self.folder.rollouts, f"step_{step:06d}", batch.groups)
                     last = step == steps or not batch.groups
                     shaped = [self.shape(group) for group in batch.groups]

@@ -10,8 +10,8 @@ from torch import Tensor
 from batches import preset_loss
 from hocket import config as config_module
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
-from hocket.algorithm.ratios import effective_sample_size
 from hocket.config.algorithm import PRESETS
+from hocket.observe.metrics import effective_sample_size
 
 RATIO = torch.tensor([[1.0, 1.5, 0.5], [1.1, 0.7, 1.0]])
 ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])

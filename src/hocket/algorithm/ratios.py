@@ -1,19 +1,11 @@
 """Compare log-probabilities: log-ratios, importance weights and their metrics, sums over sequences packed into rows."""
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
 from hocket.algorithm.kl import kl_penalty
 from hocket.config import LossConfig
 
-SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions", "seconds_at_peak"})
-"""Metrics of an update that a step has the sum of, not the mean."""
-OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"})
-"""Metrics that compare the engine with the policy before the step."""
 MAX_LOG_RATIO = 20.0  # e^20 is far outside every clip range and still finite
 MAX_SURVIVOR_WEIGHT = 2.0  # cap of a token's importance weight in a sequence that sequence_mask keeps
 
@@ -86,32 +78,3 @@ def policy_metrics(
         values["kl"] = kl_penalty(log_reference_bt, "k3")
     share_bt = mask_bt.to(ratio_bt.dtype) / max(num_tokens, 1)
     return {name: (value_bt * share_bt).sum() for name, value_bt in values.items()}
-
-
-def effective_sample_size(mean: float, mean_square: float) -> float:
-    """Return (Σw)² / (n·Σw²) of the importance weights w before the correction, by their means; 1: all are equal."""
-    return mean**2 / mean_square
-
-
-def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batch: bool) -> dict[str, float]:
-    """Return the metrics of a step of the run from those of its updates, which took `seconds`.
-
-    `by_batch`: every update compares the engine with the policy before the step, not only the first one.
-    """
-    metrics = {}
-    for name in updates[0]:
-        values, kind = [update[name] for update in updates], name.removeprefix("train/")
-        finite = [place for place, value in enumerate(values) if math.isfinite(value)] or range(len(values))
-        if kind in SUMS:
-            metrics[name] = sum(values)
-        elif kind in OF_ENGINE and not by_batch:
-            metrics[name] = values[0]
-        else:
-            weights = [updates[place]["train/tokens"] for place in finite] if kind in OF_ENGINE else None
-            metrics[name] = statistics.fmean([values[place] for place in finite], weights)
-    if "train/importance_square" in metrics:
-        square = metrics.pop("train/importance_square")
-        metrics["train/ess"] = effective_sample_size(metrics["train/importance_mean"], square)
-    positions, at_peak = metrics.pop("train/positions"), metrics.pop("train/seconds_at_peak")
-    rates = {"tokens_per_s": metrics["train/tokens"], "positions_per_s": positions, "mfu": at_peak}
-    return metrics | {f"train/{name}": amount / seconds for name, amount in rates.items()}

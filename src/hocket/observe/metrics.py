@@ -130,6 +130,10 @@ METRICS = (
     Metric("time/step", "seconds of the whole step"),
 )
 # fmt: on
+SUMS = frozenset({"updates", "tokens", "sequences", "micro_batches", "positions", "seconds_at_peak"})
+"""Metrics of an update that a step has the sum of, not the mean."""
+OF_ENGINE = frozenset({"logprob_gap", "mismatch_kl", "importance_mean", "importance_square", "importance_capped"})
+"""Metrics that compare the engine with the policy before the step."""
 ON_POLICY = {"train/logprob_gap", "train/mismatch_kl"}  # at most sync/max_gap where no rollout is stale
 SUSPICIOUS = {*ON_POLICY, "train/importance_mean", "staleness/over_bound"}  # alarms after which weights are checked
 
@@ -193,6 +197,35 @@ def staleness_metrics(groups: Sequence[Group], *, version: int, bound: int) -> d
         "staleness/over_bound": sum(age > bound for age in ages) / len(ages),
         **{f"staleness/share_{age}": count / len(ages) for age, count in sorted(Counter(ages).items())},
     }
+
+
+def effective_sample_size(mean: float, mean_square: float) -> float:
+    """Return (Σw)² / (n·Σw²) of the importance weights w before the correction, by their means; 1: all are equal."""
+    return mean**2 / mean_square
+
+
+def over_updates(updates: Sequence[Mapping[str, float]], seconds: float, by_batch: bool) -> dict[str, float]:
+    """Return the metrics of a step of the run from those of its updates, which took `seconds`.
+
+    `by_batch`: every update compares the engine with the policy before the step, not only the first one.
+    """
+    metrics = {}
+    for name in updates[0]:
+        values, kind = [update[name] for update in updates], name.removeprefix("train/")
+        finite = [place for place, value in enumerate(values) if math.isfinite(value)] or range(len(values))
+        if kind in SUMS:
+            metrics[name] = sum(values)
+        elif kind in OF_ENGINE and not by_batch:
+            metrics[name] = values[0]
+        else:
+            weights = [updates[place]["train/tokens"] for place in finite] if kind in OF_ENGINE else None
+            metrics[name] = statistics.fmean([values[place] for place in finite], weights)
+    if "train/importance_square" in metrics:
+        square = metrics.pop("train/importance_square")
+        metrics["train/ess"] = effective_sample_size(metrics["train/importance_mean"], square)
+    positions, at_peak = metrics.pop("train/positions"), metrics.pop("train/seconds_at_peak")
+    rates = {"tokens_per_s": metrics["train/tokens"], "positions_per_s": positions, "mfu": at_peak}
+    return metrics | {f"train/{name}": amount / seconds for name, amount in rates.items()}
 
 
 def step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

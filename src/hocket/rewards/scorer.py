@@ -125,7 +125,8 @@ class RewardScorer:
                 return call(partial(self._inline, reward), arguments, size)
             loop = asyncio.get_running_loop()
             if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
-                request = pickle.dumps((reward.name, dict(reward.options), arguments, size))
+                options = dict(reward.options) if reward.is_class else {}  # a function has them among its arguments
+                request = pickle.dumps((reward.name, options, arguments, size))
                 return await loop.run_in_executor(self._threads, self._ask_worker, request, len(rollouts))
             if (loop, reward.name) not in self._in_loops:
                 self._in_loops[loop, reward.name] = AsyncReward(reward, self._specs[reward.name])

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from hocket import manifest, weight_group
 from hocket import tokenizer as tokenizers
-from hocket.algorithm.ratios import over_updates
 from hocket.algorithm.samples import Measured, is_measured
 from hocket.config import Config
 from hocket.errors import ServerError, TrainerError
+from hocket.observe.metrics import over_updates
 from hocket.protocol import Health, TensorLayout, TensorSpec
 from hocket.system import cpu_threads, return_freed_memory, seed_of
 from hocket.trainer import flops, guards, offload
