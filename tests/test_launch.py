@@ -257,6 +257,17 @@ def test_a_dry_run_says_what_would_run_where_and_starts_nothing(
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{sys.executable} ./run.py train ")
 
 
+def test_a_launch_of_sides_that_share_their_gpus_gives_its_processes_settings_that_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    settings = ["launch.share_gpu=true", "launch.trainers=2", f"run.dir={tmp_path}/a"]
+    assert launch.launch(config.load(None, settings), settings, dry_run=True) == 0
+    typed = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert typed[0] == "CUDA_VISIBLE_DEVICES=0,1"
+    config.load(None, typed[typed.index("train") + 1 :])  # the server has GPU 0, the ranks have both
+
+
 def test_a_dead_server_is_reported_once_and_the_last_one_ends_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

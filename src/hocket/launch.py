@@ -100,7 +100,7 @@ def launch(config: Config, arguments: Sequence[str], *, dry_run: bool = False) -
     urls = [config.url_at(port) for port in ports]
     names = [f"server_{number}" for number in range(len(ports))] if len(ports) > 1 else ["server"]
     arguments = [*arguments, f"launch.servers={len(ports)}", f"launch.trainers={plan.num_ranks}"]  # for the run's files
-    if plan.ranks:
+    if plan.ranks and not config.launch.share_gpu:
         arguments += [f"launch.server_gpus={','.join(plan.servers)}", f"launch.trainer_gpus={plan.ranks}"]
     serve = [["-m", "hocket", "serve", *arguments, f"server.port={port}"] for port in ports]
     train = ["-m", "hocket", "train", *arguments, "server.discover=null", f"server.urls=[{','.join(urls)}]"]

@@ -183,7 +183,8 @@ class TrainerConfig(Section):
         8192, description="Maximum tokens per forward pass of one rank. `auto`: the size that fits, found at the start."
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
-        None, description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU (offloaded 3), 0 for one float32 rank."
+        None,
+        description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32.",
     )
     gradient_checkpointing: bool = Field(False, description="Recomputed activations: less memory, more time.")
     offload_optimizer: bool = Field(False, description="Optimizer state, update and (ZeRO-3) gradients on the CPU.")
