@@ -20,7 +20,7 @@ _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors", re.ASCII)
 
 
 class Uploads:
-    """Hold the two newest versions; one is hidden until COMPLETE comes, and broken off after `silence_s` without data."""
+    """Hold the two newest versions; one is hidden until COMPLETE comes, broken off after `silence_s` without data."""
 
     def __init__(self, root: Path, silence_s: float = SILENCE_S) -> None:
         self._folder = root / FOLDER
