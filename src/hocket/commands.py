@@ -202,7 +202,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         parts = Parts(config, console)
         held_out = parts.held_out()
         if not held_out:
-            raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
+            raise ConfigError("nothing to evaluate: set eval.num_prompts, and eval.data.source to held-out rows")
 
         async def run() -> dict[str, float]:
             async with parts.servers_as_they_are(arguments) as servers:
