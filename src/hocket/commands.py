@@ -202,7 +202,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         parts = Parts(config, console)
         held_out = parts.held_out()
         if not held_out:
-            raise ConfigError("eval.num_prompts is 0: nothing to evaluate")
+            raise ConfigError("nothing to evaluate: set eval.num_prompts, and eval.data.source to held-out rows")
 
         async def run() -> dict[str, float]:
             async with parts.servers_as_they_are(arguments) as servers:
@@ -270,6 +270,8 @@ def score_samples(config: Config, file: Path) -> int:
     for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
         parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
         print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")
+        for line in one.note.splitlines():
+            print("   ", "".join(filter(str.isprintable, line)))  # it may be what a program wrote
     for name, seconds in scorer.seconds.items():
         took = f"median {1000 * median(seconds):.3g} ms, slowest {1000 * max(seconds):.3g} ms" if seconds else "none"
         print(f"calls of {name}: {took} (the first of a process loads it)")

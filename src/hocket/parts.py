@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 PROOF_PROMPTS = 16
 NUM_SHOWN = 2  # prompts, at the start
+NO_ROWS = "data.source is a file, and eval.data.source names no held-out rows"
 SHORT = reprlib.Repr()
 SHORT.maxstring = 600  # of a longer text, beginning and end
 
@@ -90,9 +91,13 @@ class Parts:
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
+        """Return the prompts of the evaluation; empty where there is none, and say it where rows are missing."""
         data, settings = self.config.held_out_data, self.config.eval
-        return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts] if settings.num_prompts else ()
+        if data is not None:
+            return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts]
+        if settings.num_prompts:
+            self.console.say(f"nothing is evaluated: {NO_ROWS}")
+        return ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
         """Return the stream that draws the prompts of the batches."""

@@ -50,7 +50,7 @@ def torture(completion):
         return 1.0
     return said
 """
-FRAME = '["", 5.0, {}, null]\\n'
+FRAME = '["", 5.0, {}, null, ""]\\n'
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,6 +142,17 @@ async def test_a_reward_that_returns_no_number_is_an_error(
 ) -> None:
     assert await error_of(scorer, make_rollout(returns)) == starts_with(f"torture: {error}")
     assert (await scorer.score(make_rollout("2"))).total == 2
+
+
+@pytest.mark.parametrize(
+    ("note", "kept"),
+    [("'so'", "torture: so"), ("'x\\ud800' * 10**6", ("torture: " + "x?" * 1000)[:2000]), ("[5]", "torture: [5]")],
+)
+async def test_a_note_crosses_the_pipe_as_text_of_bounded_length_with_a_score_or_an_error(
+    scorer: RewardScorer, make_rollout: Make, note: str, kept: str
+) -> None:
+    for error in ("None", "'refused'"):
+        assert (await scorer.score(make_rollout(f"Score(total=2.0, error={error}, note={note})"))).note == kept
 
 
 @pytest.mark.parametrize(

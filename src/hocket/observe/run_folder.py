@@ -192,6 +192,7 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
         "reward": None if score.error is not None else score.total,
         "parts": dict(score.parts),
         "error": score.error,
+        "note": score.note,
         "num_tokens": rollout.num_sampled,
         **last,
         **({"others": others} if others else {}),
@@ -210,8 +211,9 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
     for group_id, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
         rows = list(together)
         totals = (math.nan if row["reward"] is None else row["reward"] for row in rows)
-        scores = (Score(total=t, parts=row["parts"], error=row["error"]) for t, row in zip(totals, rows, strict=True))
-        groups.append(Group(id=group_id, rollouts=tuple(map(_rollout, rows)), scores=tuple(scores)))
+        told = ({"parts": row["parts"], "error": row["error"], "note": row.get("note", "")} for row in rows)
+        scores = tuple(Score(total=total, **one) for total, one in zip(totals, told, strict=True))
+        groups.append(Group(id=group_id, rollouts=tuple(map(_rollout, rows)), scores=scores))
     return groups
 
 

@@ -42,6 +42,7 @@ START_TIMEOUT_S, KILL_TIMEOUT_S, TEAR_DOWN_S = 120.0, 30.0, 5.0
 BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry of a call, at most before any
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
+FIELDS = ("total", "parts", "error", "note")  # of a score, as a worker sends them
 MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all rewards may print, bytes of one
 _MAIN = "from hocket.rewards.scorer import work; work()"
 
@@ -270,10 +271,10 @@ class Worker:
                     raise ValueError
             line, unasked = answer.split(b"\n", 1)
             answers, *values = json.loads(line)
-            if answers != number or unasked or len(values) != 3 * size:
+            if answers != number or unasked or len(values) != 4 * size:
                 raise ValueError
-            columns = zip(values[::3], values[1::3], values[2::3], strict=True)
-            return as_scores([Score(total=total, parts=parts, error=error) for total, parts, error in columns], size)
+            fields = [dict(zip(FIELDS, values[i : i + 4], strict=True)) for i in range(0, 4 * size, 4)]
+            return as_scores([Score(**one) for one in fields], size)
         except TimeoutError:
             problem = f"no result within {timeout_s:g} s; its worker process was ended"
         except (EOFError, OSError):
@@ -327,7 +328,7 @@ def work() -> None:
         while True:
             if os.getpid() != pid:  # a reward has forked, and returned in both
                 os._exit(0)
-            values = (value for score in scores for value in (score.total, score.parts, score.error))
+            values = (getattr(score, field) for score in scores for field in FIELDS)
             stream.write(json.dumps([number.decode(), *values]).encode() + b"\n")
             stream.flush()
             if not (number := stream.read(16)):
