@@ -109,7 +109,11 @@ async def test_the_judge_of_the_documentation_scores_as_it_stands(
 
     monkeypatch.setenv("OPENAI_API_KEY", "hush")
     async with Service(say).open() as service:
-        shown["functions"]["judge"] |= {"base_url": service.url, "cache": str(tmp_path / "judge.db")}
+        shown["functions"]["judge"] |= {
+            "base_url": service.url,
+            "key_env": "OPENAI_API_KEY",
+            "cache": str(tmp_path / "judge.db"),
+        }
         sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="abcd")
         with scorer_of_all(config.RewardsConfig.model_validate(shown)) as scorer:
             rollout = Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
