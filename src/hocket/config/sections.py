@@ -169,6 +169,10 @@ class RewardsConfig(Section):
         """Name of the first reward that has a weight, which a gate has not."""
         return next((name for name, spec in self.functions.items() if spec.weight), next(iter(self.functions)))
 
+    def spec(self, name: str) -> RewardSpec:
+        """Return the section of a reward; without options where it has none, as eval.reward may."""
+        return self.functions.get(name, RewardSpec())
+
 
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1, description="Steps of the run: one batch of rollouts, and one weight version, each.")

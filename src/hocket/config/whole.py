@@ -104,6 +104,11 @@ class Config(Section):
         return own.model_copy(update={name: getattr(data, name) for name in shared})
 
     @property
+    def eval_reward(self) -> str:
+        """Reward function whose mean is the accuracy: eval.reward, else the first one."""
+        return self.eval.reward or self.rewards.first
+
+    @property
     def pass_reward(self) -> str:
         """Reward function whose mean is a prompt's pass rate: eval.reward if it is trained, else the first one."""
         return self.eval.reward if self.eval.reward in self.rewards.functions else self.rewards.first
