@@ -50,8 +50,11 @@ def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_mi
     plugin, samples = tmp_path / "mine.py", tmp_path / "samples.jsonl"
     plugin.write_text(
         "from hocket.rewards import reward\n"
+        "from hocket.types import Score\n"
         "@reward('first_told', inline=True)\n"
-        "def first_told(completions, meta): return [meta['level']] + [0] * (len(completions) - 1)\n"
+        "def first_told(completions, meta):\n"
+        "    first = Score(total=meta['level'], note='it came\\n\\x1b[2Jfirst')\n"
+        "    return [first] + [0] * (len(completions) - 1)\n"
     )
     functions = "{exact_match: 1, first_told: 0.5, length: {target: 2, unit: characters}}"
     command = ["reward-test", f"plugins=[{plugin}]", f"rewards.functions={functions}", f"--samples={samples}"]
@@ -59,8 +62,9 @@ def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_mi
     rows.append({"messages": [{"role": "user", "content": "2+2?"}], "level": 1, "completion": "4"})
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
     assert main(command) == 0
-    first, second, *calls, last = capsys.readouterr().out.splitlines()
+    first, said, why, second, *calls, last = capsys.readouterr().out.splitlines()
     assert first == f"{samples}:1  2.5  exact_match 1, length 0, first_told 3"
+    assert [said, why] == ["    first_told: it came", "    [2Jfirst"]
     assert second == f"{samples}:2  0  exact_match 0, length 0, first_told 0"
     assert [call.split(":")[0] for call in calls] == [f"calls of {n}" for n in ("exact_match", "first_told", "length")]
     assert last == "2 samples in 1 groups, 0 without a score"

@@ -67,11 +67,34 @@ def test_every_shipped_config_loads_and_names_what_exists() -> None:
     assert {"quickstart.yaml", "gsm8k_1gpu.yaml"} <= {path.name for path in files}
     for file in files:
         loaded = config.load(file)
-        for path in (loaded.data.source, loaded.eval.data.source, *loaded.plugins):
+        held_out = loaded.held_out_data or loaded.data
+        for path in (loaded.data.source, held_out.source, *loaded.plugins):
             if path.endswith((".jsonl", ".parquet", ".py")):
                 assert (ROOT / path).is_file(), path
         if loaded.model.path.startswith("checkpoints/"):
             assert (ROOT / loaded.model.path / "config.json").is_file()
+
+
+def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherwise(tmp_path: Path) -> None:
+    text = "data: {source: 'hf:a/b:main', prompt_column: q, answer_pattern: '(x)', limit: 9, split: half}\n"
+    held_out = load(tmp_path, text).held_out_data
+    assert held_out is not None
+    found = (held_out.source, held_out.split, held_out.prompt_column, held_out.limit, held_out.section)
+    assert found == ("hf:a/b:main", "test", "q", None, "eval.data")
+    other = load(tmp_path, text, "eval.data.source=held.jsonl", "eval.data.prompt_column=prompt", "eval.data.limit=2")
+    held_out = other.held_out_data
+    assert held_out is not None
+    assert (held_out.source, held_out.prompt_column, held_out.limit) == ("held.jsonl", "prompt", 2)
+    assert held_out.answer_pattern == re.compile("(x)")
+    again = load(tmp_path, config.dump(other), "data.prompt_column=z")  # the run's own file says it all
+    assert again.held_out_data == held_out
+
+
+def test_a_file_of_training_rows_is_not_taken_for_held_out_ones(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "data: {source: train.jsonl}\n")
+    assert loaded.held_out_data is None
+    assert load(tmp_path, config.dump(loaded)).held_out_data is None
+    assert config.load(None, ["eval.num_prompts=0"]).held_out_data is None
 
 
 def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ HOMES = {  # the only places that may import a package
     "deepspeed": {"trainer"},
     "peft": {"trainer"},
     "httpx": {"client", "rewards.http"},
-    "openai": {"rewards.judge"},
+    "openai": {"rewards.endpoint"},
     "rich": {"observe"},
     "psutil": {"doctor", "server"},
 }

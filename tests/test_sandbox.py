@@ -131,31 +131,34 @@ def block(program: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("completion", "tests", "partial", "total", "parts"),
+    ("completion", "tests", "partial", "total", "parts", "note"),
     [
-        (block(ADDS), PAIRS, False, 1.0, {"passed": 1.0}),
-        (block("print(3)"), PAIRS, True, 0.5, {"passed": 0.5, "wrong": 0.5}),
-        (block("print(3)"), PAIRS, False, 0.0, {"passed": 0.5, "wrong": 0.5}),
-        (block("raise SystemExit(1)"), PAIRS, True, 0.0, {"failed": 1.0}),
-        (block("while True: pass"), PAIRS, True, 0.0, {"late": 0.5}),
-        ("no program", PAIRS, True, 0.0, {}),
-        (block("def f(x): return x + 1"), ["assert f(1) == 2", "assert f(2) == 3"], False, 1.0, {"passed": 1.0}),
+        (block(ADDS), PAIRS, False, 1.0, {"passed": 1.0}, ""),
+        (block("print(3)"), PAIRS, True, 0.5, {"passed": 0.5, "wrong": 0.5}, "test 2 of 2: wrong\nstdout: 3\n"),
+        (block("print(3)"), PAIRS, False, 0.0, {"passed": 0.5, "wrong": 0.5}, "test 2 of 2: wrong\nstdout: 3\n"),
+        (block("raise SystemExit(1)"), PAIRS, True, 0.0, {"failed": 1.0}, "test 1 of 2: failed\nstdout: \nstderr: "),
+        (block("while True: pass"), PAIRS, True, 0.0, {"late": 0.5}, "test 1 of 2: late\n"),
+        ("no program", PAIRS, True, 0.0, {}, "there is no program in a fenced block"),
+        (block("def f(x): return x + 1"), ["assert f(1) == 2", "assert f(2) == 3"], False, 1.0, {"passed": 1.0}, ""),
         (
             block("def f(x): return 2"),
             ["assert f(1) == 2", "assert f(2) == 3"],
             True,
             0.5,
             {"passed": 0.5, "failed": 0.5},
+            "test 2 of 2: failed\nstdout: \nstderr: Traceback",
         ),
-        (block("raise SystemExit(0)"), ["assert f(1) == 2"], True, 0.0, {"wrong": 1.0}),
+        (block("raise SystemExit(0)"), ["assert f(1) == 2"], True, 0.0, {"wrong": 1.0}, "test 1 of 1: wrong"),
     ],
 )
 def test_code_runs_the_last_block_against_the_tests_of_the_row(
-    completion: str, tests: list[object], partial: bool, total: float, parts: dict[str, float]
+    completion: str, tests: list[object], partial: bool, total: float, parts: dict[str, float], note: str
 ) -> None:
     score = builtin.code(completion, {"tests": tests}, timeout_s=3.0, partial=partial)
     assert score.total == total
     assert {name: share for name, share in score.parts.items() if share} == parts
+    assert score.note.startswith(note)
+    assert bool(score.note) == bool(note)
     assert REWARDS.get("code").runs == "worker"
 
 

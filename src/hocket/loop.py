@@ -88,8 +88,7 @@ class Run:
             plan,
             self.stream.take,  # 1 prompts  data/stream.py
             self.play,  # 2 rollouts  rollout/episode.py, agents.py
-            self.scorer.score,  # 3 scores  rewards/scorer.py
-            self.scorer.settle,
+            self.scorer,  # 3 scores  rewards/scorer.py
             has_signal=lambda group: self.shape(group).reason is None,
         )
 

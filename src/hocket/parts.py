@@ -26,11 +26,11 @@ from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
 from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
-from hocket.rewards.scorer import RewardScorer
+from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Play
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
-from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
+from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.sync.bring_up import bring_up
 from hocket.sync.disk import Versions
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 PROOF_PROMPTS = 16
 NUM_SHOWN = 2  # prompts, at the start
+NO_ROWS = "data.source is a file, and eval.data.source names no held-out rows"
 SHORT = reprlib.Repr()
 SHORT.maxstring = 600  # of a longer text, beginning and end
 
@@ -90,9 +91,13 @@ class Parts:
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts of the evaluation; empty with eval.num_prompts=0."""
+        """Return the prompts of the evaluation; empty where there is none, and say it where rows are missing."""
         data, settings = self.config.held_out_data, self.config.eval
-        return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts] if settings.num_prompts else ()
+        if data is not None:
+            return self.prompts("eval", data, settings.max_tokens)[: settings.num_prompts]
+        if settings.num_prompts:
+            self.console.say(f"nothing is evaluated: {NO_ROWS}")
+        return ()
 
     def stream(self, prompts: Sequence[Prompt]) -> PromptStream:
         """Return the stream that draws the prompts of the batches."""
@@ -121,16 +126,15 @@ class Parts:
         plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
         return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
 
-    def evaluation(self, prompts: Sequence[Prompt], play: Play, scorer: RewardScorer) -> Evaluation:
+    def evaluation(self, prompts: Sequence[Prompt], play: Play, calls: RewardCalls) -> Evaluation:
         """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
         config, settings = self.config, self.config.eval
         seed, temperature = config.trainer.seed, settings.temperature
         return Evaluation(
             prompts=prompts,
             play=play,
-            score=scorer.score,
-            settle=scorer.settle,
-            reward=next(iter(eval_rewards(config.rewards, settings.reward).functions)),
+            scorer=RewardScorer(calls, [config.eval_reward]),
+            reward=config.eval_reward,
             samples=settings.samples,
             sampling=sampling_params(
                 config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature, max_tokens=settings.max_tokens

@@ -95,10 +95,10 @@ def _samples(config: Config, data: DataConfig) -> list[TrainSample]:
 
 
 def _held_out(config: Config) -> list[TrainSample]:
-    """Return the demonstrations of eval.data; none where its source is not set, and not what is trained."""
-    data, most = config.held_out_data, config.eval.num_prompts
-    if most == 0 or ("source" not in data.model_fields_set and data.source != config.data.source):
+    """Return the demonstrations of eval.data; none without an evaluation or held-out rows."""
+    if (data := config.held_out_data) is None:
         return []
+    most = config.eval.num_prompts
     return _samples(config, data.model_copy(update={"limit": min(most, data.limit or most)}))
 
 

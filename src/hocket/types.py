@@ -86,6 +86,7 @@ class Score:
     total: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     error: str | None = None
+    note: str = ""  # to read beside the number: what a program wrote, why a judge thinks so
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

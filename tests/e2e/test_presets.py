@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import fakes
+from batches import scorer_of_all
 from hocket import config as config_module
 from hocket.algorithm.kl import KlController
 from hocket.algorithm.samples import shape
@@ -28,7 +29,6 @@ from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import Completion
-from hocket.rewards import RewardScorer
 from hocket.rollout.episode import single_turn
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -122,7 +122,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Runs the loop and returns its summary."""
     with (
         Trainer(config, ranks=ranks) as trainer,
-        RewardScorer(config.rewards) as scorer,
+        scorer_of_all(config.rewards) as scorer,
         RunFolder(config) as folder,
         Console(config.trainer.steps) as console,
         Checkpoints(config, trainer.state, {}) as checkpoints,

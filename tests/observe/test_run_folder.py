@@ -34,7 +34,7 @@ def rollout(group: str, index: int, others: tuple[TokenSequence, ...] = (), **ch
 GROUP = Group(
     id="step 1/0",
     rollouts=(rollout("step 1/0", 0, dialogue=()), rollout("step 1/0", 1)),
-    scores=(Score(total=1.0, parts={"m": 1.0}), Score(total=0.0, error="m: hung")),
+    scores=(Score(total=1.0, parts={"m": 1.0}, note="m: so"), Score(total=0.0, error="m: hung")),
 )
 
 
@@ -65,7 +65,7 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     assert rows[0] == {
         "id": "step 1/0/0", "group_id": "step 1/0", "prompt_id": "task:step 1/0", "prompt": "sort ba", "answer": "ab",
         "messages": None, "completion": "ab\u2028\r\n", "reward": 1.0, "parts": {"m": 1.0}, "error": None,
-        "finish_reason": "stop", "turns": 2, "num_tokens": 2, "version_min": 3, "version_max": 4,
+        "note": "m: so", "finish_reason": "stop", "turns": 2, "num_tokens": 2, "version_min": 3, "version_max": 4,
         "token_ids": [1, 2, 3, 4, 5], "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345], "mask": [0, 0, 1, 0, 1],
     }  # fmt: skip
     assert summary == json.loads((run / "summary.json").read_text())
@@ -158,7 +158,7 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
 
 
 def test_groups_come_back_as_they_were_and_the_sequences_of_an_agent_s_episode_stay_together() -> None:
-    scores = (Score(total=0.1, parts={"math": 0.1}), Score(total=1.0))
+    scores = (Score(total=0.1, parts={"math": 0.1}, note="two\nlines"), Score(total=1.0))
     others = (BASE, replace(BASE, turns=1, dialogue=(), text="half a surrogate pair: \ud800"))
     first = Group(id="g", rollouts=(rollout("g", 0, others=others), rollout("g", 1)), scores=scores)
     second = Group(id="step 1/1", rollouts=(rollout("step 1/1", 0),), scores=(Score(total=-2.5),))

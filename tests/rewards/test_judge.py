@@ -2,15 +2,17 @@ import asyncio
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hocket.errors import ConfigError, RewardError
-from hocket.rewards import RewardScorer, judge, scorer
-from hocket.rewards.judge import verdict
+from hocket.rewards import RewardScorer, endpoint, scorer
+from hocket.rewards.judge import ranking_in, score_in
 from hocket.types import Rollout
 from service import Answer, Headers, Service
 
@@ -28,6 +30,24 @@ LIES = (  # what a judge writes
     "a clear 8 out of 10",
     "",
 )
+WRONG_RANKINGS = (  # of four
+    '{"reason": "cut o", "ranking": [1, 2, 3, 4',
+    '{"ranking": [1, 1, 2, 3]}',
+    '{"ranking": [1, 2, 3]}',
+    '{"ranking": [0, 1, 2, 3]}',
+    '{"ranking": [2, 3, 4, 5]}',
+    '{"ranking": [1, 2, 3, 4, 4]}',
+    '{"ranking": [1.0, 2, 3, 4]}',
+    '{"ranking": [true, 2, 3, 4]}',
+    '{"ranking": ["1", "2", "3", "4"]}',
+    '{"ranking": [[1, 2, 3, 4]]}',
+    '{"ranking": "4321"}',
+    '{"ranking": {"1": 2}}',
+    '{"ranking": null}',
+    '{"it": {"ranking": [1, 2, 3, 4]}}',
+    'The third answer says {"ranking": [3, 1, 2, 4]}, but {"ranking": [1, 2, 3, 4]}',
+    "",
+)
 
 
 def completion(text: Any, prompt_tokens: Any = 100, completion_tokens: Any = 20) -> Answer:
@@ -35,13 +55,23 @@ def completion(text: Any, prompt_tokens: Any = 100, completion_tokens: Any = 20)
     return 200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": usage}
 
 
-def functions(service: Service, **options: Any) -> dict[str, Any]:
+def functions(service: Service, name: str = "judge", **options: Any) -> dict[str, Any]:
     options = {"base_url": f"{service.url}/v1", "model": "m", "rubric": "Is it sorted?", "key_env": None} | options
-    return {"judge": options}
+    return {name: options}
+
+
+def shown(body: Any) -> list[int]:
+    """Return the answers, numbers, that a judge is asked about, as they stand there."""
+    return [int(text) for text in re.findall(r"<answer[^>]*>\n(\d+)\n</answer", body["messages"][0]["content"])]
+
+
+def ranked(texts: list[int]) -> str:
+    """Return a judge's answer that puts the largest number first."""
+    return json.dumps({"reason": "so", "ranking": sorted(range(1, len(texts) + 1), key=lambda i: -texts[i - 1])})
 
 
 class FakeJudge:
-    """Gives each completion, a number, that number as its score; errs, stalls and lies as often as it is told."""
+    """Scores a completion, a number, by that number, and ranks several; errs, stalls and lies as often as told."""
 
     def __init__(self, errors: float, stalls: float, lies: float, latency_s: float) -> None:
         self.random, self.latency_s = random.Random(0), latency_s
@@ -56,26 +86,32 @@ class FakeJudge:
             kinds = [(500, {}, "oops"), (503, {}, {}), (429, {"retry-after": "1"}, {"error": {"message": "slow down"}})]
             return self.random.choice(kinds)
         if chance < self.lies:
-            return self.random.choice([completion(self.random.choice(LIES)), (200, {}, "{"), completion(None)])
-        asked = body["messages"][0]["content"].split("<answer>\n")[1].split("\n</answer>")[0]
-        return completion(json.dumps({"reason": "it says so", "score": int(asked) % 11}))
+            lie = completion(self.random.choice(LIES + WRONG_RANKINGS))
+            return self.random.choice([lie, (200, {}, "{"), completion(None)])
+        if "ranking" in body["messages"][0]["content"]:
+            return completion(ranked(shown(body)))
+        return completion(json.dumps({"reason": "it says so", "score": shown(body)[0] % 11}))
 
 
+@pytest.mark.parametrize("name", ["judge", "judge_ranking"])
 async def test_no_score_is_lost_no_limit_is_passed_and_the_second_run_needs_no_call(
-    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(judge, "MINUTE_S", 1.0)
+    monkeypatch.setattr(endpoint, "MINUTE_S", 1.0)
     monkeypatch.setattr(scorer, "BACK_OFF_S", 0.1)
     limits = {"requests_per_minute": 100, "max_concurrent": 16, "timeout_s": 0.5, "cache": str(tmp_path / "cache.db")}
+    size = 1 if name == "judge" else 4
+    groups = [[make_rollout(str(group * size + i)) for i in range(size)] for group in range(200)]
+    values = [i % 11 / 10 for i in range(200)] if name == "judge" else [0, 1 / 3, 2 / 3, 1] * 200
     async with Service(FakeJudge(errors=0.05, stalls=0.02, lies=0.05, latency_s=0.02)).open() as service:
         for _ in range(2):
-            rewards = scorer_of(functions(service, **limits), timeout_s=0.01)
-            scores = await asyncio.gather(*(rewards.score(make_rollout(str(i))) for i in range(200)))
+            rewards = scorer_of(functions(service, name, **limits), timeout_s=0.01)
+            scores = sum(await asyncio.gather(*map(rewards.score_group, groups)), ())
             assert [score.error for score in scores if score.error] == []
-            assert [score.total for score in scores] == pytest.approx([i % 11 / 10 for i in range(200)])
+            assert [score.total for score in scores] == pytest.approx(values)
             asked = len(service.arrivals)
     assert asked > 200
-    assert sum(score.parts["judge/calls"] for score in scores) == 0
+    assert sum(score.parts[f"{name}/calls"] for score in scores) == 0
     assert service.most_within(1) <= 100
     assert service.most <= 16
 
@@ -131,13 +167,68 @@ async def test_tokens_are_reserved_for_a_call_and_then_counted_as_the_endpoint_d
         rewards, tokens = scorer_of(functions(service, **options)), []
         for i in range(5):
             if i == 2:  # 200 + 600 fit into a minute, 200 + 600 + 600 don't
-                monkeypatch.setattr(judge, "MINUTE_S", 0.5)
-            async with asyncio.timeout(judge.MINUTE_S / 2 if i < 2 else None):
+                monkeypatch.setattr(endpoint, "MINUTE_S", 0.5)
+            async with asyncio.timeout(endpoint.MINUTE_S / 2 if i < 2 else None):
                 tokens.append((await rewards.score(make_rollout(str(i) * 200))).parts["judge/tokens"])
         late = await scorer_of(functions(service, **options | {"max_tokens": 901})).score(make_rollout("x" * 200))
     assert tokens == [200, 600, 600, 600, 600]  # without a count, 200 bytes are 100 tokens and all 500 are written
     assert [b - a >= 0.5 for a, b in itertools.pairwise(service.arrivals)][1:] == [True] * 3
     assert "a call may take 1001 tokens, but only 1000 are allowed per minute" in str(late.error)
+
+
+async def test_a_ranking_gives_each_place_its_value_and_shares_the_cost(scorer_of: Scorers, make_rollout: Make) -> None:
+    said = iter(['{"ranking": [1, 2]}', None])
+    bodies = []
+
+    async def answer(headers: Headers, body: Any) -> Answer:
+        bodies.append(body)
+        return completion(next(said, None) or ranked(shown(body)))
+
+    options = {"price": [1.0, 10.0], "request": {"temperature": 0}}
+    async with Service(answer).open() as service:
+        rewards = scorer_of(functions(service, "judge_ranking", **options, retries=9))
+        scores = await rewards.score_group([make_rollout(text, answer=None) for text in ("7", "3", "7", "11")])
+        again = await rewards.score_group([make_rollout(text, answer=None) for text in ("11", "7", "3")])
+        (alone,) = await rewards.score_group([make_rollout("3")])
+    assert [score.total for score in scores] == [0.5, 0.0, 0.5, 1.0]
+    assert scores[3].parts == pytest.approx(
+        {
+            "judge_ranking": 1.0,
+            "judge_ranking/1": 1.0,
+            "judge_ranking/calls": 2 / 4,  # the first one ranked two of three
+            "judge_ranking/tokens": 2 * 120 / 4,
+            "judge_ranking/dollars": 2 * (100 * 1 + 20 * 10) / 1e6 / 4,
+        }
+    )
+    assert [(one.total, one.parts["judge_ranking/calls"]) for one in again] == [(1, 0), (0.5, 0), (0, 0)]
+    assert (alone.total, len(bodies)) == (0.5, 2)
+    content, form = bodies[0]["messages"][0]["content"], bodies[0]["response_format"]["json_schema"]["schema"]
+    assert form["properties"]["ranking"] == {
+        "type": "array",
+        "items": {"type": "integer"},
+        "minItems": 3,
+        "maxItems": 3,
+    }
+    for part in ("Sort: dbca", "<reference>\nnone\n", "Is it sorted?", "Rank the 3 answers", "all answers, 1 to 3"):
+        assert part in content
+
+
+async def test_where_an_answer_stands_is_drawn_by_content_and_turned_round_for_the_next_judge(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
+    orders = []
+
+    async def likes_the_first(headers: Headers, body: Any) -> Answer:
+        orders.append(shown(body))
+        return completion(json.dumps({"ranking": list(range(1, len(orders[-1]) + 1))}))
+
+    groups = [[make_rollout(str(10 * group + i)) for i in range(5)] for group in range(40)]
+    async with Service(likes_the_first).open() as service:
+        rewards = scorer_of(functions(service, "judge_ranking", model=["m", "m"]))
+        for group in groups:
+            assert [score.total for score in await rewards.score_group(group)] == [0.5] * 5
+    assert all(orders[i] == orders[i + 1][::-1] for i in range(0, 80, 2))
+    assert {order[0] % 10 for order in orders[::2]} == {0, 1, 2, 3, 4}
 
 
 async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
@@ -195,10 +286,14 @@ async def test_what_an_endpoint_answers_instead_of_a_score_is_the_error_of_the_s
     assert len(service.arrivals) == calls
 
 
-@pytest.mark.parametrize("text", LIES)
-def test_a_lie_is_no_verdict(text: str) -> None:
-    with pytest.raises(ValueError, match=r"score|delimiter|value|string"):
-        verdict(text, 0, 10)
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [(partial(score_in, low=0, high=10), one) for one in LIES + WRONG_RANKINGS]
+    + [(partial(ranking_in, count=4), one) for one in LIES + WRONG_RANKINGS],
+)
+def test_a_lie_is_no_verdict(read: Callable[[str], Any], text: str) -> None:
+    with pytest.raises(ValueError, match=r"score|ranking|delimiter|value|string"):
+        read(text)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +301,8 @@ def test_a_lie_is_no_verdict(text: str) -> None:
     [('{"score": 0}', 0.0), ('```json\n{"score": 7.5, "reason": "{so}"}\n```', 7.5), ('Well: {"score": 1e1}.', 10.0)],
 )
 def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
-    assert verdict(text, 0, 10) == score
+    assert score_in(text, 0, 10) == score
+    assert ranking_in('Well: {"ranking": [2, 1, 3]}.', 3) == [2, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -214,12 +310,19 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
     [
         ({"scale": [1, 1]}, "lowest, highest"),
         ({"budget": 5.0}, "a budget needs the price"),
-        ({"budget": 5.0, "price": [1.0, 1.0]}, "a budget needs a cache"),
+        ({"budget": 5.0, "price": [1.0, 1.0]}, "a budget needs .*, and a cache"),
+        ({"cache": "no/such/folder/judge.db"}, "no folder for the cache no/such/folder/judge.db"),
+        ({"key_env": ""}, "set key_env: the variable that holds the key of http://127.0.0.1:1/v1"),
+        ({"key_env": "", "base_url": "https://api.openai.com.example/v1"}, "set key_env"),
+        ({"key_env": "", "base_url": "https://api.openai.com/v1"}, "OPENAI_API_KEY is not set"),
         ({"key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
         ({"template": "{compleshun}"}, "compleshun"),
     ],
 )
-def test_options_that_can_not_work_are_refused(scorer_of: Scorers, options: dict[str, Any], message: str) -> None:
+def test_options_that_can_not_work_are_refused(
+    scorer_of: Scorers, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     options = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "r", "key_env": None} | options
     with pytest.raises(ConfigError, match=f"reward judge refuses its options: .*{message}"):
         scorer_of({"judge": options})

@@ -169,6 +169,10 @@ class RewardsConfig(Section):
         """Name of the first reward that has a weight, which a gate has not."""
         return next((name for name, spec in self.functions.items() if spec.weight), next(iter(self.functions)))
 
+    def spec(self, name: str) -> RewardSpec:
+        """Return the section of a reward; without options where it has none, as eval.reward may."""
+        return self.functions.get(name, RewardSpec())
+
 
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1, description="Steps of the run: one batch of rollouts, and one weight version, each.")
@@ -266,11 +270,13 @@ class ServerConfig(Section):
 
 class HeldOutConfig(DataConfig):
     section: ClassVar[str] = "eval.data"
-    split: str = Field("test", description="As in section data.")
+    split: str = Field("test", description="As in section data, whose other keys but `limit` it takes if unset.")
 
 
 class EvalConfig(Section):
-    data: HeldOutConfig = Field(HeldOutConfig(), description="Held-out prompts, with the keys of section data.")
+    data: HeldOutConfig = Field(
+        HeldOutConfig(), description="Held-out prompts: keys of section data, where they differ. A file needs `source`."
+    )
     num_prompts: int = Field(256, ge=0, description="Prompts per evaluation. 0 disables evaluation.")
     samples: int = Field(1, ge=1, description="Rollouts per prompt; pass@k is measured for k = 1, 2, 4, ... up to it.")
     every_steps: int = Field(0, ge=0, description="Steps between evaluations, besides start and end. 0 disables them.")

@@ -93,10 +93,22 @@ class Config(Section):
         return Path(self.sync.root) if self.sync.root is not None else self.run_dir.resolve().parent
 
     @property
-    def held_out_data(self) -> sections.HeldOutConfig:
-        """Source of the evaluation, rendered with the options of section data unless it has some of its own."""
-        options = self.eval.data.chat_template_kwargs or self.data.chat_template_kwargs
-        return self.eval.data.model_copy(update={"chat_template_kwargs": options})
+    def held_out_data(self) -> sections.HeldOutConfig | None:
+        """Section eval.data with what it takes from section data; None with no evaluation, or no held-out rows.
+
+        A hub dataset and a built-in task have a split of held-out rows, a file has none.
+        """
+        own, data = self.eval.data, self.data
+        has_rows = "source" in own.model_fields_set or data.source.startswith(("hf:", "task:"))
+        if not (self.eval.num_prompts and has_rows):
+            return None
+        shared = type(data).model_fields.keys() - own.model_fields_set - {"split", "limit"}
+        return own.model_copy(update={name: getattr(data, name) for name in shared})
+
+    @property
+    def eval_reward(self) -> str:
+        """Reward function whose mean is the accuracy: eval.reward, else the first one."""
+        return self.eval.reward or self.rewards.first
 
     @property
     def pass_reward(self) -> str:

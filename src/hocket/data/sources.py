@@ -34,16 +34,15 @@ def read_rows(data: DataConfig) -> Iterator[tuple[str, Any]]:
     if kind == "task":
         rows, limit = enumerate(TASKS.get(name)(data.split, 0)), data.limit or NUM_ROWS
     elif kind == "hf":
-        rows = enumerate(_hugging_face(name, data.split))
+        rows = enumerate(_hugging_face(name, data.split, data.section))
     else:
         readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
         path = Path(data.source).expanduser()
         if path.suffix not in readers:
-            raise DataError(
-                f"data.source={data.source} is none of file.jsonl, file.json, file.parquet, hf:NAME and task:NAME"
-            )
+            known = "file.jsonl, file.json, file.parquet, hf:NAME and task:NAME"
+            raise DataError(f"{data.section}.source={data.source} is none of {known}")
         if not path.is_file():
-            raise DataError(f"data.source={data.source} is not a file; paths are relative to {Path.cwd()}")
+            raise DataError(f"{data.section}.source={data.source} is not a file; paths are relative to {Path.cwd()}")
         rows, place = readers[path.suffix](path), str(path)
     return ((f"{place}:{number}", columns) for number, columns in itertools.islice(rows, limit))
 
@@ -54,7 +53,7 @@ def identity(data: DataConfig) -> str | None:
     path = Path(data.source).expanduser()
     if data.limit is not None and data.limit <= NUM_ROWS:
         return None
-    if kind == "hf" and (loaded := _hugging_face(name, data.split)).data.nbytes > SMALL:
+    if kind == "hf" and (loaded := _hugging_face(name, data.split, data.section)).data.nbytes > SMALL:
         return str(loaded._fingerprint)
     return sha256_of(path) if path.is_file() and path.stat().st_size > SMALL else None
 
@@ -88,7 +87,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 @functools.lru_cache(1)  # asked for its identity, then for its rows
-def _hugging_face(source: str, split: str) -> Any:
+def _hugging_face(source: str, split: str, section: str) -> Any:
     import datasets
 
     name, _, subset = source.partition(":")
@@ -99,7 +98,8 @@ def _hugging_face(source: str, split: str) -> Any:
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset or None, split=split)
     except (OSError, ValueError, KeyError) as error:  # not found, no network, no such split or subset, not readable
-        raise DataError(f"can't load hf:{source}, data.split={split}: {error}") from error
+        advice = "" if section == "data" else "; choose another, or eval.num_prompts=0 for no evaluation"
+        raise DataError(f"can't load hf:{source}, {section}.split={split}: {error}{advice}") from error
 
 
 @TASKS.register("sort")

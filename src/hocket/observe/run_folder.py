@@ -151,14 +151,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_report(folder: Path) -> None:
     """Write report.html from the files of a run folder, as far as they exist."""
-    rollouts = max((folder / "rollouts").glob("step_*.jsonl"), default=folder / "none.jsonl")
+    steps = sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True)
+    shown = steps[:: math.ceil(len(steps) / page.NUM_STEPS) or 1]  # evenly, from the newest one
+    groups = [
+        (file.stem, page.sample_groups(read_lines(file), 1 if number else page.NUM_GROUPS))
+        for number, file in enumerate(shown)
+    ]
     run = {
         "name": folder.resolve().name,
         "records": read_lines(folder / METRICS),
         "summary": json.loads(_read(folder / "summary.json") or "null"),
         "config": _read(folder / "config.yaml"),
-        "newest": rollouts.stem,  # the file that the groups are from
-        "groups": page.sample_groups(read_lines(rollouts)),
+        "groups": [{"step": step, **group} for step, of_step in groups for group in of_step],
     }
     write_atomically(folder / "report.html", page.render(run))
 
@@ -192,6 +196,7 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
         "reward": None if score.error is not None else score.total,
         "parts": dict(score.parts),
         "error": score.error,
+        "note": score.note,
         "num_tokens": rollout.num_sampled,
         **last,
         **({"others": others} if others else {}),
@@ -210,8 +215,9 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
     for group_id, together in groupby(map(json.loads, lines), key=lambda row: str(row["group_id"])):
         rows = list(together)
         totals = (math.nan if row["reward"] is None else row["reward"] for row in rows)
-        scores = (Score(total=t, parts=row["parts"], error=row["error"]) for t, row in zip(totals, rows, strict=True))
-        groups.append(Group(id=group_id, rollouts=tuple(map(_rollout, rows)), scores=tuple(scores)))
+        told = ({"parts": row["parts"], "error": row["error"], "note": row.get("note", "")} for row in rows)
+        scores = tuple(Score(total=total, **one) for total, one in zip(totals, told, strict=True))
+        groups.append(Group(id=group_id, rollouts=tuple(map(_rollout, rows)), scores=scores))
     return groups
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 Runs = Literal["inline", "async", "worker"]  # in this process and thread, in the event loop, in a worker process
 
-MAX_TEXT = 2000  # characters of an error, or of the name of a part
+MAX_TEXT = 2000  # characters of an error, of a note, or of the name of a part
 
 _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
     "completion": lambda rollout: rollout.text,  # what the policy wrote, without the end-of-sequence token
@@ -184,23 +184,25 @@ def as_scores(returned: Any, size: int | None) -> list[Score]:
 def as_score(returned: Any) -> Score:
     """Return the unweighted score of one rollout; an error if what was returned is no finite number."""
     if isinstance(returned, Score) and returned.error is not None:
-        return no_score(_plain(returned.error))
+        return no_score(returned.error, note=returned.note)
     total, parts = (returned.total, returned.parts) if isinstance(returned, Score) else (returned, {})
+    note = _plain(returned.note) if isinstance(returned, Score) else ""
     try:
         if isinstance(returned, Mapping):
             if not returned:
                 raise ValueError("returned no parts")
             total, parts = math.fsum(map(_number, returned.values())), returned
-        return Score(total=_number(total), parts={_plain(name): _number(value) for name, value in parts.items()})
+        parts = {_plain(name): _number(value) for name, value in parts.items()}
+        return Score(total=_number(total), parts=parts, note=note)
     except ValueError as error:
         return no_score(str(error))
     except Exception as error:  # noqa: BLE001 - a Score of anything; those beside it in a group are none the worse
         return failure(error)
 
 
-def no_score(error: str, parts: Mapping[str, float] | None = None) -> Score:
+def no_score(error: str, parts: Mapping[str, float] | None = None, note: str = "") -> Score:
     """Return the score of a rollout that has none, for this reason."""
-    return Score(total=math.nan, parts=parts or {}, error=_plain(error))
+    return Score(total=math.nan, parts=parts or {}, error=_plain(error), note=_plain(note))
 
 
 def failure(error: BaseException) -> Score:
@@ -235,20 +237,22 @@ def compose(
     for i, (score, total) in enumerate(zip(scores, totals, strict=True)):
         if score.error is None:
             finite = math.isfinite(total)
-            scores[i] = Score(total=total, parts=score.parts) if finite else no_score(f"the weighted sum is {total}")
+            scores[i] = dataclasses.replace(score, total=total) if finite else no_score(f"the weighted sum is {total}")
     return scores
 
 
 def _add(score: Score, results: Mapping[str, Score]) -> Score:
     """Return a rollout's score with the values or errors of more rewards as its parts or error."""
     parts, errors = dict(score.parts), [score.error] if score.error is not None else []
+    notes = [score.note, *(f"{name}: {result.note}" for name, result in results.items() if result.note)]
+    note = _plain("\n".join(filter(None, notes)))
     for name, result in results.items():
         if result.error is not None:
             errors.append(f"{name}: {result.error}")
             continue
         parts[name] = result.total
         parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
-    return no_score("; ".join(errors), parts) if errors else Score(total=score.total, parts=parts)
+    return no_score("; ".join(errors), parts, note) if errors else Score(total=score.total, parts=parts, note=note)
 
 
 def _plain(value: object) -> str:

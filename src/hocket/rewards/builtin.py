@@ -14,6 +14,7 @@ from hocket.arithmetic import compute
 from hocket.rewards.base import reward
 from hocket.types import Rollout, Score
 
+MAX_SHOWN = 800  # characters of what a program wrote, of each stream
 _THINK = re.compile(r"\s*<think>(?P<thought>.*)</think>(?P<answer>.*)", re.DOTALL)
 
 
@@ -131,7 +132,8 @@ def code(
     """Return 1 if the program in the last fenced block passes the row's tests, with `partial` their share; else 0.
 
     The column `tests` has [{"input": ..., "output": ...}, ...], of stdin and stdout, or ["assert ...", ...]. All tests
-    of a program share `timeout_s`. Parts: the shares of tests passed, wrong, failed (exit status), late or not begun.
+    of a program share `timeout_s`. Parts: the shares of tests passed, wrong, failed (exit status), late or not begun;
+    note: the first of them that was not passed, and the ends of what the program wrote there.
     """
     given = meta.get(tests)
     given = json.loads(given) if isinstance(given, str) else given
@@ -139,29 +141,36 @@ def code(
         raise ValueError(f"the row has no tests in the column {tests!r}: set the option tests")
     verdicts, ends = dict.fromkeys(("passed", "wrong", "failed", "late"), 0), time.monotonic() + timeout_s
     program = last_block(_after_thought(completion, opening))
-    for test in given if program is not None else ():
+    note = "there is no program in a fenced block" if program is None else ""
+    for number, test in enumerate(given if program is not None else (), 1):
         left_s = ends - time.monotonic()
-        verdict = _verdict(f"{program}\n", test, left_s) if left_s > 0 else "late"
+        verdict, wrote = _verdict(f"{program}\n", test, left_s) if left_s > 0 else ("late", "")
         verdicts[verdict] += 1
+        if verdict != "passed":
+            note = note or f"test {number} of {len(given)}: {verdict}\n{wrote}"
         if verdict == "late" or (verdict != "passed" and not partial):
             break
     shares = {name: number / len(given) for name, number in verdicts.items()}
-    return Score(total=shares["passed"] if partial else float(shares["passed"] == 1), parts=shares)
+    return Score(total=shares["passed"] if partial else float(shares["passed"] == 1), parts=shares, note=note)
 
 
-def _verdict(program: str, test: Any, timeout_s: float) -> str:
-    """Run one test: a program that ends well before its assert, or writes what it expects, has not passed it."""
+def _verdict(program: str, test: Any, timeout_s: float) -> tuple[str, str]:
+    """Run one test; return its verdict and the ends of what the program wrote.
+
+    A program that ends well before its assert, or writes what it expects, has not passed it.
+    """
     end = secrets.token_hex(8)
     is_pair = isinstance(test, Mapping)
     source, stdin, wanted = (
         (program, test["input"], test["output"]) if is_pair else (f"{program}\n{test}\nprint({end!r})", "", end)
     )
-    status, stdout, _ = sandbox.run(source, stdin, timeout_s)
+    status, stdout, stderr = sandbox.run(source, stdin, timeout_s)
+    wrote = f"stdout: {stdout[-MAX_SHOWN:]}\nstderr: {stderr[-MAX_SHOWN:]}"
     if status != 0:
-        return "late" if status is None else "failed"
+        return "late" if status is None else "failed", wrote
     lines = [line.rstrip() for line in stdout.rstrip().splitlines()]
     expected = [line.rstrip() for line in str(wanted).rstrip().splitlines()]
-    return "passed" if (lines if is_pair else lines[-1:]) == expected else "wrong"
+    return "passed" if (lines if is_pair else lines[-1:]) == expected else "wrong", wrote
 
 
 @reward("env", inline=True)

@@ -191,7 +191,7 @@ class Engine:
                 raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
             start = time.perf_counter()
             shapes = await self._reading(versions.model_shapes, self.model)
-            uploaded, source = self._uploads.present(), request.source
+            source = request.source
             if isinstance(source, DiskSource):
                 key = source.name
                 folder, described, adapter = await self._reading(versions.read, self._root, key)
@@ -222,8 +222,6 @@ class Engine:
             seconds = time.perf_counter() - start
             response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
             self._held = (key, response)
-            self._uploads.hold(key)
-            await asyncio.to_thread(self._uploads.remove, uploaded)
             return response
 
     async def sleep(self, request: SleepRequest) -> SleepResponse:
