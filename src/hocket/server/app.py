@@ -164,10 +164,10 @@ async def _stream(engine: Engine, jobs: Sequence[Job], *, packed: bool) -> Async
         async with contextlib.aclosing(engine.sampler.completions(jobs)) as finished:
             async for job, completion in finished:
                 line = StreamLine(prompt=job.prompt, index=job.index, completion=completion)
-                yield line.model_dump_json(context=packed) + "\n"
+                yield line.model_dump_json(context=packed, ensure_ascii=True) + "\n"
     except ApiError as failed:
         error = failed.body
-    yield StreamEnd(version=engine.version, model=engine.model, error=error).model_dump_json() + "\n"
+    yield StreamEnd(version=engine.version, model=engine.model, error=error).model_dump_json(ensure_ascii=True) + "\n"
 
 
 async def _unless_client_leaves(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
