@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -172,7 +172,7 @@ def _run(
         play=play,
         scorer=RewardScorer(calls, config.rewards.functions),
         shape=partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
-        batches=(lambda new_batch: replay) if replay else parts.pipeline,
+        batches=(lambda new_batch: nullcontext(replay)) if replay else parts.pipeline,
         evaluation=parts.evaluation(() if replay else held_out, play, calls),
         publisher=publisher,
         kl=kl,

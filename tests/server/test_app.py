@@ -63,8 +63,11 @@ def engine(sampler: Any) -> FakeEngine:
 
 
 @pytest.fixture
-async def http(kit: Any, engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
-    door = kit.wrap(FastAPI(), engine, max_body_bytes=2 << 20)
+async def http(
+    kit: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[httpx.AsyncClient, None]:
+    monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 2 << 20)
+    door = kit.wrap(FastAPI(), engine)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
         yield client
 
