@@ -22,10 +22,10 @@ from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, DataError, ServerError, SyncError
 from hocket.launch import free_port
-from hocket.observe.console import Console
+from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
-from hocket.parts import SHORT, Parts, answers, chosen, clear_gpu, pool_of
+from hocket.parts import Parts, answers, chosen, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins

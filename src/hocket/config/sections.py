@@ -191,6 +191,9 @@ class TrainerConfig(Section):
         description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32.",
     )
     gradient_checkpointing: bool = Field(False, description="Recomputed activations: less memory, more time.")
+    kernels: Literal["eager", "compile", "liger"] = Field(
+        "eager", description="Kernels of the layers: PyTorch's one by one, torch.compile's, or Liger's (a package)."
+    )
     offload_optimizer: bool = Field(False, description="Optimizer state, update and (ZeRO-3) gradients on the CPU.")
     deepspeed: Annotated[dict[str, Any], pydantic.BeforeValidator(read_deepspeed)] = Field(
         {}, description="Other settings of DeepSpeed, {zero_optimization: {overlap_comm: true}}, or a ds_config.json."

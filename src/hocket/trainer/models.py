@@ -11,7 +11,7 @@ from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
 from hocket.config import Config, ModelConfig, TrainerConfig
 from hocket.system import seed_of
-from hocket.trainer import engine, flops, lora, memory, offload
+from hocket.trainer import attention, engine, flops, lora, memory, offload
 from hocket.trainer.batching import TrainBatch, unpack
 from hocket.trainer.critic import Critic, ValueModel
 from hocket.trainer.engine import DeepSpeedEngine, parameter_dtype
@@ -40,6 +40,7 @@ class Models:
             if path is not None and config.model.beside(path) in models.values():
                 tokenizers.check_same_ids(path, setting, config.model)
         self.dtype = compute_dtype(config.model, ranks.device)
+        self.attention = attention.choose_kernel(ranks.device)
         self.estimate = memory.check(models, settings, self.dtype, ranks)
 
         def load(name: str, kind: type[Policy] = Policy) -> Any:
@@ -48,6 +49,7 @@ class Models:
                 dtype=parameter_dtype(settings, self.dtype, ranks),
                 temperature=config.rollout.temperature if own_loss else 1.0,
                 gradient_checkpointing=settings.gradient_checkpointing,
+                kernels=settings.kernels,
                 entropy_gradient=algorithm.entropy_coef > 0,
                 seed=settings.seed,
                 loads=ranks.is_main or engine.zero_stage(settings, self.dtype, ranks) < 3,

@@ -175,9 +175,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
     @property
     def memory(self) -> str:
-        """The memory estimate of a step and, with trainer.micro_batch_tokens=auto, the size found, as one sentence."""
+        """The memory estimate of a step, the attention and, with micro_batch_tokens=auto, the size found, as a line."""
         found = f"; trainer.micro_batch_tokens=auto is {self.micro_batch_tokens}" if self.models.fitted_for else ""
-        return f"a step needs {self.models.estimate}{found}"
+        return f"a step needs {self.models.estimate}; attention: {self.models.attention}{found}"
 
     def check_same_model(self, health: Health) -> None:
         """Raise ServerError where the server's vocabulary or tokenizer is not the trainer's."""
