@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -22,10 +22,10 @@ from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, DataError, ServerError, SyncError
 from hocket.launch import free_port
-from hocket.observe.console import Console
+from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
-from hocket.parts import SHORT, Parts, answers, chosen, clear_gpu, pool_of
+from hocket.parts import Parts, answers, chosen, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
@@ -173,7 +173,7 @@ def _run(
         play=play,
         scorer=RewardScorer(calls, config.rewards.functions),
         shape=partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
-        batches=(lambda new_batch: replay) if replay else parts.pipeline,
+        batches=(lambda new_batch: nullcontext(replay)) if replay else parts.pipeline,
         evaluation=parts.evaluation(() if replay else held_out, play, calls),
         publisher=publisher,
         kl=kl,

@@ -2,10 +2,8 @@
 
 import asyncio
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import reward
 from hocket.types import Rollout, Score
-from processes import wait_for
+from processes import started, wait_for
 
 Make = Callable[..., Rollout]
 
@@ -268,14 +266,3 @@ async def error_of(scorer: RewardScorer, rollout: Rollout) -> str:
     assert math.isnan(score.total), score
     assert score.error is not None
     return score.error
-
-
-def started(mark: str) -> set[str]:
-    """Return the processes of this machine that have the mark, but for this one."""
-    found: set[str] = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            found |= {path.parts[2]} if mark in path.read_text(errors="replace") else set()
-        except OSError:
-            continue
-    return found - {str(os.getpid())}

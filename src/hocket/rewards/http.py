@@ -26,8 +26,8 @@ class HttpReward:
 
     It gets POST {"samples": [{"id", "prompt", "messages", "answer", "meta", "opening", "completion", "finish_reason"},
     ...]} and answers {"scores": [...]}: for each sample a number, an object of parts that add up, {"total", "parts",
-    "note"}, or {"error": "why"}. In OpenRLHF's format (of a remote_rm_url) it gets {"query", "prompts", "labels"}, lists of prompt + completion
-    (without a chat template), prompt and answer, and answers {"rewards": [...]}.
+    "note"}, or {"error": "why"}. In OpenRLHF's format (of a remote_rm_url) it gets {"query", "prompts", "labels"},
+    lists of prompt + completion (without a chat template), prompt and answer, and answers {"rewards": [...]}.
     """
 
     def __init__(
