@@ -7,6 +7,7 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from hocket.algorithm.kl import KlController
@@ -38,7 +39,9 @@ class Run:
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
     shape: Callable[[Group], Shaped]  # a group's rewards for training; `reason`: why it has no signal, or None
-    batches: Callable[[NewBatch], Pipeline | Replay]  # gathers batches ahead of training, or reads recorded ones
+    batches: Callable[
+        [NewBatch], AbstractAsyncContextManager[Pipeline | Replay]
+    ]  # gathers batches ahead of training, or reads recorded ones
     trainer: Trainer
     kl: KlController  # coefficient of a KL in the rewards
     publisher: Publisher

@@ -1,7 +1,6 @@
 """Make the parts of a run from its configuration; commands.py brings them together."""
 
 import os
-import reprlib
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -21,7 +20,7 @@ from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
 from hocket.launch import Child, stop, variables, visible_gpus
-from hocket.observe.console import Console
+from hocket.observe.console import SHORT, Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
 from hocket.pool import Member, ServerPool
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 PROOF_PROMPTS = 16
 NUM_SHOWN = 2  # prompts, at the start
 NO_ROWS = "data.source is a file, and eval.data.source names no held-out rows"
-SHORT = reprlib.Repr()
-SHORT.maxstring = 600  # of a longer text, beginning and end
 
 
 class Parts:
@@ -215,13 +212,14 @@ async def answers(config: Config) -> bool:
 
 
 def chosen(config: Config) -> Config:
-    """Return the config with the `auto` of pipeline.max_staleness and sync.backend replaced by what it is here."""
+    """Return the config with each `auto` replaced by what it is here; micro-batches are measured on a GPU, later."""
     pipeline, sync, apart = config.pipeline, config.sync, bool(visible_gpus()) and config.gpus_apart
+    trainer = config.trainer if visible_gpus() else config.trainer.unmeasured()
     if pipeline.max_staleness == "auto":
         pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
     if sync.backend == "auto":
         sync = sync.model_copy(update={"backend": "nccl" if apart and not sync.delta else "disk"})
-    return config.model_copy(update={"pipeline": pipeline, "sync": sync})
+    return config.model_copy(update={"trainer": trainer, "pipeline": pipeline, "sync": sync})
 
 
 async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:

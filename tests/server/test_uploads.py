@@ -74,13 +74,15 @@ async def test_all_files_of_a_version_together_are_bounded_which_is_noticed_whil
     await send(uploads, "0123abcd-weights-v000008", "a.safetensors", b"x" * 100)
 
 
-async def test_a_sender_that_falls_silent_is_given_up(tmp_path: Path) -> None:
+async def test_a_sender_that_falls_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.server.uploads.SILENCE_S", 0.05)
+
     async def silent() -> AsyncIterator[bytes]:
         yield b"x"
         await asyncio.Event().wait()
 
     with pytest.raises(ApiError, match=r"nothing came for 0\.05 s") as caught:
-        await Uploads(tmp_path, silence_s=0.05).receive(NAME, "model.safetensors", silent(), 100)
+        await Uploads(tmp_path).receive(NAME, "model.safetensors", silent(), 100)
     assert caught.value.status == 408
 
 
@@ -109,7 +111,8 @@ async def test_the_two_newest_versions_are_kept_whole_or_not_and_nothing_of_anyb
 
 
 @pytest.fixture
-async def http(kit: Any, tmp_path: Path) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def http(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[httpx.AsyncClient, None]:
+    monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 1 << 20)
     engine, uploads = kit.idle_engine(), Uploads(tmp_path)
 
     def require_ready(**how: Any) -> None:  # it has failed, and must be sent weights that work all the same
@@ -117,7 +120,7 @@ async def http(kit: Any, tmp_path: Path) -> AsyncGenerator[httpx.AsyncClient, No
 
     engine.require_ready = require_ready
     engine.upload = lambda name, file, chunks: uploads.receive(name, file, chunks, 3 << 20)
-    door = kit.wrap(FastAPI(), engine, token=TOKEN, max_body_bytes=1 << 20)
+    door = kit.wrap(FastAPI(), engine, token=TOKEN)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
         yield client
 

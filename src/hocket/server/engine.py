@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hocket import tokenizer as tokenizers
@@ -64,7 +63,7 @@ class Engine:
         root: Path,
         timeout_s: float,
         share_gpu: bool = False,
-        template: Mapping[str, Any] = MappingProxyType({}),  # options of the chat template
+        template: Mapping[str, Any],  # options of the chat template
     ) -> None:
         admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before the engine fell
         tokenizer = tokenizers.load(model)

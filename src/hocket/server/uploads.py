@@ -20,11 +20,10 @@ _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors", re.ASCII)
 
 
 class Uploads:
-    """Hold the two newest versions; one is hidden until COMPLETE comes, broken off after `silence_s` without data."""
+    """Hold the two newest versions; one is hidden until COMPLETE comes, broken off after SILENCE_S without data."""
 
-    def __init__(self, root: Path, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER
-        self._silence_s = silence_s
         self._writing = asyncio.Lock()  # one file at a time: each of several could fill the room left by the others
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
@@ -58,10 +57,10 @@ class Uploads:
         with path.open("wb") as file:
             while True:
                 try:
-                    async with asyncio.timeout(self._silence_s):
+                    async with asyncio.timeout(SILENCE_S):
                         chunk = await anext(chunks, None)
                 except TimeoutError as error:
-                    message = f"nothing came for {self._silence_s:g} s"
+                    message = f"nothing came for {SILENCE_S:g} s"
                     raise ApiError(408, "body_timeout", message, "send the version again") from error
                 if chunk is None:
                     return
