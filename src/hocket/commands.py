@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints, system
 from hocket.checkpoints import Checkpoints, Saved
-from hocket.config import Config, DataConfig, load, read_settings
+from hocket.config import Config, load, read_settings
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.discover import find_servers
@@ -29,12 +29,13 @@ from hocket.parts import Parts, answers, chosen, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
+from hocket.rewards.samples import by_prompt, rollout_of
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
 from hocket.rollout.episode import Transcript
 from hocket.rollout.pipeline import Replay
 from hocket.system import door, kind_of, newest_version, write_atomically
-from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence
+from hocket.types import OnStep, Rollout, Score
 
 if TYPE_CHECKING:
     from hocket.loop import Run
@@ -248,22 +249,21 @@ def score_samples(config: Config, file: Path) -> int:
     Rows of one prompt and answer are a group.
     """
     load_plugins(config.plugins)
-    groups: dict[str, list[Rollout]] = {}
-    for place, row in read_rows(config.data.model_copy(update={"source": str(file)})):
+    data, rollouts = config.data, []
+    for place, row in read_rows(data.model_copy(update={"source": str(file)})):
         try:
-            rollout = _sample(place, columns_of(row), config.data)
-        except (ValueError, TypeError, KeyError) as error:
+            rollouts.append(rollout_of(place, columns_of(row), data.prompt_column, data.answer_column))
+        except ValueError as error:
             raise DataError(f"{place} is no sample: {error}") from error
-        prompt = rollout.prompt
-        groups.setdefault(repr((prompt.text, prompt.messages, prompt.answer)), []).append(rollout)
+    groups = by_prompt(rollouts)
 
     async def score() -> list[Score]:
-        return [one for group in groups.values() for one in await scorer.score_group(group)]
+        return [one for group in groups for one in await scorer.score_group(group)]
 
     with RewardCalls(config.rewards, config.rewards.functions) as calls:
         scorer = RewardScorer(calls, config.rewards.functions)
         scores = asyncio.run(score())
-    for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
+    for rollout, one in zip(itertools.chain(*groups), scores, strict=True):
         parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
         print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")
         for line in one.note.splitlines():
@@ -274,33 +274,6 @@ def score_samples(config: Config, file: Path) -> int:
     failed = sum(one.error is not None for one in scores)
     print(f"{len(scores)} samples in {len(groups)} groups, {failed} without a score")
     return int(failed > 0 or not scores)
-
-
-def _sample(place: str, row: Mapping[str, Any], data: DataConfig) -> Rollout:
-    said, messages = row.get(data.prompt_column), row.get("messages")
-    if isinstance(said, list):
-        said, messages = None, said
-    if not isinstance(completion := row.get("completion"), str):
-        raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
-    used = (data.prompt_column, data.answer_column, "messages", "completion")
-    prompt = Prompt(
-        id=place,
-        token_ids=(0,),
-        messages=None if messages is None else tuple(messages),
-        text=said or next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), ""),
-        answer=None if (answer := row.get(data.answer_column or "")) is None else str(answer),
-        meta={key: value for key, value in row.items() if key not in used},
-    )
-    token_ids = tuple(row.get("token_ids", ()))
-    sequence = TokenSequence(
-        token_ids=token_ids,
-        mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
-        logprobs=(0.0,) * len(token_ids),
-        finish_reason=row.get("finish_reason", "stop"),
-        opening=row.get("opening", ""),
-        text=completion,
-    )
-    return Rollout(id=place, prompt=prompt, sequences=(sequence,), reward=row.get("reward"))
 
 
 def export(folder: Path, output: Path, *, base: str | None) -> None:
