@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints, system
 from hocket.checkpoints import Checkpoints, Saved
-from hocket.config import Config, DataConfig, load, read_settings
+from hocket.config import Config, load, read_settings
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.discover import find_servers
@@ -24,7 +24,7 @@ from hocket.errors import ConfigError, DataError, ServerError, SyncError
 from hocket.launch import free_port
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
-from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
+from hocket.observe.run_folder import RunFolder, lines_of, read_lines, rollout_of, trainer_id
 from hocket.parts import Parts, answers, chosen, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
@@ -34,7 +34,7 @@ from hocket.rollout.collect import collect
 from hocket.rollout.episode import Transcript
 from hocket.rollout.pipeline import Replay
 from hocket.system import door, kind_of, newest_version, write_atomically
-from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence
+from hocket.types import OnStep, Rollout, Score
 
 if TYPE_CHECKING:
     from hocket.loop import Run
@@ -245,17 +245,19 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
 def score_samples(config: Config, file: Path) -> int:
     """Print the rewards of the completions in a file, and what a call takes; return how many failed, at most 1.
 
-    Rows of one prompt and answer are a group.
+    Groups are those of a run's rollouts, or rows of one prompt and answer.
     """
     load_plugins(config.plugins)
     groups: dict[str, list[Rollout]] = {}
-    for place, row in read_rows(config.data.model_copy(update={"source": str(file)})):
+    for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):
         try:
-            rollout = _sample(place, columns_of(row), config.data)
+            columns = columns_of(row)
+            rollout = rollout_of(columns, place, None if "group_id" in columns else config.data)
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{place} is no sample: {error}") from error
         prompt = rollout.prompt
-        groups.setdefault(repr((prompt.text, prompt.messages, prompt.answer)), []).append(rollout)
+        group = columns.get("group_id", repr((prompt.text, prompt.messages, prompt.answer)))
+        groups.setdefault(group, []).append(rollout)
 
     async def score() -> list[Score]:
         return [one for group in groups.values() for one in await scorer.score_group(group)]
@@ -274,33 +276,6 @@ def score_samples(config: Config, file: Path) -> int:
     failed = sum(one.error is not None for one in scores)
     print(f"{len(scores)} samples in {len(groups)} groups, {failed} without a score")
     return int(failed > 0 or not scores)
-
-
-def _sample(place: str, row: Mapping[str, Any], data: DataConfig) -> Rollout:
-    said, messages = row.get(data.prompt_column), row.get("messages")
-    if isinstance(said, list):
-        said, messages = None, said
-    if not isinstance(completion := row.get("completion"), str):
-        raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
-    used = (data.prompt_column, data.answer_column, "messages", "completion")
-    prompt = Prompt(
-        id=place,
-        token_ids=(0,),
-        messages=None if messages is None else tuple(messages),
-        text=said or next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), ""),
-        answer=None if (answer := row.get(data.answer_column or "")) is None else str(answer),
-        meta={key: value for key, value in row.items() if key not in used},
-    )
-    token_ids = tuple(row.get("token_ids", ()))
-    sequence = TokenSequence(
-        token_ids=token_ids,
-        mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
-        logprobs=(0.0,) * len(token_ids),
-        finish_reason=row.get("finish_reason", "stop"),
-        opening=row.get("opening", ""),
-        text=completion,
-    )
-    return Rollout(id=place, prompt=prompt, sequences=(sequence,), reward=row.get("reward"))
 
 
 def export(folder: Path, output: Path, *, base: str | None) -> None:

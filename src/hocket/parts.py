@@ -212,13 +212,14 @@ async def answers(config: Config) -> bool:
 
 
 def chosen(config: Config) -> Config:
-    """Return the config with the `auto` of pipeline.max_staleness and sync.backend replaced by what it is here."""
+    """Return the config with each `auto` replaced by what it is here; micro-batches are measured on a GPU, later."""
     pipeline, sync, apart = config.pipeline, config.sync, bool(visible_gpus()) and config.gpus_apart
+    trainer = config.trainer if visible_gpus() else config.trainer.unmeasured()
     if pipeline.max_staleness == "auto":
         pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
     if sync.backend == "auto":
         sync = sync.model_copy(update={"backend": "nccl" if apart and not sync.delta else "disk"})
-    return config.model_copy(update={"pipeline": pipeline, "sync": sync})
+    return config.model_copy(update={"trainer": trainer, "pipeline": pipeline, "sync": sync})
 
 
 async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:

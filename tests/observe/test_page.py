@@ -117,7 +117,10 @@ def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_pa
 def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_hostile_text_as_text(
     tmp_path: Path,
 ) -> None:
-    rows = [dict.fromkeys(ROLLOUT, text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}} for text in HOSTILE[:4]]
+    rows = [
+        dict.fromkeys([*ROLLOUT, "note"], text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}}
+        for text in HOSTILE[:4]
+    ]
     folder = write_run(tmp_path / "run", rollouts=rows)
     odd = {"train/loss": -1e9, "train/kl": 1e-300, "train/entropy": None}
     named = {"train/loss": 1e9, "train/entropy": 0, f"reward/{HOSTILE[0]}": 1, "reward/b": 1}

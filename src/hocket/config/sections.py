@@ -184,7 +184,7 @@ class TrainerConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay rates of AdamW's moments.")
     max_grad_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm; larger gradients are scaled.")
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
-        8192, description="Maximum tokens per forward pass of one rank. `auto`: the size that fits, found at the start."
+        "auto", description="Maximum tokens per forward pass of one rank. `auto`: 8192 on a CPU; what fits on a GPU."
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None,
@@ -202,6 +202,10 @@ class TrainerConfig(Section):
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.offload_optimizer and self.zero_stage == 0, "offload_optimizer needs zero_stage 1, 2 or 3"
+
+    def unmeasured(self) -> "TrainerConfig":
+        """Return the settings with a size in place of micro_batch_tokens=auto: that of CPUs, and of plans for GPUs."""
+        return self.model_copy(update={"micro_batch_tokens": 8192}) if self.micro_batch_tokens == "auto" else self
 
 
 class SftConfig(Section):

@@ -59,7 +59,7 @@ def _sample(ranked: Sequence[Record]) -> dict[str, Any]:
             {
                 "title": title,
                 "completion": _cut(row["completion"], MAX_CHARACTERS),
-                **{key: row[key] for key in ("parts", "error", "reward", "num_tokens", "finish_reason")},
+                **{key: row.get(key) for key in ("parts", "error", "note", "reward", "num_tokens", "finish_reason")},
             }
             for title, row in titles.items()
         ],

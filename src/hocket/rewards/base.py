@@ -138,7 +138,7 @@ def bind(name: str, options: Mapping[str, Any], reserved: Iterable[str] = ()) ->
     if taken := known & own.keys():
         raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
     check_options(called, signature, own, section=section, keys=known)
-    if found.is_class and found.runs == "async":  # set up where it is used, in an event loop
+    if found.is_class and found.runs != "worker":  # set up where it is used; those of workers may be large
         try:
             found.function(**options)
         except (LookupError, TypeError, ValueError) as error:

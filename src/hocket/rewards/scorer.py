@@ -128,6 +128,20 @@ class RewardCalls:
             worker.kill(self._tear_down_s)
         self._inline.close()
 
+    async def set_up(self) -> None:
+        """Set async rewards up in this event loop before the first call; raise RewardError for the first that can't."""
+        for name in (name for name, reward in self.rewards.items() if reward.runs == "async"):
+            try:
+                await self._in_loop(name).ready
+            except RuntimeError as error:
+                raise RewardError(f"reward {name!r} {error}") from error
+
+    def _in_loop(self, name: str) -> "AsyncReward":
+        key = asyncio.get_running_loop(), name
+        if key not in self._in_loops:
+            self._in_loops[key] = AsyncReward(self.rewards[name], self.specs[name])
+        return self._in_loops[key]
+
     async def ask(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]:
         """Return what a reward gives one rollout, or each of a group."""
         reward, begun = self.rewards[name], time.perf_counter()
@@ -135,15 +149,13 @@ class RewardCalls:
         try:
             if reward.runs == "inline":
                 return call(partial(self._inline, reward), arguments, size)
-            loop = asyncio.get_running_loop()
             if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
                 options = dict(reward.options) if reward.is_class else {}  # a function has them among its arguments
                 request = pickle.dumps((reward.name, options, arguments, size))
+                loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._threads, self._ask_worker, request, len(rollouts))
-            if (loop, reward.name) not in self._in_loops:
-                self._in_loops[loop, reward.name] = AsyncReward(reward, self.specs[reward.name])
             timeout_s = math.inf if reward.own_deadline else self._timeout_s
-            return await self._in_loops[loop, reward.name].call(arguments, size, timeout_s)
+            return await self._in_loop(name).call(arguments, size, timeout_s)
         except RewardError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
@@ -175,12 +187,12 @@ class AsyncReward:
     def __init__(self, reward: Reward, spec: "RewardSpec") -> None:
         self._slots = asyncio.Semaphore(spec.max_concurrent) if spec.max_concurrent else contextlib.nullcontext()
         self._reward, self._retries = reward, spec.retries
-        self._ready: asyncio.Future[Callable[..., Any]] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[Callable[..., Any]] = asyncio.get_running_loop().create_future()
         self._jitter = random.Random()  # the run's own random numbers are left as they are
         if reward.is_class:
             self._held = asyncio.create_task(self._hold())
         else:
-            self._ready.set_result(reward.function)
+            self.ready.set_result(reward.function)
 
     async def call(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
         """Return the scores; a call that raises RetryError keeps its slot while it waits to be made again."""
@@ -212,7 +224,7 @@ class AsyncReward:
 
     async def _result(self, arguments: Mapping[str, Any], size: int | None) -> list[Score] | RetryError:
         try:
-            function = await asyncio.shield(self._ready)
+            function = await asyncio.shield(self.ready)
             return as_scores(await function(**arguments), size)
         except RetryError as error:
             return error
@@ -229,9 +241,9 @@ class AsyncReward:
                 if hasattr(made, "__aenter__"):
                     await stack.enter_async_context(made)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
-                self._ready.set_exception(RuntimeError(f"can't be set up: {type(error).__name__}: {error}"))
+                self.ready.set_exception(RuntimeError(f"can't be set up: {type(error).__name__}: {error}"))
                 return
-            self._ready.set_result(made)
+            self.ready.set_result(made)
             await asyncio.Event().wait()
 
 

@@ -33,6 +33,8 @@ class Models:
 
     def __init__(self, config: Config, ranks: Ranks, loss: BatchLoss | None) -> None:
         algorithm, settings = config.algorithm, config.trainer
+        if ranks.device.type == "cpu":
+            settings = settings.unmeasured()
         own_loss, self._ranks = loss is None, ranks
         models = named_models(config) if own_loss else {POLICY: config.model}
         with_reference, with_critic = own_loss and algorithm.kl != "off", "critic" in models
@@ -86,8 +88,7 @@ class Models:
                 used = config.model_dump_json(
                     include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
                 )
-                device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-                self.fitted_for = seed_of(used, ranks.size, device)
+                self.fitted_for = seed_of(used, ranks.size, torch.cuda.get_device_name(ranks.device))
                 self.micro_batch_tokens = memory.fit_micro_batch(self.learners, settings, ranks)
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens

@@ -1,0 +1,63 @@
+"""Serve the rewards of a config to the reward `http` of another process (docs/rewards.md)."""
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+
+from hocket.config import Config
+from hocket.errors import RewardError
+from hocket.observe.run_folder import rollout_of
+from hocket.rewards.scorer import RewardCalls, RewardScorer
+from hocket.server.main import GRACE_S, bind, check
+from hocket.server.middleware import Guard
+
+WANTED = '{"samples": [{"prompt": text, "completion": text, ...}, ...]}, of one prompt'
+
+
+def serve(config: Config) -> None:
+    """Serve until Ctrl-C; the models of the rewards are loaded before the first request is read."""
+    check(config.server.host, config.token, random_init=False)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        contextlib.closing(bind(config.server.host, config.server.port)) as sock,
+        RewardCalls(config.rewards, config.rewards.functions) as calls,
+    ):
+        asyncio.run(_serve(config, calls, sock))
+    print("hocket: stopped", flush=True)
+
+
+async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> None:
+    import uvicorn
+
+    app, scorer = FastAPI(title="hocket: rewards"), RewardScorer(calls, config.rewards.functions)
+
+    @app.post("/score")
+    async def score(request: Request) -> dict[str, list[Any]]:
+        """Score the completions of one prompt, as docs/rewards.md shows them."""
+        try:
+            samples = (await request.json())["samples"]
+            rollouts = [rollout_of(sample, str(number)) for number, sample in enumerate(samples)]
+            if any(one.prompt != rollouts[0].prompt for one in rollouts):
+                raise ValueError("the samples differ in prompt, messages, answer or meta")
+            scores = await scorer.score_group(rollouts)
+        except RewardError as error:
+            raise HTTPException(500, str(error)) from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise HTTPException(422, f"{type(error).__name__}: {error}; the body must be {WANTED}") from error
+        return {"scores": [dataclasses.asdict(one) | ({} if one.error is None else {"total": None}) for one in scores]}
+
+    served = Guard(
+        app,
+        host=config.server.host,
+        token=config.token,
+        admits=lambda path, token: False,
+        require_ready=lambda: None,
+    )
+    await calls.set_up()
+    print(f"hocket: rewards {', '.join(calls.specs)} at {config.own_url}/score", flush=True)
+    settings = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
+    await uvicorn.Server(settings).serve(sockets=[sock])
