@@ -52,9 +52,10 @@ def run(tmp_path: Path, *settings: str, command: str = "quickstart") -> list[dic
         ((*BESIDE, "trainer.zero_stage=3"), 0.02),
         ((*BESIDE, "trainer.offload_optimizer=true"), 0.02),
         ((*BESIDE, "trainer.gradient_checkpointing=true", "model.float32_head=true"), 0.02),
+        ((*BESIDE, "trainer.kernels=compile", "trainer.gradient_checkpointing=true"), 0.02),
         (("launch.share_gpu=true", "server.gpu_memory_utilization=0.9"), 0.02),
     ],
-    ids=["plain", "float16", "lora", "zero3", "offload", "float32 head", "shared"],
+    ids=["plain", "float16", "lora", "zero3", "offload", "float32 head", "compile", "shared"],
 )
 def test_every_version_of_a_run_is_proven_and_the_policy_improves(
     settings: tuple[str, ...], gap: float, tmp_path: Path
@@ -172,9 +173,13 @@ def test_two_ranks_train_as_one_does_to_rounding(tmp_path: Path) -> None:
     assert rewards[1] == pytest.approx(rewards[0], abs=2e-3)
 
 
-def test_a_step_of_half_a_billion_parameters_is_taken_and_timed() -> None:
+@pytest.mark.parametrize("kernels", ["eager", "compile", "liger"])
+def test_a_step_of_half_a_billion_parameters_is_taken_and_timed(kernels: str) -> None:
+    if kernels == "liger":
+        pytest.importorskip("liger_kernel")
     sizes = "--hidden 896 --layers 24 --vocabulary 151936 --tokens 16384 --dtype bfloat16 --only steps --rounds 1"
     command = [sys.executable, "benchmarks/trainer.py", *sizes.split(), "--gradient-checkpointing"]
+    command += ["--set", f"trainer.kernels={kernels}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     print(done.stdout)
     assert (done.returncode, "hocket" in done.stdout) == (0, True), done.stderr
