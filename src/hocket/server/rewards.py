@@ -11,6 +11,7 @@ from fastapi import FastAPI, HTTPException, Request
 from hocket.config import Config
 from hocket.errors import RewardError
 from hocket.observe.run_folder import rollout_of
+from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.server.main import GRACE_S, bind, check
 from hocket.server.middleware import Guard
@@ -20,6 +21,7 @@ WANTED = '{"samples": [{"prompt": text, "completion": text, ...}, ...]}, of one 
 
 def serve(config: Config) -> None:
     """Serve until Ctrl-C; the models of the rewards are loaded before the first request is read."""
+    load_plugins(config.plugins)
     check(config.server.host, config.token, random_init=False)
     with (
         contextlib.suppress(KeyboardInterrupt),
