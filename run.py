@@ -87,7 +87,7 @@ def _find_source() -> None:
 def _help() -> str:
     import hocket
 
-    lines = "\n".join(f"  {name:<12}{text}" for name, text in hocket.COMMANDS.items())
+    lines = "\n".join(f"  {name:<14}{text}" for name, text in hocket.COMMANDS.items())
     return (
         "usage: python3 run.py COMMAND [config.yaml] [section.key=value ...]\n\n"
         f"hocket: {hocket.__doc__}\n\n{lines}\n\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from hocket.config import RewardsConfig
-from hocket.rewards import RewardScorer, builtin
+from hocket.rewards import RewardCalls, RewardScorer, builtin
 from hocket.rewards.scorer import NUM_WORKERS
 from hocket.types import Prompt, Rollout, TokenSequence
 
@@ -38,7 +38,8 @@ def main(number: int) -> None:
         begun = time.perf_counter()
         bare = sum(function(one.text, one.prompt.answer) for one in given)
         bare_s = time.perf_counter() - begun
-        with RewardScorer(RewardsConfig.model_validate({"functions": {name: 1.0}})) as scorer:
+        with RewardCalls(RewardsConfig.model_validate({"functions": {name: 1.0}}), [name]) as calls:
+            scorer = RewardScorer(calls, [name])
 
             async def score(given: list[Rollout], scorer: RewardScorer = scorer) -> tuple[float, float]:
                 await asyncio.gather(*map(scorer.score, given[: 4 * NUM_WORKERS]))  # workers have started

@@ -1,14 +1,18 @@
 """What the tests of rollouts have in common."""
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from hocket.config import RewardsConfig
 from hocket.config.algorithm import PRESETS, LossConfig, PresetName
 from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
-from hocket.rollout.collect import Batch, Plan, Play, ScoreOne, collect
-from hocket.types import FinishReason, Prompt, Rollout, Score, TokenSequence
+from hocket.rewards import RewardCalls, RewardScorer
+from hocket.rollout.collect import Batch, Plan, Play, collect
+from hocket.types import FinishReason, Group, Prompt, Rollout, Score, TokenSequence
 
 SAMPLING = SamplingParams(max_tokens=8, seed=77)
 
@@ -25,8 +29,29 @@ def drawing(prompts: Sequence[Prompt]) -> Callable[[int], Mapping[int, Prompt]]:
     return lambda count: {number: left.pop(number) for number in list(left)[:count]}
 
 
+@contextlib.contextmanager
+def scorer_of_all(config: RewardsConfig) -> Iterator[RewardScorer]:
+    """Gives the scorer of all rewards of a section."""
+    with RewardCalls(config, config.functions) as calls:
+        yield RewardScorer(calls, config.functions)
+
+
+def scoring(score: Callable[[Rollout], Awaitable[Score]]) -> Any:
+    """Returns a scorer of one function, whose groups need nothing more."""
+
+    async def settle(group: Group) -> Group:
+        return group
+
+    return SimpleNamespace(score=score, settle=settle)
+
+
 async def gathered(
-    prompts: Sequence[Prompt], play: Play, score: ScoreOne, *, group_size: int = 1, timeout_s: float = 60.0
+    prompts: Sequence[Prompt],
+    play: Play,
+    score: Callable[[Rollout], Awaitable[Score]],
+    *,
+    group_size: int = 1,
+    timeout_s: float = 60.0,
 ) -> Batch:
     """Collects one batch of all prompts."""
     plan = Plan(
@@ -37,7 +62,7 @@ async def gathered(
         at_most=len(prompts),
         deadline=Deadline(timeout_s),
     )
-    return await collect(plan, drawing(prompts), play, score)
+    return await collect(plan, drawing(prompts), play, scoring(score))
 
 
 async def own_reward(rollout: Rollout) -> Score:

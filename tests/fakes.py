@@ -1,8 +1,9 @@
 """What fakes in several tests have in common."""
 
+from pathlib import Path
 from typing import Any
 
-from hocket.protocol import Completion, Health, ReloadResponse
+from hocket.protocol import Completion, Health, Manifest, ReloadResponse
 
 
 def health(**known: Any) -> Health:
@@ -34,6 +35,11 @@ def completion(*token_ids: int, logprobs: tuple[float, ...], version: int = 1, t
     """Returns a completion that ended by itself."""
     spans = ((version, 0, len(token_ids)),)
     return Completion(token_ids=token_ids, logprobs=logprobs, finish_reason="stop", versions=spans, text=text)
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """Returns the manifest of a published version."""
+    return Manifest.model_validate_json((folder / "manifest.json").read_bytes())
 
 
 class Clock:

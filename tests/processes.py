@@ -95,6 +95,17 @@ def _run(command: list[str], log: str, variables: dict[str, str]) -> None:
         atexit._run_exitfuncs()
 
 
+def started(mark: str) -> set[str]:
+    """Return the processes of this machine that have the mark, but for this one."""
+    found: set[str] = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found |= {path.parts[2]} if mark in path.read_text(errors="replace") else set()
+        except OSError:
+            continue
+    return found - {str(os.getpid())}
+
+
 class Process:
     """One hocket command with all it starts, or one of another `program`; `log` has its output."""
 

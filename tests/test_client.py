@@ -51,13 +51,12 @@ async def generate(server: ServerClient, timeout_s: float = 5.0, **fields: Any) 
 async def test_a_step_is_one_streaming_request_with_token_ids_and_the_token() -> None:
     seen: list[httpx.Request] = []
     call = {"name": "f", "arguments": '{"x": 1}', "id": ""}
-    text = "d\u2028e"  # a line separator within a line of the stream
+    text = "d\u2028e"  # a line separator, which the server escapes
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
         done = LINE["completion"] | {"tool_calls": [call], "text": text}
-        line = json.dumps(LINE | {"completion": done}, ensure_ascii=False)
-        return httpx.Response(200, content=line.encode() + b"\n" + lines(END))
+        return httpx.Response(200, content=lines(LINE | {"completion": done}, END))
 
     toolbox = Toolbox(parser="hermes", tools=({"type": "function", "function": {"name": "f", "parameters": {}}},))
     async with client(handler) as server:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from batches import scorer_of_all
 from hocket import config
 from hocket.envs import Action, Task
 from hocket.envs.base import bind
 from hocket.observe import metrics
 from hocket.protocol import ToolCall
 from hocket.registry import load_plugins
-from hocket.rewards import RewardScorer
 from hocket.types import Prompt, Rollout, TokenSequence
 from service import Answer, Headers, Service
 
@@ -57,7 +57,7 @@ async def test_the_readmes_own_model_data_and_reward_are_the_example_and_work_as
     load_plugins(settings.plugins)
     sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="dcab")
     rollout = Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,), answer="dcba"), sequences=(sequence,))
-    with RewardScorer(settings.rewards) as scorer:
+    with scorer_of_all(settings.rewards) as scorer:
         assert (await scorer.score(rollout)).total == pytest.approx(2 / 3)  # dc and ca fall, ab does not; no bonus
 
 
@@ -72,7 +72,7 @@ async def test_the_rewards_of_the_documentation_work_as_they_stand(tmp_path: Pat
     for text in ("a b a", "be"):
         sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text=text)
         rollouts.append(Rollout(id="r", prompt=prompt, sequences=(sequence,)))
-    with RewardScorer(settings.rewards) as scorer:
+    with scorer_of_all(settings.rewards) as scorer:
         scores = await scorer.score_group(rollouts)
     assert [score.total for score in scores] == [0.5 * 2 + (2 - 1) + 0, 0.5 * 1 + (1 - 0) + 1]
 
@@ -92,7 +92,7 @@ async def test_the_service_of_the_documentation_gets_and_answers_what_the_page_s
     shown = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])["rewards"]
     async with Service(answer).open() as service:
         shown["functions"]["http"]["url"] = service.url
-        with RewardScorer(config.RewardsConfig.model_validate(shown)) as scorer:
+        with scorer_of_all(config.RewardsConfig.model_validate(shown)) as scorer:
             (score,) = await scorer.score_group([Rollout(id="step 3/7/0", prompt=prompt, sequences=(sequence,))])
     assert (score.total, asked) == (1.0, [sample])
 
@@ -115,7 +115,7 @@ async def test_the_judge_of_the_documentation_scores_as_it_stands(
             "cache": str(tmp_path / "judge.db"),
         }
         sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="abcd")
-        with RewardScorer(config.RewardsConfig.model_validate(shown)) as scorer:
+        with scorer_of_all(config.RewardsConfig.model_validate(shown)) as scorer:
             rollout = Rollout(id="r", prompt=Prompt(id="p", token_ids=(1,)), sequences=(sequence,))
             assert (await scorer.score(rollout)).total == 1.0
 

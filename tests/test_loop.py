@@ -24,7 +24,7 @@ from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
 from hocket.rollout.evaluate import Evaluation
 from hocket.rollout.pipeline import Pipeline, plan_step
-from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
+from hocket.types import Group, OnStep, Prompt, Rollout, Score, TokenSequence, TrainSample
 
 Reward = Callable[[int, int], float | None]
 """(step, sample index) → reward, or None for a failed one."""
@@ -71,7 +71,8 @@ class World:
         value = self.reward(int(step) if what == "step" else 0, int(rollout.text))
         return Score(total=0.0, error="broke") if value is None else Score(total=value, parts={"exact_match": value})
 
-    settle = None
+    async def settle(self, group: Group) -> Group:
+        return group
 
     def measure(self, sequences: Sequence[TokenSequence]) -> list[Measured]:
         if self.reference is None:
@@ -121,7 +122,7 @@ async def trained(
         evaluation = Evaluation(
             prompts=others[:held_out],
             play=world.play,
-            score=world.score,
+            scorer=world,
             reward="exact_match",
             samples=1,
             sampling=SamplingParams(seed=1),

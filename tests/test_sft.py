@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hocket import config as config_module
 from hocket import sft
+from hocket import tokenizer as tokenizers
 from hocket.config import DataConfig
 from hocket.errors import ConfigError, DataError
 from hocket.observe.run_folder import RunFolder
@@ -92,7 +93,10 @@ def test_sft_learns_the_responses_and_leaves_a_model(
     after = cross_entropy(tmp_path / "run" / "model")
     assert after < 0.1 < before
     assert after <= records[-1]["train/loss"]  # one step further
-    assert "step 60/60" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step 60/60" in said
+    tokenizer, (prompt, response) = tokenizers.load(model), ROWS[0]
+    assert repr(f"{tokenizer.decode(prompt)}[[{tokenizer.decode(response)}]]") in said
 
 
 def test_the_held_out_loss_is_measured_before_on_schedule_and_at_the_end_and_moves_nothing(

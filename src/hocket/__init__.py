@@ -22,6 +22,7 @@ COMMANDS = {
     "select": "write the best rollouts of the run in folder RUN as demonstrations for sft (rejection sampling)",
     "generate": "ask a running server for completions",
     "eval": "measure held-out accuracy of a running server, or of model.path where none answers",
+    "serve-reward": "serve the rewards of CONFIG over HTTP, for the reward http of a run elsewhere",
     "reward-test": "score the completions in a file with the rewards of CONFIG, without a model",
     "ledger": "report the fate of every prompt of the run in folder RUN",
     "export": "turn a checkpoint, or a trained adapter (model.lora), into a Hugging Face model folder",

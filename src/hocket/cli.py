@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print the server's whole answer")
     add("eval", _eval).add_argument("--json", action="store_true", help="print one JSON object")
     samples = "JSONL of completions with their rows: {prompt: ..., completion: ..., answer: ...}, or a run's rollouts"
+    add("serve-reward", _serve_reward)
     add("reward-test", _reward_test).add_argument("--samples", type=Path, required=True, metavar="FILE", help=samples)
     plan = add("plan", _plan)
     plan.add_argument("--gpus", type=int, default=8, metavar="N", help="number of GPUs (default 8)")
@@ -219,6 +220,14 @@ def _eval(args: argparse.Namespace) -> None:
 
     found = evaluate_checkpoint(args.config, args.arguments)
     print(json.dumps(found) if args.json else "\n".join(f"{key:20} {value:.4f}" for key, value in found.items()))
+
+
+def _serve_reward(args: argparse.Namespace) -> None:
+    from hocket.registry import load_plugins
+    from hocket.server.rewards import serve
+
+    load_plugins(args.config.plugins)
+    serve(args.config)
 
 
 def _reward_test(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket import checkpoints, system
 from hocket.checkpoints import Checkpoints, Saved
-from hocket.config import Config, DataConfig, load, read_settings
+from hocket.config import Config, load, read_settings
 from hocket.data.prompts import columns_of
 from hocket.data.sources import read_rows
 from hocket.discover import find_servers
@@ -22,20 +22,20 @@ from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError, DataError, ServerError, SyncError
 from hocket.launch import free_port
-from hocket.observe.console import Console
+from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
-from hocket.parts import SHORT, Parts, answers, chosen, clear_gpu, pool_of
+from hocket.parts import Parts, answers, chosen, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
-from hocket.rewards.scorer import RewardScorer, refuse_failing
+from hocket.rewards.samples import by_prompt, rollout_of
+from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
 from hocket.rollout.episode import Transcript
-from hocket.rollout.evaluate import eval_rewards
 from hocket.rollout.pipeline import Replay
 from hocket.system import door, kind_of, newest_version, write_atomically
-from hocket.types import OnStep, Prompt, Rollout, Score, TokenSequence
+from hocket.types import OnStep, Rollout, Score
 
 if TYPE_CHECKING:
     from hocket.loop import Run
@@ -78,8 +78,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
 def _check(parts: Parts, stack: ExitStack) -> None:
     """Say what a run would use: data, rewards, template, model, memory, and servers where they answer."""
     config, say = parts.config, parts.console.say
-    scorer = stack.enter_context(RewardScorer(config.rewards))
-    stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
+    calls = stack.enter_context(RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]))
     prompts = parts.prompts("train", config.data)
     say(f"{len(prompts)} prompts to train on, {len(parts.held_out())} held out")
     parts.stream(prompts)
@@ -87,7 +86,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     answer = Transcript(first.token_ids, first.opening)
     answer.text = ("a thought\n</think>\n\n" if first.opening.strip() == "<think>" else "") + (first.answer or "")
     rollout = Rollout(id="check", prompt=first, sequences=(answer.sequence(),), reward=0.0)
-    (score,) = asyncio.run(scorer.score_group([rollout]))
+    (score,) = asyncio.run(RewardScorer(calls, config.rewards.functions).score_group([rollout]))
     gets = f"has no score: {score.error}" if score.error else f"gets {dict(score.parts)}"
     what = "reference answer" if first.answer else "empty answer"
     say(f"the {what} of {first.id}, scored as if the model had written it, {gets}: {SHORT.repr(answer.text)}")
@@ -137,8 +136,7 @@ def _run(
     config: Config, saved: Saved | None, console: Console, stack: ExitStack, serve: bool, on_step: OnStep
 ) -> "Run":
     """Bring the parts together; first rewards and data, whose faults show before any model is loaded."""
-    scorer = stack.enter_context(RewardScorer(config.rewards))
-    eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
+    calls = stack.enter_context(RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]))
     parts = Parts(config, console)
     prompts, held_out = parts.prompts("train", config.data), parts.held_out()
     stream = parts.stream(prompts)
@@ -173,10 +171,10 @@ def _run(
         servers=servers,
         stream=stream,
         play=play,
-        scorer=scorer,
+        scorer=RewardScorer(calls, config.rewards.functions),
         shape=partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
-        batches=(lambda new_batch: replay) if replay else parts.pipeline,
-        evaluation=parts.evaluation(() if replay else held_out, play, eval_scorer),
+        batches=(lambda new_batch: nullcontext(replay)) if replay else parts.pipeline,
+        evaluation=parts.evaluation(() if replay else held_out, play, calls),
         publisher=publisher,
         kl=kl,
         folder=folder,
@@ -198,7 +196,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             port = free_port(config.server.host, 0)  # a server at server.port has another model
             config, arguments = read_settings([*arguments, f"model.path={model}", f"server.port={port}"])
         console = stack.enter_context(Console(0, stderr=True))
-        eval_scorer = stack.enter_context(RewardScorer(eval_rewards(config.rewards, config.eval.reward)))
+        calls = stack.enter_context(RewardCalls(config.rewards, [config.eval_reward]))
         parts = Parts(config, console)
         held_out = parts.held_out()
         if not held_out:
@@ -207,7 +205,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
         async def run() -> dict[str, float]:
             async with parts.servers_as_they_are(arguments) as servers:
                 console.say(f"evaluating on {len(held_out)} prompts")
-                metrics, groups = await parts.evaluation(held_out, parts.play(servers), eval_scorer).run("eval")
+                metrics, groups = await parts.evaluation(held_out, parts.play(servers), calls).run("eval")
             path = config.run_dir / "rollouts" / "eval.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, lines_of(groups))
@@ -223,7 +221,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
     with (
         Console(config.trainer.steps) as console,
         owning(config.run_dir, console.say, wait=False),
-        RewardScorer(config.rewards) as scorer,
+        RewardCalls(config.rewards, config.rewards.functions) as calls,
     ):
         checkpoints.make_room(config.run_dir, console.say)
         parts = Parts(config, console)
@@ -231,10 +229,8 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
 
         async def run() -> None:
             async with parts.servers_as_they_are(arguments) as servers:
-                play = parts.play(servers)
-                async with parts.pipeline(
-                    lambda plan: collect(plan, stream.take, play, scorer.score, scorer.settle)
-                ) as batches:
+                play, scorer = parts.play(servers), RewardScorer(calls, config.rewards.functions)
+                async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer)) as batches:
                     for step in range(1, config.trainer.steps + 1):
                         batch = await batches.batch(step)
                         folder.rollouts(f"step_{step:06d}", batch.groups)
@@ -253,58 +249,31 @@ def score_samples(config: Config, file: Path) -> int:
     Rows of one prompt and answer are a group.
     """
     load_plugins(config.plugins)
-    groups: dict[str, list[Rollout]] = {}
-    for place, row in read_rows(config.data.model_copy(update={"source": str(file)})):
+    data, rollouts = config.data, []
+    for place, row in read_rows(data.model_copy(update={"source": str(file)})):
         try:
-            rollout = _sample(place, columns_of(row), config.data)
-        except (ValueError, TypeError, KeyError) as error:
+            rollouts.append(rollout_of(place, columns_of(row), data.prompt_column, data.answer_column))
+        except ValueError as error:
             raise DataError(f"{place} is no sample: {error}") from error
-        prompt = rollout.prompt
-        groups.setdefault(repr((prompt.text, prompt.messages, prompt.answer)), []).append(rollout)
+    groups = by_prompt(rollouts)
 
     async def score() -> list[Score]:
-        return [one for group in groups.values() for one in await scorer.score_group(group)]
+        return [one for group in groups for one in await scorer.score_group(group)]
 
-    with RewardScorer(config.rewards) as scorer:
+    with RewardCalls(config.rewards, config.rewards.functions) as calls:
+        scorer = RewardScorer(calls, config.rewards.functions)
         scores = asyncio.run(score())
-    for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
+    for rollout, one in zip(itertools.chain(*groups), scores, strict=True):
         parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
         print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")
         for line in one.note.splitlines():
             print("   ", "".join(filter(str.isprintable, line)))  # it may be what a program wrote
-    for name, seconds in scorer.seconds.items():
+    for name, seconds in calls.seconds.items():
         took = f"median {1000 * median(seconds):.3g} ms, slowest {1000 * max(seconds):.3g} ms" if seconds else "none"
         print(f"calls of {name}: {took} (the first of a process loads it)")
     failed = sum(one.error is not None for one in scores)
     print(f"{len(scores)} samples in {len(groups)} groups, {failed} without a score")
     return int(failed > 0 or not scores)
-
-
-def _sample(place: str, row: Mapping[str, Any], data: DataConfig) -> Rollout:
-    said, messages = row.get(data.prompt_column), row.get("messages")
-    if isinstance(said, list):
-        said, messages = None, said
-    if not isinstance(completion := row.get("completion"), str):
-        raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
-    used = (data.prompt_column, data.answer_column, "messages", "completion")
-    prompt = Prompt(
-        id=place,
-        token_ids=(0,),
-        messages=None if messages is None else tuple(messages),
-        text=said or next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), ""),
-        answer=None if (answer := row.get(data.answer_column or "")) is None else str(answer),
-        meta={key: value for key, value in row.items() if key not in used},
-    )
-    token_ids = tuple(row.get("token_ids", ()))
-    sequence = TokenSequence(
-        token_ids=token_ids,
-        mask=tuple(map(bool, row.get("mask", [True] * len(token_ids)))),
-        logprobs=(0.0,) * len(token_ids),
-        finish_reason=row.get("finish_reason", "stop"),
-        opening=row.get("opening", ""),
-        text=completion,
-    )
-    return Rollout(id=place, prompt=prompt, sequences=(sequence,), reward=row.get("reward"))
 
 
 def export(folder: Path, output: Path, *, base: str | None) -> None:

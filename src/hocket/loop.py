@@ -7,6 +7,7 @@ next. If a server dies, pool.py generates its work on the others, and `wait_up` 
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from hocket.algorithm.kl import KlController
@@ -38,7 +39,9 @@ class Run:
     play: Play  # plays one episode: a single turn, several turns, or an agent
     scorer: RewardScorer
     shape: Callable[[Group], Shaped]  # a group's rewards for training; `reason`: why it has no signal, or None
-    batches: Callable[[NewBatch], Pipeline | Replay]  # gathers batches ahead of training, or reads recorded ones
+    batches: Callable[
+        [NewBatch], AbstractAsyncContextManager[Pipeline | Replay]
+    ]  # gathers batches ahead of training, or reads recorded ones
     trainer: Trainer
     kl: KlController  # coefficient of a KL in the rewards
     publisher: Publisher
@@ -88,8 +91,7 @@ class Run:
             plan,
             self.stream.take,  # 1 prompts  data/stream.py
             self.play,  # 2 rollouts  rollout/episode.py, agents.py
-            self.scorer.score,  # 3 scores  rewards/scorer.py
-            self.scorer.settle,
+            self.scorer,  # 3 scores  rewards/scorer.py
             has_signal=lambda group: self.shape(group).reason is None,
         )
 

@@ -85,11 +85,6 @@ def write(folder: Path, version: int, tensors: Mapping[str, TensorSpec], *, base
     return manifest.checksum
 
 
-def read(folder: Path) -> Manifest:
-    """Read manifest.json. Raises OSError or ValueError where it is missing or malformed."""
-    return Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
-
-
 def tensors(folder: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Yield every tensor of the folder's safetensors files, file by file. Raises SafetensorError on a broken one."""
     from safetensors import safe_open

@@ -1,7 +1,6 @@
 """Make the parts of a run from its configuration; commands.py brings them together."""
 
 import os
-import reprlib
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -21,16 +20,16 @@ from hocket.envs import Agent
 from hocket.envs import base as environments
 from hocket.errors import ConfigError
 from hocket.launch import Child, stop, variables, visible_gpus
-from hocket.observe.console import Console
+from hocket.observe.console import SHORT, Console
 from hocket.observe.metrics import SUSPICIOUS
 from hocket.observe.run_folder import trainer_id
 from hocket.pool import Member, ServerPool
 from hocket.protocol import Health
-from hocket.rewards.scorer import RewardScorer
+from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.rollout.agents import Agents
 from hocket.rollout.collect import Play
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
-from hocket.rollout.evaluate import EVAL_STEP, Evaluation, eval_rewards
+from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
 from hocket.sync.bring_up import bring_up
 from hocket.sync.disk import Versions
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 PROOF_PROMPTS = 16
 NUM_SHOWN = 2  # prompts, at the start
 NO_ROWS = "data.source is a file, and eval.data.source names no held-out rows"
-SHORT = reprlib.Repr()
-SHORT.maxstring = 600  # of a longer text, beginning and end
 
 
 class Parts:
@@ -126,16 +123,15 @@ class Parts:
         plan = partial(plan_step, config=config, seed=trainer.seed, oversampling=oversampling, max_staleness=ahead)
         return Pipeline(new_batch, plan, steps=trainer.steps, max_staleness=ahead, progress=self.console.progress)
 
-    def evaluation(self, prompts: Sequence[Prompt], play: Play, scorer: RewardScorer) -> Evaluation:
+    def evaluation(self, prompts: Sequence[Prompt], play: Play, calls: RewardCalls) -> Evaluation:
         """Return the evaluation on held-out prompts; it shares the servers with the batches ahead."""
         config, settings = self.config, self.config.eval
         seed, temperature = config.trainer.seed, settings.temperature
         return Evaluation(
             prompts=prompts,
             play=play,
-            score=scorer.score,
-            settle=scorer.settle,
-            reward=next(iter(eval_rewards(config.rewards, settings.reward).functions)),
+            scorer=RewardScorer(calls, [config.eval_reward]),
+            reward=config.eval_reward,
             samples=settings.samples,
             sampling=sampling_params(
                 config.rollout, seed=seed, step=EVAL_STEP, temperature=temperature, max_tokens=settings.max_tokens
@@ -216,13 +212,14 @@ async def answers(config: Config) -> bool:
 
 
 def chosen(config: Config) -> Config:
-    """Return the config with the `auto` of pipeline.max_staleness and sync.backend replaced by what it is here."""
+    """Return the config with each `auto` replaced by what it is here; micro-batches are measured on a GPU, later."""
     pipeline, sync, apart = config.pipeline, config.sync, bool(visible_gpus()) and config.gpus_apart
+    trainer = config.trainer if visible_gpus() else config.trainer.unmeasured()
     if pipeline.max_staleness == "auto":
         pipeline = pipeline.model_copy(update={"max_staleness": int(apart)})
     if sync.backend == "auto":
         sync = sync.model_copy(update={"backend": "nccl" if apart and not sync.delta else "disk"})
-    return config.model_copy(update={"pipeline": pipeline, "sync": sync})
+    return config.model_copy(update={"trainer": trainer, "pipeline": pipeline, "sync": sync})
 
 
 async def clear_gpu(config: Config, **tell: Callable[..., None]) -> None:

@@ -15,7 +15,6 @@ from hocket.config import Config, read_settings
 from hocket.errors import ConfigError
 from hocket.launch import Placement, place
 from hocket.trainer import flops, memory
-from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.memory import GIB, Estimate
 from hocket.trainer.models import named_models
 from hocket.trainer.policy import skeleton
@@ -88,7 +87,8 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     where = place(config.launch, size, config.sync.backend, [str(number) for number in range(num_gpus)])
     dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
     model = skeleton(config.model)
-    rank = memory.needed(named_models(config), config.trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
+    trainer = config.trainer.unmeasured()
+    rank = memory.needed(named_models(config), trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
     together = set(",".join(where.servers).split(",")) & set(where.ranks.split(","))
     share = server.gpu_memory_utilization
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad or config.model.lora) * dtype.itemsize / size
@@ -101,7 +101,7 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     )
     stays = 0.0 if config.launch.share_gpu else weights + kv_cache / size  # of a server that sleeps, vLLM's own
     room = gpu.gib * GIB - (stays + ENGINE_GIB * GIB if together else 0.0)
-    per_token = rank.activations / _tokens(config)
+    per_token = rank.activations / int(trainer.micro_batch_tokens)
     free = (1 - memory.MARGIN) * room - (rank.total - rank.activations)
     micro_batch = min(memory.LARGEST_MICRO_BATCH, int(max(0.0, free) / per_token)) if per_token else 0
     needs = Needs(
@@ -117,12 +117,6 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
         seconds={},
     )
     return dataclasses.replace(needs, seconds=_seconds(config, needs, model, gpu, kv_token)) if needs.fits else needs
-
-
-def _tokens(config: Config) -> int:
-    """Return the tokens of the micro-batches that the estimate is for."""
-    size = config.trainer.micro_batch_tokens
-    return CHUNK_TOKENS if size == "auto" else size
 
 
 def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:

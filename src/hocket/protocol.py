@@ -100,7 +100,7 @@ class FromTrainer(Strict):
 
 
 class GenerateRequest(FromTrainer):
-    """POST /generate. With `stream` the answer is NDJSON: a StreamLine per finished completion, a StreamEnd.
+    """POST /generate. With `stream` the answer is NDJSON, in ASCII: a StreamLine per finished completion, a StreamEnd.
 
     Prompt i has one completion per seed in seeds[i], or `n`, the j-th of which has the seed sampling.seed + i·n + j;
     at most MAX_COMPLETIONS in all.

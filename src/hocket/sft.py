@@ -17,7 +17,7 @@ from hocket.checkpoints import Checkpoints, Part
 from hocket.config import Config, DataConfig
 from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import ConfigError, DataError
-from hocket.observe.console import Console
+from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
 from hocket.registry import load_plugins
@@ -55,6 +55,7 @@ def _train(config: Config) -> None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
         console.say(f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters; {trainer.memory}")
+        console.say(f"the first one, with what is taught in [[ ]]: {_shown(samples[0], config.model.path)}")
         if epochs is not None and "steps" in config.trainer.model_fields_set:
             console.say(f"sft.epochs={epochs} decides: {steps} steps, not trainer.steps={config.trainer.steps}")
         if "learning_rate" not in config.trainer.model_fields_set:
@@ -92,6 +93,14 @@ def _samples(config: Config, data: DataConfig) -> list[TrainSample]:
     tokenizer, max_length = tokenizers.load(config.model.path), tokenizers.context_length(config.model)
     rows = load_demonstrations(data, tokenizer, max_length)
     return [TrainSample(sequence=row, advantages=(0.0,) * len(row.mask)) for row in rows]
+
+
+def _shown(sample: TrainSample, model: str) -> str:
+    """Return a demonstration as the model reads it, short."""
+    tokenizer, sequence = tokenizers.load(model), sample.sequence
+    runs = itertools.groupby(zip(sequence.mask, sequence.token_ids, strict=True), key=lambda pair: pair[0])
+    texts = ((taught, tokenizer.decode([token for _, token in run])) for taught, run in runs)
+    return SHORT.repr("".join(f"[[{text}]]" if taught else text for taught, text in texts))
 
 
 def _held_out(config: Config) -> list[TrainSample]:

@@ -122,11 +122,6 @@ class WeightGroup:
         options.rootRank = options.rootTensor = 0
         group.broadcast([flat], options).wait()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether this rank has left the group."""
-        return self._group is None
-
     def close(self) -> None:
         """Leave the group; ranks that wait for this one fail at once, or as soon as a running broadcast is over."""
         group, self._group = self._group, None  # the connections end with the last reference

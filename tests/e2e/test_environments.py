@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
-from batches import drawing
+from batches import drawing, scorer_of_all
 from hocket import config, tokenizer
 from hocket.commands import Parts, select
 from hocket.config import DataConfig
@@ -19,7 +19,6 @@ from hocket.data.demonstrations import load_demonstrations
 from hocket.observe.console import Console
 from hocket.pool import Deadline, ServerPool
 from hocket.protocol import SamplingParams
-from hocket.rewards import RewardScorer
 from hocket.rollout.collect import Plan, collect
 from hocket.rollout.pipeline import sampling_params
 from hocket.types import Group, TokenSequence
@@ -62,8 +61,8 @@ async def groups_of(
         deadline=Deadline(120),
     )
     async with ServerPool(settings.server_urls) as servers:
-        with RewardScorer(settings.rewards) as scorer:
-            return (await collect(plan, drawing(prompts[:num_prompts]), parts.play(servers), scorer.score)).groups
+        with scorer_of_all(settings.rewards) as scorer:
+            return (await collect(plan, drawing(prompts[:num_prompts]), parts.play(servers), scorer)).groups
 
 
 def largest_gap(sequences: list[TokenSequence]) -> float:

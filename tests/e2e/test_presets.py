@@ -28,7 +28,7 @@ from hocket.loop import Run
 from hocket.observe.console import Console
 from hocket.observe.run_folder import RunFolder
 from hocket.protocol import Completion
-from hocket.rewards import RewardScorer
+from hocket.rewards import RewardCalls, RewardScorer
 from hocket.rollout.episode import single_turn
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.trainer import Trainer
@@ -122,7 +122,7 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
     """Runs the loop and returns its summary."""
     with (
         Trainer(config, ranks=ranks) as trainer,
-        RewardScorer(config.rewards) as scorer,
+        RewardCalls(config.rewards, [*config.rewards.functions, config.eval_reward]) as calls,
         RunFolder(config) as folder,
         Console(config.trainer.steps) as console,
         Checkpoints(config, trainer.state, {}) as checkpoints,
@@ -135,10 +135,10 @@ async def trained(config: Config, ranks: Ranks) -> dict[str, Any]:
             servers=copy,
             stream=parts.stream(parts.prompts("train", config.data)),
             play=play,
-            scorer=scorer,
+            scorer=RewardScorer(calls, config.rewards.functions),
             shape=functools.partial(shape, algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
             batches=parts.pipeline,
-            evaluation=parts.evaluation(parts.held_out(), play, scorer),
+            evaluation=parts.evaluation(parts.held_out(), play, calls),
             publisher=copy,
             kl=KlController(config.algorithm),
             folder=folder,

@@ -1,6 +1,7 @@
 """Whole runs with real processes: quickstart, a control, two terminals in the wrong order, Ctrl-C, a dead server."""
 
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -168,6 +169,25 @@ def test_agents_teach_an_adapter_on_a_shared_gpu(tmp_path: Path) -> None:
         assert step["train/logprob_gap"] < 1e-5
     adapter = load_file(folder / "weights" / "v000004" / "adapter_model.safetensors")
     assert max(float(tensor.abs().max()) for name, tensor in adapter.items() if "lora_B" in name) > 1e-4
+
+
+def test_the_judge_of_the_example_teaches_what_another_checker_measures(tmp_path: Path) -> None:
+    run_dir, log, port = tmp_path / "runs" / "a", tmp_path / "log", free_port()
+    page = (ROOT / "examples" / "judge" / "README.md").read_text(encoding="utf-8")
+    judge, train = re.findall(r"^(?:.venv/bin/python|python3) (.*?) +#", page, re.M)
+    here = [f"run.dir={run_dir}", "trainer.steps=15", "eval.every_steps=0", f"server.port={free_port()}"]
+    here += [f"rewards.functions.judge.base_url=http://127.0.0.1:{port}/v1"]
+    judging = Process([str(port)], tmp_path / "judge.log", program=judge.split())
+    with judging, Process([*train.split()[1:], *here], log) as process:
+        assert process.wait_end(START_S + 300) == 0, log.read_text()
+        process.assert_gone()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["after"] >= summary["before"] + 0.2, log.read_text()
+    steps = metrics_of(run_dir)[1:]
+    assert all(step["rollout/reward_errors"] == 0 and step["reward/judge/calls"] > 0 for step in steps)
+    assert steps[-1]["reward/judge"] > steps[0]["reward/judge"]
+    held_out = (run_dir / "rollouts" / "eval_000015.jsonl").read_text().splitlines()
+    assert {*json.loads(held_out[0])["parts"]} == {"exact_match"}
 
 
 def test_a_random_reward_teaches_nothing(tmp_path: Path) -> None:

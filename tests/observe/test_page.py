@@ -117,7 +117,10 @@ def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_pa
 def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_hostile_text_as_text(
     tmp_path: Path,
 ) -> None:
-    rows = [dict.fromkeys(ROLLOUT, text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}} for text in HOSTILE[:4]]
+    rows = [
+        dict.fromkeys([*ROLLOUT, "note"], text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}}
+        for text in HOSTILE[:4]
+    ]
     folder = write_run(tmp_path / "run", rollouts=rows)
     odd = {"train/loss": -1e9, "train/kl": 1e-300, "train/entropy": None}
     named = {"train/loss": 1e9, "train/entropy": 0, f"reward/{HOSTILE[0]}": 1, "reward/b": 1}
@@ -184,11 +187,26 @@ def test_samples_are_best_and_worst_of_the_groups_that_differ_most() -> None:
     assert sample_groups(rows)[3]["rollouts"][0]["error"] == "hung"
 
 
-def test_the_newest_rollouts_are_shown_and_long_texts_cut(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", rollouts=[ROLLOUT | {"completion": "old"}])
-    for name, letter in (("step_000010", "n"), ("eval_000010", "h")):
-        long = ROLLOUT | {"completion": letter * (MAX_CHARACTERS + 5)}
-        (folder / f"rollouts/{name}.jsonl").write_text(json.dumps(long))
-    data = report(folder).data
-    assert data["newest"] == "step_000010"
-    assert data["groups"][0]["rollouts"][0]["completion"] == f"{'n' * MAX_CHARACTERS} … (5 more characters)"
+def test_groups_of_the_newest_and_one_of_earlier_steps_are_shown_and_long_texts_cut(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for step in range(2, 51):
+        rows = [ROLLOUT | {"group_id": f"{group}", "completion": f"{step}/{group} " + "n" * 5000} for group in range(5)]
+        (folder / f"rollouts/step_{step:06d}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "rollouts/eval_000050.jsonl").write_text(json.dumps(ROLLOUT))
+    groups = report(folder).data["groups"]
+    shown = [(group["step"], group["rollouts"][0]["completion"].split()[0]) for group in groups]
+    assert shown[:5] == [*(("step_000050", f"50/{group}") for group in range(4)), ("step_000047", "47/0")]
+    assert [step for step, _ in shown[4:]] == [f"step_{step:06d}" for step in range(47, 1, -3)]
+    assert groups[0]["rollouts"][0]["completion"] == f"50/0 {'n' * (MAX_CHARACTERS - 5)} … (3005 more characters)"
+
+
+def test_parts_have_curves_of_their_own_without_what_a_judge_costs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rollouts=[ROLLOUT | {"parts": {"judge": 0.5, "judge/tokens": 120.0}}])
+    parts = {"judge": 0.5, "length": -0.1, "judge/tokens": 120, "judge/calls": 1}
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **{f"reward/{name}": v for name, v in parts.items()}}))
+    page = drawn(folder)
+    assert "Reward by part" in page.text
+    assert "step 1: judge 0.5, length -0.1" in page.source
+    assert "What judges costtokens per rollout" in page.text
+    assert "step 1: judge 120" in page.source
+    assert "judge 0.500, judge/tokens 120" in page.text

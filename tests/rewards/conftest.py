@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from batches import scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.rewards import RewardScorer
 from hocket.types import Prompt, Rollout, TokenSequence
@@ -38,5 +39,5 @@ def scorer_of() -> Iterator[Callable[..., RewardScorer]]:
     """Makes scorers from rewards.functions and closes them."""
     with contextlib.ExitStack() as stack:
         yield lambda functions, **settings: stack.enter_context(
-            RewardScorer(RewardsConfig.model_validate({"functions": functions, **settings}))
+            scorer_of_all(RewardsConfig.model_validate({"functions": functions, **settings}))
         )

@@ -37,6 +37,7 @@ async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample
         "id": "a",
         "prompt": "Sort: dbca",
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sort: dbca"}],
+        "opening": "",
         "completion": "a",
         "answer": "abcd",
         "meta": {"level": 2},

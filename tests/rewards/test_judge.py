@@ -134,6 +134,7 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     assert (score.total, score.parts["judge/1"], score.parts["judge/2"], score.parts["judge/3"]) == pytest.approx(
         ((0.8 + 0.6 + 0.2) / 3, 0.8, 0.6, 0.2)
     )
+    assert score.note == "judge: so\nso\nso"
     paid = {name: score.parts[f"judge/{name}"] for name in ("calls", "tokens", "dollars")}
     assert paid == pytest.approx({"calls": 4, "tokens": 4 * 120, "dollars": 4 * (100 * 1 + 20 * 10) / 1e6})
     key, body = asked[0]
@@ -301,8 +302,8 @@ def test_a_lie_is_no_verdict(read: Callable[[str], Any], text: str) -> None:
     [('{"score": 0}', 0.0), ('```json\n{"score": 7.5, "reason": "{so}"}\n```', 7.5), ('Well: {"score": 1e1}.', 10.0)],
 )
 def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
-    assert score_in(text, 0, 10) == score
-    assert ranking_in('Well: {"ranking": [2, 1, 3]}.', 3) == [2, 1, 3]
+    assert score_in(text, 0, 10)[0] == score
+    assert ranking_in('Well: {"ranking": [2, 1, 3], "reason": "so"}.', 3) == ([2, 1, 3], "so")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
+from hocket.config import RewardsConfig
 from hocket.errors import ConfigError
 from hocket.registry import load_plugins
-from hocket.rewards import RetryError, RewardScorer
+from hocket.rewards import RetryError, RewardCalls, RewardScorer
 from hocket.rewards.base import REWARDS, reward
 from hocket.types import Rollout
 from processes import wait_for
@@ -99,7 +100,7 @@ async def test_a_class_is_set_up_once_in_a_worker_with_its_options_and_torn_down
     log = tmp_path / "log"
     scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a", "b"]}}, timeout_s=60)
     assert [(await scorer.score(make_rollout(text))).total for text in ("a c b", "c", "a")] == [2, 0, 1]
-    scorer.__exit__()
+    scorer._calls.__exit__()
     (pid, *set_up), (same, *torn_down) = [line.split() for line in log.read_text().splitlines()]
     assert (pid == same != str(os.getpid()), set_up, torn_down) == (True, ["set", "up"], ["torn", "down", "after", "3"])
     with pytest.raises(ConfigError, match=r"reward lexicon\(log, words=\(\)\) has no option 'word' \(did you mean"):
@@ -113,7 +114,7 @@ async def test_a_class_in_a_worker_that_ended_is_set_up_again_in_the_next(
     log = tmp_path / "log"
     scorer = scorer_of({"lexicon": {"log": str(log), "words": ["a"]}}, timeout_s=60)
     assert (await scorer.score(make_rollout("a"))).total == 1
-    (worker,) = scorer._workers.values()
+    (worker,) = scorer._calls._workers.values()
     worker.kill()
     assert (await scorer.score(make_rollout("a a"))).total == 2
     assert [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()] == ["set up"] * 2
@@ -136,7 +137,7 @@ async def test_a_class_that_hangs_or_exits_in_set_up_or_tear_down_costs_its_scor
     scorer = scorer_of({"sleepy": {"where": where}}, timeout_s=0.5 if error and where == "made" else 60)
     score = await scorer.score(make_rollout())
     assert score.error == (starts(error) if error else None)
-    scorer.__exit__()
+    scorer._calls.__exit__()
     wait_for(lambda: set(psutil.Process().children(recursive=True)) <= before, "no process is left", 60)
 
 
@@ -196,6 +197,34 @@ def test_an_async_class_lives_as_long_as_its_event_loop(
     assert seen == ["set up", "ab", "c", "torn down"] * 2
     error = asyncio.run(scorer_of({"broken": 1.0}).score(make_rollout())).error
     assert "can't be set up: OSError: no route" in str(error)
+
+
+async def test_training_and_evaluation_share_calls_and_each_counts_its_own_rewards(
+    make_rollout: Make, register: Callable[..., None]
+) -> None:
+    made: list[int] = []
+
+    class Counts:
+        async def __aenter__(self) -> "Counts":
+            made.append(0)
+            return self
+
+        async def __aexit__(self, *exc_info: object) -> None: ...
+
+        async def __call__(self, completion: str) -> float:
+            made[-1] += 1
+            return made[-1]
+
+    register("counts", Counts)
+    config = RewardsConfig.model_validate({"functions": {"counts": {"weight": 0.5}, "exact_match": 1.0}})
+    with RewardCalls(config, [*config.functions, "think_format"]) as calls:
+        training, counts, other = (
+            RewardScorer(calls, names) for names in (config.functions, ["counts"], ["think_format"])
+        )
+        assert (await training.score(make_rollout())).parts == {"counts": 1.0, "exact_match": 1.0}
+        assert (await counts.score(make_rollout())).total == 1.0  # 0.5 · 2, by the same instance
+        assert (await other.score(make_rollout())).parts == {"think_format": 0.0}
+    assert made == [2]
 
 
 async def test_a_group_is_ranked_in_one_call_without_the_rollouts_that_failed(

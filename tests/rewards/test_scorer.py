@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hocket.config import RewardsConfig
 from hocket.errors import ConfigError, RewardError
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
@@ -76,7 +75,7 @@ def test_workers_start_before_the_first_score_which_need_not_wait_for_them(score
     assert psutil.Process().children() == before
     scorer = scorer_of({"vowels": 1})
     wait_for(lambda: len(psutil.Process().children()) == len(before) + NUM_WORKERS, "all workers", 60)
-    scorer.__exit__()
+    scorer._calls.__exit__()
     wait_for(lambda: psutil.Process().children() == before, "no worker is left", 60)
 
 
@@ -115,7 +114,7 @@ async def test_a_reward_that_hangs_ends_at_the_deadline_with_all_that_it_started
     scorer = scorer_of({"picky": 1.0}, timeout_s=3)
     hanging = asyncio.create_task(scorer.score(make_rollout("child")))  # it waits for a program of its own
     await _until(lambda: bool(_sleepers(plugin)), hanging)
-    scorer._timeout_s = 60  # of the others, which are not about the speed of the machine
+    scorer._calls._timeout_s = 60  # of the others, which are not about the speed of the machine
     others = [asyncio.create_task(scorer.score(make_rollout("fine"))) for _ in range(60)]
     turns = 0
     while not hanging.done():  # the event loop goes on meanwhile
@@ -131,7 +130,7 @@ async def test_closing_ends_workers_that_are_busy(scorer_of: Scorers, make_rollo
     scorer = scorer_of({"picky": 1.0}, timeout_s=3600)
     score = asyncio.create_task(scorer.score(make_rollout("child")))
     await _until(lambda: bool(_sleepers(plugin)), score)
-    await asyncio.get_running_loop().run_in_executor(None, scorer.__exit__)
+    await asyncio.get_running_loop().run_in_executor(None, scorer._calls.__exit__)
     assert (await score).error is not None
     await _until(lambda: not _sleepers(plugin))
     refused = await scorer_error(scorer, make_rollout("fine"))
@@ -177,13 +176,13 @@ def test_a_hundred_at_once_each_get_their_own_score_in_any_event_loop_after_canc
             assert parts == {"exact_match": float(i == 30), "vowels": i / 2, "slow_judge": 0.75}
 
 
-def test_a_worker_reward_that_no_other_process_can_reach_is_refused() -> None:
+def test_a_worker_reward_that_no_other_process_can_reach_is_refused(scorer_of: Scorers) -> None:
     @reward("local")
     def local(completion: str) -> float:
         return 0.0
 
     with pytest.raises(ConfigError, match="define it at the top level of a Python file named under plugins"):
-        RewardScorer(RewardsConfig.model_validate({"functions": {"local": 1.0}}))
+        scorer_of({"local": 1.0})
 
 
 async def test_an_inline_reward_of_one_s_own_needs_no_worker(scorer_of: Scorers, make_rollout: Make) -> None:

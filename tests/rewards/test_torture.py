@@ -2,19 +2,18 @@
 
 import asyncio
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
+from batches import scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.registry import load_plugins
 from hocket.rewards import RewardScorer
 from hocket.rewards.base import reward
 from hocket.types import Rollout, Score
-from processes import wait_for
+from processes import started, wait_for
 
 Make = Callable[..., Rollout]
 
@@ -50,6 +49,7 @@ def torture(completion):
         return 1.0
     return said
 """
+TORTURE = RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})
 FRAME = '["", 5.0, {}, null, ""]\\n'
 
 
@@ -75,7 +75,7 @@ def scorer(mark: str) -> Iterator[RewardScorer]:
         patch.setattr("hocket.rewards.scorer.NUM_WORKERS", 1)
         patch.setattr("hocket.rewards.scorer.MAX_PROCESSES", 20)
         patch.setattr("hocket.rewards.scorer.MAX_MIB", 1000)
-        with RewardScorer(RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})) as scorer:
+        with scorer_of_all(TORTURE) as scorer:
             yield scorer
     assert len(started(mark)) == 0
 
@@ -112,7 +112,7 @@ async def test_a_reward_that_raises_ends_hangs_or_takes_too_much_is_an_error(
     assert (await scorer.score(make_rollout("1"))).total == 1
     with monkeypatch.context() as patch:
         if error == HANGS:
-            patch.setattr(scorer, "_timeout_s", 0.5)
+            patch.setattr(scorer._calls, "_timeout_s", 0.5)
         assert await error_of(scorer, make_rollout(does)) == starts_with(f"torture: {error}")
     assert (await scorer.score(make_rollout("2"))).total == 2
 
@@ -178,7 +178,7 @@ async def test_whatever_a_reward_writes_to_its_socket_is_an_error(
 async def test_a_second_answer_is_never_the_next_rollouts(scorer: RewardScorer, make_rollout: Make) -> None:
     late = f"threading.Timer(0.1, os.write, (descriptor, b'{FRAME}')).start() or 1.0"
     assert (await scorer.score(make_rollout(late))).total == 1
-    (worker,) = scorer._workers.values()
+    (worker,) = scorer._calls._workers.values()
     wait_for(lambda: worker._unasked.poll(0), "it has written once more")
     assert (await scorer.score(make_rollout("2"))).total == 2
     at_once = f"os.write(descriptor, b'{FRAME}') and time.sleep(600)"
@@ -205,7 +205,7 @@ async def test_a_million_lines_are_dropped_after_the_first(
     make_rollout: Make, mark: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hocket.rewards.scorer.MAX_LINES", 10)
-    with RewardScorer(RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})) as scorer:
+    with scorer_of_all(TORTURE) as scorer:
         assert (await scorer.score(make_rollout("print(0) or print(1) or print('again\\n' * 10**6) or 1.0"))).total == 1
         shown = wait_for(lambda: (text := capfd.readouterr().err).count("\n") == 11 and text, "it is shown")
         assert shown.split("\n")[:2] == ["0", "1"]
@@ -216,7 +216,7 @@ async def test_a_million_lines_are_dropped_after_the_first(
 
 async def test_no_secret_is_in_its_environment(make_rollout: Make, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCKET_TOKEN", "the servers' own")
-    with RewardScorer(RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})) as scorer:
+    with scorer_of_all(TORTURE) as scorer:
         names = "{name: 1 for name in ('HOCKET_TOKEN', 'HOCKET_TORTURE') if name in os.environ}"
         assert (await scorer.score(make_rollout(names))).parts == {"torture": 1, "torture/HOCKET_TORTURE": 1}
 
@@ -266,14 +266,3 @@ async def error_of(scorer: RewardScorer, rollout: Rollout) -> str:
     assert math.isnan(score.total), score
     assert score.error is not None
     return score.error
-
-
-def started(mark: str) -> set[str]:
-    """Return the processes of this machine that have the mark, but for this one."""
-    found: set[str] = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            found |= {path.parts[2]} if mark in path.read_text(errors="replace") else set()
-        except OSError:
-            continue
-    return found - {str(os.getpid())}

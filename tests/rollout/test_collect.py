@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from batches import SAMPLING, drawing, gathered, ids, played
+from batches import SAMPLING, drawing, gathered, ids, played, scoring
 from hocket.errors import ServerError
 from hocket.pool import Deadline
 from hocket.rollout.collect import Plan, Seat, collect
@@ -53,7 +53,11 @@ async def test_the_batch_is_the_shortest_beginning_of_the_stream_that_has_enough
 
     plan = planned(5, at_most=20)
     batch = await collect(
-        plan, drawing(PROMPTS), play, score_of, has_signal=lambda group: group.rollouts[0].prompt.id not in dull
+        plan,
+        drawing(PROMPTS),
+        play,
+        scoring(score_of),
+        has_signal=lambda group: group.rollouts[0].prompt.id not in dull,
     )
     enough = next((n for n in range(5, 20) if sum(p.id not in dull for p in PROMPTS[:n]) == 5), 20)
     assert ids(batch) == [prompt.id for prompt in PROMPTS[:enough]]
@@ -62,7 +66,7 @@ async def test_the_batch_is_the_shortest_beginning_of_the_stream_that_has_enough
 
 async def test_a_stream_that_ends_gives_a_smaller_batch_or_an_empty_one() -> None:
     for prompts in PROMPTS[:2], []:
-        batch = await collect(planned(3, at_most=9), drawing(prompts), at_once, score_of)
+        batch = await collect(planned(3, at_most=9), drawing(prompts), at_once, scoring(score_of))
         assert ids(batch) == [prompt.id for prompt in prompts]
 
 

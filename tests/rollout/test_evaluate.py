@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from batches import played
+from batches import played, scoring
 from hocket import config as config_module
 from hocket.errors import ConfigError, RewardError
 from hocket.protocol import SamplingParams
 from hocket.rollout.collect import Seat
-from hocket.rollout.evaluate import Evaluation, eval_rewards, pass_at_k
+from hocket.rollout.evaluate import Evaluation, pass_at_k
 from hocket.types import Prompt, Rollout, Score
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=(i + 1,)) for i in range(4)]
@@ -36,7 +36,7 @@ def evaluation(
 
     values: dict[str, Any] = {"reward": "exact_match", "samples": 1, "timeout_s": 9.0, "max_error_rate": 0.5}
     values["sampling"] = SamplingParams(seed=1)
-    return Evaluation(prompts=prompts, play=play, score=score, **(values | changes))
+    return Evaluation(prompts=prompts, play=play, scorer=scoring(score), **(values | changes))
 
 
 async def test_accuracy_is_the_mean_of_the_one_reward_before_its_weight() -> None:
@@ -70,11 +70,11 @@ async def test_every_evaluation_uses_the_same_random_numbers_and_its_own_time() 
 
 def test_the_judge_is_the_named_reward_with_its_own_options_or_the_first_one() -> None:
     config = config_module.load(None, ["rewards.functions={length: {weight: 2, target: 9}, random: 1.0}"])
-    assert eval_rewards(config.rewards, None).functions == {"length": config.rewards.functions["length"]}
+    assert (config.eval_reward, config.rewards.spec("length").model_extra) == ("length", {"target": 9})
     named = config_module.load(None, ["rewards.functions={random: 1.0}", "eval.reward=exact_match"])
-    assert list(eval_rewards(named.rewards, named.eval.reward).functions) == ["exact_match"]
+    assert (named.eval_reward, named.rewards.spec("exact_match").weight) == ("exact_match", 1.0)
     gated = config_module.load(None, ["rewards.functions={think_format: {gate: true}, math: 1}"])
-    assert list(eval_rewards(gated.rewards, None).functions) == ["math"] == [gated.pass_reward]  # a gate has no weight
+    assert gated.eval_reward == "math" == gated.pass_reward  # a gate has no weight
 
 
 def test_pass_at_k_is_the_share_of_all_choices_that_have_one_that_passes() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fakes
-from batches import ids, own_reward, played
+from batches import ids, own_reward, played, scoring
 from hocket import config as config_module
 from hocket.config import Config
 from hocket.data.stream import PromptStream
@@ -53,7 +53,7 @@ def pipeline(config: Config, player: FakePlayer, has_signal: Callable[[Group], b
     take, max_staleness = PromptStream(PROMPTS, seed=0).take, int(config.pipeline.max_staleness)
     settings: dict[str, Any] = {"oversampling": config.algorithm.oversampling, "max_staleness": max_staleness}
     return Pipeline(
-        lambda plan: collect(plan, take, player.play, own_reward, has_signal=has_signal),
+        lambda plan: collect(plan, take, player.play, scoring(own_reward), has_signal=has_signal),
         functools.partial(plan_step, config=config.rollout, seed=5, **settings),
         steps=4,
         max_staleness=max_staleness,

@@ -138,7 +138,7 @@ def make_sampler(tokenizer: Any = None) -> Any:
     """A sampler for 96 ids and 32 tokens, without an engine."""
     from hocket.server.generate import Sampler
 
-    return Sampler(make_llm(), tokenizer or make_tokenizer(), lambda: None)
+    return Sampler(make_llm(), tokenizer or make_tokenizer(), lambda: None, {})
 
 
 def make_engine(llm: Any, *overrides: str) -> Any:
@@ -153,6 +153,7 @@ def make_engine(llm: Any, *overrides: str) -> Any:
         root=config.sync_root,
         timeout_s=config.sync.timeout_s,
         share_gpu=config.launch.share_gpu,
+        template={},
     )
     engine._status = "ready"
     return engine
@@ -167,11 +168,11 @@ def idle_engine() -> Any:
     return engine
 
 
-def wrap(app: Any, engine: Any, *, token: str | None = None, max_body_bytes: int = 64 << 20) -> Any:
+def wrap(app: Any, engine: Any, *, token: str | None = None) -> Any:
     """The whole app around a fake engine."""
     from hocket.server.app import assemble
 
-    return assemble(app, engine, host="127.0.0.1", token=token, max_body_bytes=max_body_bytes)
+    return assemble(app, engine, host="127.0.0.1", token=token)
 
 
 class Server(Process):

@@ -25,6 +25,7 @@ class FakeEngine(Engine):
         self.sampler: Any = self
         self.reason: ErrorBody | None = None
         self.break_after: int | None = None
+        self.ends = ""  # every text
 
     def _reason(self) -> ErrorBody | None:
         return self.reason
@@ -43,7 +44,11 @@ class FakeEngine(Engine):
             await asyncio.sleep(0)
             if number == self.break_after:
                 raise ApiError(503, "engine_dead", "it broke", "restart")
-            end: dict[str, Any] = {"text": str(job.prompt), "finish_reason": "length", "versions": ((3, 0, 1),)}
+            end: dict[str, Any] = {
+                "text": f"{job.prompt}{self.ends}",
+                "finish_reason": "length",
+                "versions": ((3, 0, 1),),
+            }
             yield job, Completion(token_ids=(job.index,), logprobs=(-0.5,), **end)
 
 
@@ -58,8 +63,11 @@ def engine(sampler: Any) -> FakeEngine:
 
 
 @pytest.fixture
-async def http(kit: Any, engine: FakeEngine) -> AsyncGenerator[httpx.AsyncClient, None]:
-    door = kit.wrap(FastAPI(), engine, max_body_bytes=2 << 20)
+async def http(
+    kit: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[httpx.AsyncClient, None]:
+    monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 2 << 20)
+    door = kit.wrap(FastAPI(), engine)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://localhost") as client:
         yield client
 
@@ -79,6 +87,7 @@ async def test_generation_that_breaks_is_an_error_with_a_reason_in_both_modes(
     whole = await http.post("/generate", json={"prompts": ["a", "b"]})
     assert whole.status_code == 503
     assert whole.json()["error"]["code"] == "engine_dead"
+    engine.ends = "\u2028\x85"  # which end a line, too, wherever it is not of bytes
     stream = await http.post("/generate", json={"prompts": ["a", "b"], "stream": True, "packed": True})
     assert stream.headers["content-type"] == "application/x-ndjson"
     first, end = [json.loads(line) for line in stream.text.splitlines()]

@@ -37,14 +37,14 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_other_machines_are_let_in_only_with_a_token(host: str, open_to_all: bool) -> None:
-    main._check(host, "long-enough", random_init=False)
+    main.check(host, "long-enough", random_init=False)
     with pytest.raises(ConfigError, match=r"set server\.token") if open_to_all else contextlib.nullcontext():
-        main._check(host, None, random_init=False)
+        main.check(host, None, random_init=False)
 
 
 def test_random_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="would not be the trainer's"):
-        main._check("127.0.0.1", None, random_init=True)
+        main.check("127.0.0.1", None, random_init=True)
 
 
 def test_a_taken_port_is_named_with_its_holder() -> None:
@@ -53,13 +53,13 @@ def test_a_taken_port_is_named_with_its_holder() -> None:
         with pytest.raises(
             ConfigError, match=rf"port {port} is in use by process {os.getpid()} .*set another server\.port"
         ):
-            main._bind("127.0.0.1", port)
+            main.bind("127.0.0.1", port)
 
 
 def test_while_a_server_loads_its_port_is_taken_and_clients_are_refused_at_once() -> None:
-    with main._bind("127.0.0.1", 0) as first:
+    with main.bind("127.0.0.1", 0) as first:
         with pytest.raises(ConfigError, match="in use"):
-            main._bind("127.0.0.1", first.getsockname()[1])
+            main.bind("127.0.0.1", first.getsockname()[1])
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(first.getsockname(), timeout=30)
 
@@ -75,7 +75,7 @@ def test_a_port_is_free_again_although_the_kernel_remembers_its_connections() ->
     deadline = time.monotonic() + 30
     while True:  # the client's last packet may still be on its way
         try:
-            main._bind(*address).close()
+            main.bind(*address).close()
             return
         except ConfigError:
             assert time.monotonic() < deadline
@@ -84,7 +84,7 @@ def test_a_port_is_free_again_although_the_kernel_remembers_its_connections() ->
 
 def test_an_address_of_no_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="no address of this machine"):
-        main._bind("no.such.host.invalid", 8000)
+        main.bind("no.such.host.invalid", 8000)
 
 
 def test_the_environment_keeps_what_the_user_set_and_run_py_sets_other_variables(

@@ -80,14 +80,18 @@ async def test_a_websocket_without_the_token_is_closed() -> None:
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-async def test_a_body_is_read_up_to_the_limit_whatever_content_length_says_and_must_end() -> None:
-    async with client(guard(max_body_bytes=1000), **BEARER) as http:
+async def test_a_body_is_read_up_to_the_limit_whatever_content_length_says_and_must_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hocket.server.middleware.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("hocket.server.middleware.BODY_TIMEOUT_S", 0.05)
+    async with client(guard(), **BEARER) as http:
         assert (await http.post("/x", content=b"a" * 1000)).text == "1000"
         refused = await http.post("/x", content=b"a" * 1001)
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
     endless = {"type": "http.request", "body": b"a" * 100, "more_body": True}
-    assert (await run(guard(max_body_bytes=1000), {}, endless))[0]["status"] == 413
-    assert (await run(guard(body_timeout_s=0.05), {}, None))[0]["status"] == 408
+    assert (await run(guard(), {}, endless))[0]["status"] == 413
+    assert (await run(guard(), {}, None))[0]["status"] == 408
     assert await run(guard(), {}, {"type": "http.disconnect"}) == []
 
 

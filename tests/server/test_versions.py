@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fakes
 from hocket import delta, manifest
 from hocket.protocol import TensorLayout
 from hocket.server import versions
@@ -41,7 +42,7 @@ def verify(folder: Path, version: int, expected: versions.ModelShapes) -> str:
 
 
 def whole(copy: versions.PatchedCopy, folder: Path, version: int, expected: versions.ModelShapes) -> Path:
-    return copy.whole(folder, manifest.read(folder), version, expected)
+    return copy.whole(folder, fakes.manifest_of(folder), version, expected)
 
 
 def make(config: Any, seed: int = 0) -> Any:
@@ -257,7 +258,7 @@ def test_a_delta_is_applied_to_a_copy_and_the_published_files_stay(
     before = (root / "v1" / "model.safetensors").read_bytes()
     for _ in range(2):  # once more, as after a load that failed
         folder = whole(copy, root / "v2", 2, shapes[False])
-        assert manifest.specs(manifest.tensors(folder)) == manifest.read(root / "v2").tensors
+        assert manifest.specs(manifest.tensors(folder)) == fakes.manifest_of(root / "v2").tensors
     assert (root / "v1" / "model.safetensors").read_bytes() == before
     copy.discard()
     assert not folder.exists()

@@ -77,7 +77,7 @@ class FakeServer:
         if self.harms:
             self.harms.pop()(self.root / name)
         try:
-            described = manifest.read(self.root / name)
+            described = fakes.manifest_of(self.root / name)
             folder = self.copy.whole(self.root / name, described, request.version, shapes)
         except ApiError as error:
             raise ServerError(error.body.message, code=error.body.code, status=error.status) from error
@@ -135,7 +135,7 @@ async def test_a_version_is_a_complete_folder_under_the_root_with_a_manifest(tmp
     assert (request.version, request.source.name, request.in_flight) == (7, "a/weights/v000007", "drain")
     files = ["COMPLETE", "config.json", "manifest.json", "model.safetensors"]
     assert sorted(path.name for path in folder.iterdir()) == files
-    found = manifest.read(folder)
+    found = fakes.manifest_of(folder)
     assert (found.version, found.base) == (7, None)
     assert found.tensors == manifest.specs(disk.trainer.weights.items())
     assert metrics["sync/mebibytes"] == disk.size("weights/v000007")
@@ -186,7 +186,7 @@ async def test_after_the_first_version_only_what_changed_is_written(tmp_path: Pa
     folder = disk.run / "deltas" / "v000002"
     assert sorted(path.name for path in folder.iterdir()) == ["COMPLETE", "delta.safetensors", "manifest.json"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # whoever may read one may read all
-    made, base = manifest.read(folder), manifest.read(disk.run / "weights" / "v000001")
+    made, base = fakes.manifest_of(folder), fakes.manifest_of(disk.run / "weights" / "v000001")
     assert (made.version, made.base) == (2, base.checksum)
     assert made.tensors == manifest.specs(disk.trainer.weights.items())
     assert metrics["sync/changed"] == 2 / (40 * 50 + 9)
@@ -299,7 +299,7 @@ async def test_a_version_is_saved_as_a_complete_model_whatever_was_sent(tmp_path
         await disk.deliver(disk.versions.current, server)
     folder = disk.versions.save()
     assert folder == disk.versions.save() == disk.run / "weights" / "v000002"
-    assert (manifest.read(folder).version, disk.trainer.exports) == (2, 2)
+    assert (fakes.manifest_of(folder).version, disk.trainer.exports) == (2, 2)
     assert torch.equal(load_file(folder / "model.safetensors")["a"], disk.trainer.weights["a"])
     disk.trainer.step(9)
     await disk.deliver(3, server)

@@ -49,7 +49,7 @@ class World:
     async def reload_weights(self, request: protocol.ReloadRequest, *, timeout_s: float) -> protocol.ReloadResponse:
         self.did("compare" if request.compare else "load")
         self.version = request.version
-        return fakes.reloaded(request.version, manifest.read(self.root / request.source.name).checksum)  # type: ignore[union-attr]
+        return fakes.reloaded(request.version, fakes.manifest_of(self.root / request.source.name).checksum)  # type: ignore[union-attr]
 
     async def generate(
         self, request: protocol.GenerateRequest, *, timeout_s: float

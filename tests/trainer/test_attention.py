@@ -1,6 +1,7 @@
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -121,12 +122,44 @@ def test_without_it_a_gpu_gets_no_grouped_heads_which_would_take_memory_for_all_
         assert attention._by_groups(query, key, value, segments, 0.3, 32, None).shape == (32, 4, 8)
 
 
+@pytest.mark.parametrize(
+    ("capability", "there", "fails", "says"),
+    [
+        ((9, 0), True, False, "FlashAttention 3"),
+        ((9, 0), False, False, "FlashAttention 2 (3 needs the package flash-attn-3)"),
+        ((9, 0), True, True, "FlashAttention 2 (3 can't be used: no FA3 kernels)"),
+        ((10, 0), True, False, "FlashAttention 2"),
+        ((8, 9), True, False, "FlashAttention 2"),
+    ],
+)
+def test_flash_attention_3_is_switched_on_for_a_hopper_gpu_that_has_its_package(
+    capability: tuple[int, int], there: bool, fails: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = Mock(side_effect=RuntimeError("no FA3 kernels") if fails else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", {"flash_attn_interface": there or None}.get)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", switch)
+    assert attention.choose_kernel(torch.device("cuda")) == says
+    assert switch.call_args_list == ([call("FA3")] if capability == (9, 0) and there else [])
+    assert attention.choose_kernel(CPU) == "torch's for CPUs"
+
+
+@pytest.fixture(params=[2, 3])
+def flash_attention(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Version of FlashAttention that a GPU runs."""
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+    if request.param == 3 and attention.choose_kernel(torch.device("cuda")) != "FlashAttention 3":
+        pytest.skip("needs a Hopper GPU and the package flash-attn-3")
+    yield request.param
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64)])
 def test_attention_on_a_gpu_is_that_of_float64_without_memory_for_all_pairs(
-    dtype: torch.dtype, size: int, window: int | None
+    dtype: torch.dtype, size: int, window: int | None, flash_attention: int
 ) -> None:
     lengths, device = [1, 7, 513, 2048], torch.device("cuda")
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from hocket import config as config_module
 from hocket.config import ModelConfig, TrainerConfig
 from hocket.errors import ConfigError, TrainerError
+from hocket.parts import chosen
 from hocket.trainer import memory
 from hocket.trainer.memory import GIB, estimate, fit_micro_batch
 from hocket.trainer.policy import skeleton
@@ -167,20 +168,51 @@ def test_a_rehearsed_step_leaves_no_trace(ranks: Ranks, tied_model: str, stage: 
 def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(
     ranks: Ranks, tied_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 600)
-    with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=auto") as trainer:
+    monkeypatch.setattr(TrainerConfig, "unmeasured", lambda config: config)  # as on a GPU
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 63)
+    with make_trainer(ranks, tied_model) as trainer:
         builders.save(trainer, tmp_path / "state")
-        assert trainer.memory.endswith("trainer.micro_batch_tokens=auto is 600")
-    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 500)  # something else takes more
-    for changed, expected in (("steps=7", 600), ("max_grad_norm=2", 500), ("micro_batch_tokens=50", 50)):
-        with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=auto", f"trainer.{changed}") as trainer:
-            assert trainer.micro_batch_tokens == min(500, expected)
+        assert trainer.memory.endswith("trainer.micro_batch_tokens=auto is 63")
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 55)  # something else takes more
+    for changed, expected in (("steps=7", 63), ("max_grad_norm=2", 55), ("micro_batch_tokens=50", 50)):
+        with make_trainer(ranks, tied_model, f"trainer.{changed}") as trainer:
+            assert trainer.micro_batch_tokens == min(55, expected)
+            says = "auto is 55: a longer sequence would end the run, which model.max_length=56 prevents"
+            assert trainer.memory.endswith(says) == (expected != 50)
             builders.load(trainer, tmp_path / "state")
             assert trainer.micro_batch_tokens == expected
 
 
-def test_auto_is_the_default_on_a_cpu(ranks: Ranks) -> None:
-    assert fit_micro_batch([], TrainerConfig(), ranks) == TrainerConfig().micro_batch_tokens
+def test_without_a_gpu_the_size_is_8192_for_every_part_of_a_run(ranks: Ranks, tied_model: str) -> None:
+    config = config_module.load(None, [f"model.path={tied_model}"])
+    assert config.trainer.micro_batch_tokens == "auto"
+    assert chosen(config).trainer.micro_batch_tokens == 8192
+    with Trainer(config, ranks=ranks) as trainer:
+        assert trainer.micro_batch_tokens == 8192
+        with make_trainer(ranks, tied_model, "trainer.micro_batch_tokens=8192") as other:
+            assert trainer.models.estimate == other.models.estimate
+            assert trainer.memory == other.memory
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_on_a_gpu_is_a_size_that_fits_and_a_run_that_goes_on_keeps_it(
+    ranks: Ranks, wide_model: str, tmp_path: Path
+) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = [torch.empty(torch.cuda.mem_get_info()[0] - 3 * GIB, dtype=torch.uint8, device="cuda")]
+    with make_trainer(ranks, wide_model) as trainer:
+        size = trainer.micro_batch_tokens
+        trainer.step(samples(3 * size))
+        assert torch.cuda.max_memory_reserved() - held[0].nbytes > 1.5 * GIB
+        builders.save(trainer, tmp_path / "state")
+    held.append(torch.empty(GIB, dtype=torch.uint8, device="cuda"))
+    with make_trainer(ranks, wide_model) as trainer:
+        assert 0.2 * size < trainer.micro_batch_tokens < 0.8 * size
+        builders.load(trainer, tmp_path / "state")
+        assert trainer.micro_batch_tokens == size
 
 
 def gpu_with(free: int, monkeypatch: pytest.MonkeyPatch) -> Ranks:

@@ -169,6 +169,10 @@ class RewardsConfig(Section):
         """Name of the first reward that has a weight, which a gate has not."""
         return next((name for name, spec in self.functions.items() if spec.weight), next(iter(self.functions)))
 
+    def spec(self, name: str) -> RewardSpec:
+        """Return the section of a reward; without options where it has none, as eval.reward may."""
+        return self.functions.get(name, RewardSpec())
+
 
 class TrainerConfig(Section):
     steps: int = Field(100, ge=1, description="Steps of the run: one batch of rollouts, and one weight version, each.")
@@ -180,13 +184,16 @@ class TrainerConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay rates of AdamW's moments.")
     max_grad_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm; larger gradients are scaled.")
     micro_batch_tokens: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
-        8192, description="Maximum tokens per forward pass of one rank. `auto`: the size that fits, found at the start."
+        "auto", description="Maximum tokens per forward pass of one rank. `auto`: 8192 on a CPU; what fits on a GPU."
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None,
         description="DeepSpeed ZeRO stage. Default: 1 on a CPU, 2 on a GPU, 3 to offload there, 0 alone in float32.",
     )
     gradient_checkpointing: bool = Field(False, description="Recomputed activations: less memory, more time.")
+    kernels: Literal["eager", "compile", "liger"] = Field(
+        "eager", description="Kernels of the layers: PyTorch's one by one, torch.compile's, or Liger's (a package)."
+    )
     offload_optimizer: bool = Field(False, description="Optimizer state, update and (ZeRO-3) gradients on the CPU.")
     deepspeed: Annotated[dict[str, Any], pydantic.BeforeValidator(read_deepspeed)] = Field(
         {}, description="Other settings of DeepSpeed, {zero_optimization: {overlap_comm: true}}, or a ds_config.json."
@@ -195,6 +202,10 @@ class TrainerConfig(Section):
 
     def _contradictions(self) -> Iterable[tuple[bool, str]]:
         yield self.offload_optimizer and self.zero_stage == 0, "offload_optimizer needs zero_stage 1, 2 or 3"
+
+    def unmeasured(self) -> "TrainerConfig":
+        """Return the settings with a size in place of micro_batch_tokens=auto: that of CPUs, and of plans for GPUs."""
+        return self.model_copy(update={"micro_batch_tokens": 8192}) if self.micro_batch_tokens == "auto" else self
 
 
 class SftConfig(Section):

@@ -58,6 +58,8 @@ class Config(Section):
             "trainer.zero_stage=3, the default to offload, can't spread model.lora.quantize's weights; set stage 2"
         )
         yield spreads and model.lora is not None and model.lora.quantize is not None, message
+        message = "trainer.kernels=compile has no effect on layers of zero_stage=3, the default to offload; set stage 2"
+        yield spreads and trainer.kernels == "compile", message
         longest = 4 * sync.timeout_s  # a hand-over, its repetition by disk, a comparison, and log-probs
         message = f"trainer.collective_timeout_s must exceed 4 · sync.timeout_s = {longest:g}: ranks wait that long"
         yield longest >= trainer.collective_timeout_s, message
@@ -102,6 +104,11 @@ class Config(Section):
             return None
         shared = type(data).model_fields.keys() - own.model_fields_set - {"split", "limit"}
         return own.model_copy(update={name: getattr(data, name) for name in shared})
+
+    @property
+    def eval_reward(self) -> str:
+        """Reward function whose mean is the accuracy: eval.reward, else the first one."""
+        return self.eval.reward or self.rewards.first
 
     @property
     def pass_reward(self) -> str:

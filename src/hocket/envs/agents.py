@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
@@ -103,9 +102,7 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
         finally:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 process.terminate()
-            await process.wait()
-            with contextlib.suppress(ProcessLookupError):  # as it should be: no process of the group is left
-                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()  # kills what the program has left running
         if status != 0:
             raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {_last_line(stderr)}")
         line = _last_line(stdout)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -32,6 +33,8 @@ HEADING_EVERY = 25
 REPEAT_S = 15.0
 NO_UPDATE = ": all rewards of each group were equal (too hard? too easy?), or no gradient was finite; see {}/rollouts"
 NUM_SAMPLES = 3
+SHORT = reprlib.Repr()
+SHORT.maxstring = 600  # of a longer text, beginning and end
 
 
 class Console(AbstractContextManager["Console"]):

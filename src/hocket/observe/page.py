@@ -15,7 +15,7 @@ from typing import Any
 
 from hocket.observe.metrics import METRICS, PHASES
 
-NUM_GROUPS = 4
+NUM_GROUPS, NUM_STEPS = 4, 20  # shown of the newest step; steps of which one or more are shown
 MAX_CHARACTERS = 2000
 _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
@@ -31,10 +31,10 @@ def render(run: Record) -> str:
     return _TEMPLATE.replace("SCRIPT_SHA256", digest).replace("RUN_DATA", text)
 
 
-def sample_groups(rows: Sequence[Record]) -> list[dict[str, Any]]:
+def sample_groups(rows: Sequence[Record], count: int = NUM_GROUPS) -> list[dict[str, Any]]:
     """Return prompt, best and worst rollout of the groups whose rewards differ most."""
     groups = [_ranked(list(group)) for _, group in groupby(rows, key=lambda row: row["group_id"])]
-    return [_sample(ranked) for ranked in sorted(groups, key=_spread, reverse=True)[:NUM_GROUPS]]
+    return [_sample(ranked) for ranked in sorted(groups, key=_spread, reverse=True)[:count]]
 
 
 def _ranked(group: list[Record]) -> list[Record]:
@@ -59,7 +59,7 @@ def _sample(ranked: Sequence[Record]) -> dict[str, Any]:
             {
                 "title": title,
                 "completion": _cut(row["completion"], MAX_CHARACTERS),
-                **{key: row[key] for key in ("parts", "error", "reward", "num_tokens", "finish_reason")},
+                **{key: row.get(key) for key in ("parts", "error", "note", "reward", "num_tokens", "finish_reason")},
             }
             for title, row in titles.items()
         ],

@@ -151,14 +151,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_report(folder: Path) -> None:
     """Write report.html from the files of a run folder, as far as they exist."""
-    rollouts = max((folder / "rollouts").glob("step_*.jsonl"), default=folder / "none.jsonl")
+    steps = sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True)
+    shown = steps[:: math.ceil(len(steps) / page.NUM_STEPS) or 1]  # evenly, from the newest one
+    groups = [
+        (file.stem, page.sample_groups(read_lines(file), 1 if number else page.NUM_GROUPS))
+        for number, file in enumerate(shown)
+    ]
     run = {
         "name": folder.resolve().name,
         "records": read_lines(folder / METRICS),
         "summary": json.loads(_read(folder / "summary.json") or "null"),
         "config": _read(folder / "config.yaml"),
-        "newest": rollouts.stem,  # the file that the groups are from
-        "groups": page.sample_groups(read_lines(rollouts)),
+        "groups": [{"step": step, **group} for step, of_step in groups for group in of_step],
     }
     write_atomically(folder / "report.html", page.render(run))
 

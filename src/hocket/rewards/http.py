@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from hocket.rewards.base import RetryError, no_score, reward
-from hocket.types import Rollout
+from hocket.types import Rollout, Score
 
 if TYPE_CHECKING:
     import httpx
@@ -24,10 +24,10 @@ MAX_SHOWN = 200  # characters of an answer in an error
 class HttpReward:
     """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them.
 
-    It gets POST {"samples": [{"id", "prompt", "messages", "completion", "answer", "meta", "finish_reason"}, ...]} and
-    answers {"scores": [...]}: for each sample a number, an object of parts that add up, or {"error": "why"}.
-    In OpenRLHF's format (of a remote_rm_url) it gets {"query", "prompts", "labels"}, lists of prompt + completion
-    (without a chat template), prompt and answer, and answers {"rewards": [...]}.
+    It gets POST {"samples": [{"id", "prompt", "messages", "answer", "meta", "opening", "completion", "finish_reason"},
+    ...]} and answers {"scores": [...]}: for each sample a number, an object of parts that add up, {"total", "parts",
+    "note"}, or {"error": "why"}. In OpenRLHF's format (of a remote_rm_url) it gets {"query", "prompts", "labels"},
+    lists of prompt + completion (without a chat template), prompt and answer, and answers {"rewards": [...]}.
     """
 
     def __init__(
@@ -87,14 +87,22 @@ class HttpReward:
             scores = None
         if not isinstance(scores, list) or len(scores) != count:
             raise ValueError(f'{said} It must answer {{"{key}": a list of {count}}}')
-        return [no_score(str(one["error"])) if isinstance(one, dict) and "error" in one else one for one in scores]
+        return [_score(one) if isinstance(one, dict) else one for one in scores]
+
+
+def _score(one: Mapping[str, Any]) -> Any:
+    """Return what stands for a sample: an error, a total with its parts, or else parts that add up."""
+    if "error" in one:
+        return no_score(str(one["error"]), note=str(one.get("note", "")))
+    return Score(**one) if {"total", "parts"} <= one.keys() <= {"total", "parts", "note"} else one
 
 
 def _samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     prompt = rollouts[0].prompt
     shared = {"prompt": prompt.text, "messages": prompt.messages, "answer": prompt.answer, "meta": prompt.meta}
-    own = [{"id": one.id, "completion": one.text, "finish_reason": one.finish_reason} for one in rollouts]
-    return {"samples": [one | shared for one in own]}
+    keys = ("id", "opening", "completion", "finish_reason")
+    own = [(one.id, one.sequences[-1].opening, one.text, one.finish_reason) for one in rollouts]
+    return {"samples": [dict(zip(keys, values, strict=True)) | shared for values in own]}
 
 
 def _openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class JudgeReward(Endpoint):
     """Return the mean score of one or several language models, from 0 (lowest of the scale) to 1 (highest).
 
     An answer without exactly one score is asked for again. The parts show each model's score, and calls, tokens and
-    dollars of the rollout; the cache costs none.
+    dollars of the rollout; the cache costs none. The note has the models' reasons.
     """
 
     rubric: str  # what to score, and what lowest and highest mean
@@ -57,9 +57,9 @@ class JudgeReward(Endpoint):
 
     async def __call__(self, prompt: str, completion: str, answer: str | None) -> Score:
         content = self._fill(prompt=prompt, completion=completion, answer=answer or "none")
-        scores, cost = await self.verdicts([content] * len(self._models), self._form, self._read)
+        found, cost = await self.verdicts([content] * len(self._models), self._form, self._read)
         low, high = self.scale
-        return _mean([(score - low) / (high - low) for score in scores], cost)
+        return _mean([(score - low) / (high - low) for score, _ in found], cost, found)
 
 
 @reward("judge_ranking", imports=("openai",), own_deadline=True)
@@ -69,8 +69,8 @@ class RankingReward(Endpoint):
 
     The best one gets 1, the worst 0, those between them equal steps; equal completions share a place, and a completion
     that stands alone gets 0.5. One request shows all of them, in an order drawn by their content, the next request in
-    the reverse one. A ranking that does not name each once is asked for again. The parts are those of JudgeReward; the
-    completions share the costs.
+    the reverse one. A ranking that does not name each once is asked for again. Parts and note are those of JudgeReward;
+    the completions share the costs.
     """
 
     rubric: str  # what makes one answer better than another
@@ -95,42 +95,43 @@ class RankingReward(Endpoint):
             contents.append(self._fill(completions="\n".join(blocks), **said))
         numbers = {"type": "array", "items": {"type": "integer"}, "minItems": len(texts), "maxItems": len(texts)}
         read = functools.partial(ranking_in, count=len(texts))
-        rankings, cost = await self.verdicts(contents, _form(ranking=numbers), read)
+        found, cost = await self.verdicts(contents, _form(ranking=numbers), read)
         values = [
             {order[number - 1]: 1 - place / (len(texts) - 1) for place, number in enumerate(ranking)}
-            for order, ranking in zip(orders, rankings, strict=True)
+            for order, (ranking, _) in zip(orders, found, strict=True)
         ]
         share = {name: amount / len(completions) for name, amount in cost.items()}
-        return [_mean([of[text] for of in values], share) for text in completions]
+        return [_mean([of[text] for of in values], share, found) for text in completions]
 
 
-def score_in(text: str, low: float, high: float) -> float:
-    """Return the score in the one JSON object that the text holds. Raise ValueError if there is any doubt."""
-    score = _only("score", text)
+def score_in(text: str, low: float, high: float) -> tuple[float, str]:
+    """Return the score in the one JSON object that the text holds, and its reason. Raise ValueError at any doubt."""
+    score, reason = _only("score", text)
     if type(score) not in (int, float) or not low <= score <= high:  # a bool, a text and NaN are none
         raise ValueError(f"its score must be a number from {low:g} to {high:g}")
-    return float(score)
+    return float(score), reason
 
 
-def ranking_in(text: str, count: int) -> list[int]:
-    """Return the numbers 1 to `count` in the order of the one JSON object that the text holds, or raise ValueError."""
-    ranking = _only("ranking", text)
+def ranking_in(text: str, count: int) -> tuple[list[int], str]:
+    """Return the numbers 1 to `count` as the one JSON object of the text orders them, and its reason, or ValueError."""
+    ranking, reason = _only("ranking", text)
     numbers = isinstance(ranking, list) and all(type(number) is int for number in ranking)
     if not numbers or sorted(ranking) != list(range(1, count + 1)):
         raise ValueError(f"its ranking must name each of 1 to {count} once")
-    return list(ranking)
+    return list(ranking), reason
 
 
-def _only(key: str, text: str) -> Any:
+def _only(key: str, text: str) -> tuple[Any, str]:
     """Return the value of a key that the text must hold once: a judge that quotes the answer might repeat another."""
     if text.count(f'"{key}"') != 1:
         raise ValueError(f"it must hold one {key}")
-    return json.loads(text[text.find("{") : text.rfind("}") + 1]).get(key)
+    verdict = json.loads(text[text.find("{") : text.rfind("}") + 1])
+    return verdict.get(key), str(verdict.get("reason", ""))
 
 
-def _mean(values: Sequence[float], cost: Mapping[str, float]) -> Score:
+def _mean(values: Sequence[float], cost: Mapping[str, float], found: Sequence[tuple[Any, str]]) -> Score:
     parts = {str(number): value for number, value in enumerate(values, 1)}
-    return Score(total=fmean(values), parts={**cost, **parts})
+    return Score(total=fmean(values), parts={**cost, **parts}, note="\n".join(reason for _, reason in found))
 
 
 def _form(**verdict: Mapping[str, Any]) -> dict[str, Any]:

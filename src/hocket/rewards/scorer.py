@@ -48,42 +48,16 @@ _MAIN = "from hocket.rewards.scorer import work; work()"
 
 
 class RewardScorer:
-    """The rewards of one config section; a context manager, because it may own NUM_WORKERS processes."""
+    """Makes scores of what some of the rewards return, with their weights, gates and limits.
 
-    def __init__(self, config: "RewardsConfig") -> None:
-        self._timeout_s, self._specs = config.timeout_s, config.functions
-        specs = self._specs.items()
-        rewards = [bind(name, spec.model_extra or {}, reserved=type(spec).model_fields) for name, spec in specs]
-        self._each = [reward for reward in rewards if not reward.of_group]
-        self._of_group = [reward for reward in rewards if reward.of_group]
+    Failures are `Score.error`; its methods raise only RewardError, to end the run.
+    """
+
+    def __init__(self, calls: "RewardCalls", names: Iterable[str]) -> None:
+        self._calls, self._specs = calls, {name: calls.specs[name] for name in names}
+        self._of_group = [name for name in self._specs if calls.rewards[name].of_group]
+        self._each = [name for name in self._specs if name not in self._of_group]
         self._wants_group = bool(self._of_group) or any(spec.normalize for spec in self._specs.values())
-        for one in rewards:
-            if one.runs != "async" and self._specs[one.name].max_concurrent:
-                raise ConfigError(f"reward {one.name!r} is not async: leave its max_concurrent out")
-        in_workers = [reward for reward in rewards if reward.runs == "worker"]
-        self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
-        self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in in_workers) else 0.0
-        self._inline = Ready()
-        self.seconds = {name: collections.deque[float](maxlen=1000) for name in self._specs}  # of the last calls
-        self._in_loops: dict[tuple[asyncio.AbstractEventLoop, str], AsyncReward] = {}
-        # Each asks one worker. Never shut down: a worker dies with the thread that started it.
-        self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
-        self._workers: dict[int, Worker] = {}  # by thread
-        self._printed = itertools.count(1)  # lines, by all of them
-        self._unusable: str | None = None  # why no worker can be started any more
-
-    def __enter__(self) -> "RewardScorer":
-        """Start the workers, so that the first scores need not wait for them."""
-        for _ in range(NUM_WORKERS if self._modules else 0):
-            self._threads.submit(self._worker)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Kill all workers; callers of busy ones get an error. May be called from any thread."""
-        self._unusable = "the rewards are closed"
-        for worker in list(self._workers.values()):
-            worker.kill(self._tear_down_s)
-        self._inline.close()
 
     async def score(self, rollout: Rollout) -> Score:
         """Return a rollout's total and the unweighted values of its rewards; an error if one of them fails."""
@@ -108,31 +82,80 @@ class RewardScorer:
             scores[i] = score
         return dataclasses.replace(group, scores=tuple(scores))
 
-    async def _ask(
-        self, rewards: Sequence[Reward], rollouts: Sequence[Rollout], scores: Sequence[Score]
-    ) -> list[Score]:
+    async def _ask(self, names: Sequence[str], rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[Score]:
         """Return the scores of one rollout or one group with the results of more rewards."""
-        if len(rewards) == 1:  # a task for each of thousands of short calls would cost more than the calls
-            results = [await self._call(rewards[0], rollouts)]
+        if len(names) == 1:  # a task for each of thousands of short calls would cost more than the calls
+            results = [await self._calls.ask(names[0], rollouts)]
         else:
-            results = await asyncio.gather(*(self._call(reward, rollouts) for reward in rewards))
-        return compose(self._specs, scores, {one.name: of for one, of in zip(rewards, results, strict=True)})
+            results = await asyncio.gather(*(self._calls.ask(name, rollouts) for name in names))
+        return compose(self._specs, scores, dict(zip(names, results, strict=True)))
 
-    async def _call(self, reward: Reward, rollouts: Sequence[Rollout]) -> list[Score]:
+
+class RewardCalls:
+    """Calls rewards, each where it runs; a context manager, because it may own NUM_WORKERS processes."""
+
+    def __init__(self, config: "RewardsConfig", names: Iterable[str]) -> None:
+        self.specs = {name: config.spec(name) for name in names}
+        self.rewards = {
+            name: bind(name, spec.model_extra or {}, reserved=type(spec).model_fields)
+            for name, spec in self.specs.items()
+        }
+        for one in self.rewards.values():
+            if one.runs != "async" and self.specs[one.name].max_concurrent:
+                raise ConfigError(f"reward {one.name!r} is not async: leave its max_concurrent out")
+        in_workers = [reward for reward in self.rewards.values() if reward.runs == "worker"]
+        self._modules = dict.fromkeys(module for one in in_workers for module in (*one.imports, _module_of(one)))
+        self._tear_down_s = TEAR_DOWN_S if any(one.is_class for one in in_workers) else 0.0
+        self._timeout_s, self._inline = config.timeout_s, Ready()
+        self.seconds = {name: collections.deque[float](maxlen=1000) for name in self.specs}  # of the last calls
+        self._in_loops: dict[tuple[asyncio.AbstractEventLoop, str], AsyncReward] = {}
+        # Each asks one worker. Never shut down: a worker dies with the thread that started it.
+        self._threads = ThreadPoolExecutor(NUM_WORKERS, "reward")
+        self._workers: dict[int, Worker] = {}  # by thread
+        self._printed = itertools.count(1)  # lines, by all of them
+        self._unusable: str | None = None  # why no worker can be started any more
+
+    def __enter__(self) -> "RewardCalls":
+        """Start the workers, so that the first scores need not wait for them."""
+        for _ in range(NUM_WORKERS if self._modules else 0):
+            self._threads.submit(self._worker)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Kill all workers; callers of busy ones get an error. May be called from any thread."""
+        self._unusable = "the rewards are closed"
+        for worker in list(self._workers.values()):
+            worker.kill(self._tear_down_s)
+        self._inline.close()
+
+    async def set_up(self) -> None:
+        """Set async rewards up in this event loop before the first call; raise RewardError for the first that can't."""
+        for name in (name for name, reward in self.rewards.items() if reward.runs == "async"):
+            try:
+                await self._in_loop(name).ready
+            except RuntimeError as error:
+                raise RewardError(f"reward {name!r} {error}") from error
+
+    def _in_loop(self, name: str) -> "AsyncReward":
+        key = asyncio.get_running_loop(), name
+        if key not in self._in_loops:
+            self._in_loops[key] = AsyncReward(self.rewards[name], self.specs[name])
+        return self._in_loops[key]
+
+    async def ask(self, name: str, rollouts: Sequence[Rollout]) -> list[Score]:
+        """Return what a reward gives one rollout, or each of a group."""
+        reward, begun = self.rewards[name], time.perf_counter()
         arguments, size = reward.arguments(*rollouts), len(rollouts) if reward.of_group else None
-        begun = time.perf_counter()
         try:
             if reward.runs == "inline":
                 return call(partial(self._inline, reward), arguments, size)
-            loop = asyncio.get_running_loop()
             if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
                 options = dict(reward.options) if reward.is_class else {}  # a function has them among its arguments
                 request = pickle.dumps((reward.name, options, arguments, size))
+                loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._threads, self._ask_worker, request, len(rollouts))
-            if (loop, reward.name) not in self._in_loops:
-                self._in_loops[loop, reward.name] = AsyncReward(reward, self._specs[reward.name])
             timeout_s = math.inf if reward.own_deadline else self._timeout_s
-            return await self._in_loops[loop, reward.name].call(arguments, size, timeout_s)
+            return await self._in_loop(name).call(arguments, size, timeout_s)
         except RewardError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward raises is the rollout's error
@@ -164,12 +187,12 @@ class AsyncReward:
     def __init__(self, reward: Reward, spec: "RewardSpec") -> None:
         self._slots = asyncio.Semaphore(spec.max_concurrent) if spec.max_concurrent else contextlib.nullcontext()
         self._reward, self._retries = reward, spec.retries
-        self._ready: asyncio.Future[Callable[..., Any]] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[Callable[..., Any]] = asyncio.get_running_loop().create_future()
         self._jitter = random.Random()  # the run's own random numbers are left as they are
         if reward.is_class:
             self._held = asyncio.create_task(self._hold())
         else:
-            self._ready.set_result(reward.function)
+            self.ready.set_result(reward.function)
 
     async def call(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
         """Return the scores; a call that raises RetryError keeps its slot while it waits to be made again."""
@@ -201,7 +224,7 @@ class AsyncReward:
 
     async def _result(self, arguments: Mapping[str, Any], size: int | None) -> list[Score] | RetryError:
         try:
-            function = await asyncio.shield(self._ready)
+            function = await asyncio.shield(self.ready)
             return as_scores(await function(**arguments), size)
         except RetryError as error:
             return error
@@ -218,9 +241,9 @@ class AsyncReward:
                 if hasattr(made, "__aenter__"):
                     await stack.enter_async_context(made)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
-                self._ready.set_exception(RuntimeError(f"can't be set up: {type(error).__name__}: {error}"))
+                self.ready.set_exception(RuntimeError(f"can't be set up: {type(error).__name__}: {error}"))
                 return
-            self._ready.set_result(made)
+            self.ready.set_result(made)
             await asyncio.Event().wait()
 
 

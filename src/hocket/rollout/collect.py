@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
+from hocket.rewards.scorer import RewardScorer
 from hocket.system import cancel
 from hocket.types import Group, Prompt, Rollout, Score
 
@@ -52,16 +53,13 @@ class Seat:
 
 Take = Callable[[int], Mapping[int, Prompt]]  # draws n prompts, {number of the draw: prompt}; fewer at the end
 Play = Callable[[Prompt, Seat], Awaitable[Rollout]]  # raises only ServerError; other failures are `Rollout.error`
-ScoreOne = Callable[[Rollout], Awaitable[Score]]  # raises only RewardError, to end the run; failures are `Score.error`
-Settle = Callable[[Group], Awaitable[Group]]  # completes scores that need the whole group; raises only RewardError
 
 
 async def collect(
     plan: Plan,
     take: Take,
     play: Play,
-    score: ScoreOne,
-    settle: Settle | None = None,
+    scorer: RewardScorer,
     *,
     has_signal: Callable[[Group], bool] = lambda group: True,
 ) -> Batch:
@@ -72,7 +70,7 @@ async def collect(
     try:
         while True:
             for draw, prompt in take(min(missing, plan.at_most - batch.num_drawn)).items():
-                for episode in _episodes(plan, draw, prompt, play, score, settle):
+                for episode in _episodes(plan, draw, prompt, play, scorer):
                     episode.add_done_callback(ended.put_nowait)
                     tasks.append(episode)
                 batch.num_drawn, missing = batch.num_drawn + 1, missing - 1
@@ -88,7 +86,7 @@ async def collect(
 
 
 def _episodes(
-    plan: Plan, draw: int, prompt: Prompt, play: Play, score: ScoreOne, settle: Settle | None
+    plan: Plan, draw: int, prompt: Prompt, play: Play, scorer: RewardScorer
 ) -> list[asyncio.Task[Group | None]]:
     """Start the episodes of one prompt, a task each; the last to end returns the group."""
     index, size = plan.batch.num_drawn, plan.group_size
@@ -99,11 +97,10 @@ def _episodes(
         seat = Seat(id=f"{group}/{sample}", group=group, number=number, sampling=plan.sampling, deadline=plan.deadline)
         rollout = await play(prompt, seat)
         plan.batch.generated = time.perf_counter()
-        done[sample] = rollout, await score(rollout)  # at once, while others are played
+        done[sample] = rollout, await scorer.score(rollout)  # at once, while others are played
         if len(done) < size:
             return None
         rollouts, scores = zip(*(done[sample] for sample in range(size)), strict=True)
-        scored = Group(id=group, rollouts=rollouts, scores=scores, draw=draw)
-        return await settle(scored) if settle else scored
+        return await scorer.settle(Group(id=group, rollouts=rollouts, scores=scores, draw=draw))
 
     return [asyncio.create_task(one(sample)) for sample in range(size)]

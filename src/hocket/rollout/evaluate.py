@@ -5,11 +5,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from hocket.config import RewardsConfig, RewardSpec
 from hocket.pool import Deadline
 from hocket.protocol import SamplingParams
-from hocket.rewards.scorer import refuse_failing
-from hocket.rollout.collect import Plan, Play, ScoreOne, Settle, collect
+from hocket.rewards.scorer import RewardScorer, refuse_failing
+from hocket.rollout.collect import Plan, Play, collect
 from hocket.types import Group, Prompt
 
 PASSED = 1.0
@@ -18,20 +17,13 @@ EVAL_STEP = -1
 """Takes the place of the step in the sampling seed: no training step has it."""
 
 
-def eval_rewards(rewards: RewardsConfig, name: str | None) -> RewardsConfig:
-    """Return a rewards section with eval.reward alone (default: the first), with its options in rewards.functions."""
-    name = name or rewards.first
-    return rewards.model_copy(update={"functions": {name: rewards.functions.get(name, RewardSpec(weight=1.0))}})
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Measures the policy on held-out prompts."""
 
     prompts: Sequence[Prompt]
     play: Play
-    score: ScoreOne  # by `reward` alone
-    settle: Settle | None = None
+    scorer: RewardScorer  # by `reward` alone
     reward: str
     samples: int  # rollouts per prompt
     sampling: SamplingParams
@@ -46,7 +38,7 @@ class Evaluation:
         )
         left = dict(enumerate(self.prompts))
         take = lambda count: {i: left.pop(i) for i in list(left)[:count]}  # noqa: E731
-        batch = await collect(plan, take, self.play, self.score, self.settle)
+        batch = await collect(plan, take, self.play, self.scorer)
         refuse_failing(batch.groups, min(self.max_error_rate, 1 - 1 / (size * self.samples)))  # one score at least
         return _measured(batch.groups, self.reward), batch.groups
 

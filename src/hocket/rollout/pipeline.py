@@ -107,14 +107,11 @@ class Pipeline(AbstractAsyncContextManager["Pipeline"]):
         self._finished = time.perf_counter()
 
 
-class Replay(AbstractAsyncContextManager["Replay"]):
+class Replay:
     """Give the batches that an earlier run has recorded, in the place of a Pipeline: training without a server."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        """Do nothing: nothing is being played."""
 
     async def batch(self, step: int, *, version: int | None = None) -> Batch:
         """Return the recorded batch of a step. Raise DataError if there is none, or it can't be read."""

@@ -32,7 +32,7 @@ from hocket.server import vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, cause_of, parse
 from hocket.server.generate import Job
-from hocket.server.middleware import MAX_BODY_BYTES, Guard
+from hocket.server.middleware import Guard
 from hocket.server.openai import RouteSessions
 from hocket.server.sessions import OpenSessions
 from hocket.system import cancel, run_in_thread
@@ -47,9 +47,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def assemble(
-    app: FastAPI, engine: Engine, *, host: str, token: str | None, max_body_bytes: int = MAX_BODY_BYTES
-) -> ASGIApp:
+def assemble(app: FastAPI, engine: Engine, *, host: str, token: str | None) -> ASGIApp:
     """Add hocket's routes to an app, in front of its own, and put the guard in front of all of them."""
     known = len(app.router.routes)
     sessions = OpenSessions()
@@ -60,14 +58,8 @@ def assemble(
     for stumbled in (AssertionError, AttributeError, LookupError):
         app.add_exception_handler(stumbled, _stumbled)
     app.middleware_stack = None  # vLLM has built it already, without our handlers; built again at the first request
-    return Guard(
-        RouteSessions(app, sessions, engine.model),
-        host=host,
-        token=token,
-        admits=sessions.admits,
-        require_ready=engine.require_ready,
-        max_body_bytes=max_body_bytes,
-    )
+    door = RouteSessions(app, sessions, engine.model)
+    return Guard(door, host=host, token=token, admits=sessions.admits, require_ready=engine.require_ready)
 
 
 class _Route(APIRoute):
@@ -164,10 +156,10 @@ async def _stream(engine: Engine, jobs: Sequence[Job], *, packed: bool) -> Async
         async with contextlib.aclosing(engine.sampler.completions(jobs)) as finished:
             async for job, completion in finished:
                 line = StreamLine(prompt=job.prompt, index=job.index, completion=completion)
-                yield line.model_dump_json(context=packed) + "\n"
+                yield line.model_dump_json(context=packed, ensure_ascii=True) + "\n"
     except ApiError as failed:
         error = failed.body
-    yield StreamEnd(version=engine.version, model=engine.model, error=error).model_dump_json() + "\n"
+    yield StreamEnd(version=engine.version, model=engine.model, error=error).model_dump_json(ensure_ascii=True) + "\n"
 
 
 async def _unless_client_leaves(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:

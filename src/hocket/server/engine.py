@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hocket import tokenizer as tokenizers
@@ -64,7 +63,7 @@ class Engine:
         root: Path,
         timeout_s: float,
         share_gpu: bool = False,
-        template: Mapping[str, Any] = MappingProxyType({}),  # options of the chat template
+        template: Mapping[str, Any],  # options of the chat template
     ) -> None:
         admitted = functools.partial(self.require_ready, admits={"asleep"})  # requests let in before the engine fell
         tokenizer = tokenizers.load(model)
@@ -191,7 +190,7 @@ class Engine:
                 raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
             start = time.perf_counter()
             shapes = await self._reading(versions.model_shapes, self.model)
-            uploaded, source = self._uploads.present(), request.source
+            source = request.source
             if isinstance(source, DiskSource):
                 key = source.name
                 folder, described, adapter = await self._reading(versions.read, self._root, key)
@@ -222,8 +221,6 @@ class Engine:
             seconds = time.perf_counter() - start
             response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
             self._held = (key, response)
-            self._uploads.hold(key)
-            await asyncio.to_thread(self._uploads.remove, uploaded)
             return response
 
     async def sleep(self, request: SleepRequest) -> SleepResponse:

@@ -9,7 +9,6 @@ import itertools
 import math
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -48,7 +47,7 @@ class Sampler:
         llm: Any,
         tokenizer: Any,
         require_ready: Callable[[], None],
-        template: Mapping[str, Any] = MappingProxyType({}),
+        template: Mapping[str, Any],
     ) -> None:
         self._llm = llm
         self._tokenizer = tokenizer

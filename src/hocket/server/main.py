@@ -47,8 +47,8 @@ def serve(config: Config) -> None:
     import uvloop
 
     start, server = time.perf_counter(), config.server
-    _check(server.host, config.token, random_init=config.model.random_init)
-    with contextlib.closing(_bind(server.host, server.port)) as sock, _ending_children():
+    check(server.host, config.token, random_init=config.model.random_init)
+    with contextlib.closing(bind(server.host, server.port)) as sock, _ending_children():
         os.register_at_fork(after_in_child=sock.close)  # the engine's process must not hold the port
         workers = (config.launch.servers or 1) * server.tensor_parallel_size
         threads = cpu_threads(config.model.path, processes=workers)
@@ -112,7 +112,7 @@ def prepare_environment(tensor_parallel_size: int, threads: int) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def _check(host: str, token: str | None, *, random_init: bool) -> None:
+def check(host: str, token: str | None, *, random_init: bool) -> None:
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"server.host={host} lets other machines in: set server.token (or HOCKET_TOKEN) to at least 8 characters, "
@@ -125,7 +125,7 @@ def _check(host: str, token: str | None, *, random_init: bool) -> None:
         )
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Take the port at once; until the server listens, the kernel refuses connections."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

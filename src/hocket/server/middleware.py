@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.server.errors import ApiError
@@ -39,16 +39,12 @@ class Guard:
         token: str | None,
         admits: Callable[[str, bytes], bool],
         require_ready: Callable[[], None],
-        max_body_bytes: int = MAX_BODY_BYTES,
-        body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self.app = app
         self._hosts = {"localhost", "127.0.0.1", "::1", host}
         self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
         self._admits = admits
         self._require_ready = require_ready
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -60,7 +56,7 @@ class Guard:
             if scope["type"] == "http":
                 path = scope["path"]
                 if not path.startswith(UPLOAD):
-                    body = await self._body(receive)
+                    body = await self._body(Request(scope, receive))
                     receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
                 if not (path in ALWAYS_ANSWERED or path.startswith(UPLOAD) or _SESSION.fullmatch(path)):
                     self._require_ready()
@@ -96,22 +92,20 @@ class Guard:
             message = f"a page of {origin or host!r} may not use this server"
             raise ApiError(403, "foreign_page", message, "set server.token to let it")
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _body(self, request: Request) -> bytes:
         """Return the whole body, whose Content-Length is not believed. Raises ClientDisconnect."""
         body = bytearray()
         try:
-            async with asyncio.timeout(self._body_timeout_s):
-                while (message := await receive())["type"] != "http.disconnect":
-                    body += message.get("body", b"")
-                    if len(body) > self._max_body_bytes:
-                        text = f"the body is larger than {self._max_body_bytes >> 20} MiB"
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > MAX_BODY_BYTES:
+                        text = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB"
                         raise ApiError(413, "body_too_large", text, "send fewer prompts in one request")
-                    if not message.get("more_body", False):
-                        return bytes(body)
         except TimeoutError:
-            text = f"the body did not arrive within {self._body_timeout_s:g} s"
+            text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise ApiError(408, "body_timeout", text, "send it again, or in parts over a faster connection") from None
-        raise ClientDisconnect
+        return bytes(body)
 
 
 def replay(message: Message, receive: Receive) -> Receive:

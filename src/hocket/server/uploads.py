@@ -4,7 +4,7 @@ import asyncio
 import errno
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from hocket import manifest
@@ -15,20 +15,16 @@ from hocket.system import complete_folder, partial_of
 FOLDER = "uploaded-weights"
 """Where they are kept, under the server's root. Folders with other names than ours are left alone there."""
 SILENCE_S = 60.0
-MAX_VERSIONS = 4
-"""Versions that are kept besides the one that the server holds: an upload that was broken off would stay for ever."""
 _NAME = re.compile(r"[0-9a-f]{8}-(weights|deltas)-v\d{6,12}", re.ASCII)
 _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors", re.ASCII)
 
 
 class Uploads:
-    """Hold uploaded versions: hidden until COMPLETE comes, removed after use, or after `silence_s` without data."""
+    """Hold the two newest versions; one is hidden until COMPLETE comes, broken off after SILENCE_S without data."""
 
-    def __init__(self, root: Path, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER
-        self._silence_s = silence_s
-        self._writing: dict[str, asyncio.Lock] = {}  # by version
-        self._held: Path | None = None  # the version that the server has loaded
+        self._writing = asyncio.Lock()  # one file at a time: each of several could fill the room left by the others
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
         """Write one file of the version called `name`, all files together up to `max_bytes`; COMPLETE is the last."""
@@ -39,12 +35,10 @@ class Uploads:
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
         folder = self._folder / name
         partial = partial_of(folder)
-        # One file at a time: each of several could otherwise fill the room left by the others.
-        async with self._writing.setdefault(name, asyncio.Lock()):
+        async with self._writing:
             try:
                 if not partial.exists():
-                    left = sorted(self.present() - {self._held}, key=lambda path: path.stat().st_mtime, reverse=True)
-                    await asyncio.to_thread(self.remove, left[MAX_VERSIONS - 1 :])
+                    await asyncio.to_thread(self._make_room)
                     partial.mkdir(parents=True)
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
@@ -63,10 +57,10 @@ class Uploads:
         with path.open("wb") as file:
             while True:
                 try:
-                    async with asyncio.timeout(self._silence_s):
+                    async with asyncio.timeout(SILENCE_S):
                         chunk = await anext(chunks, None)
                 except TimeoutError as error:
-                    message = f"nothing came for {self._silence_s:g} s"
+                    message = f"nothing came for {SILENCE_S:g} s"
                     raise ApiError(408, "body_timeout", message, "send the version again") from error
                 if chunk is None:
                     return
@@ -76,27 +70,9 @@ class Uploads:
                     raise ApiError(413, "upload_too_large", message, "is it of the same model?")
                 await asyncio.to_thread(file.write, chunk)
 
-    def present(self) -> set[Path]:
-        """Return the folders of all versions that are not being received, complete or not."""
-        if not self._folder.is_dir():
-            return set()
-        return {path for path in self._folder.iterdir() if _NAME.fullmatch(_version(path)) and not self._busy(path)}
-
-    def _busy(self, folder: Path) -> bool:
-        lock = self._writing.get(_version(folder))
-        return lock is not None and lock.locked()
-
-    def hold(self, name: str) -> None:
-        """Keep the version that the server has loaded, by its name under the root."""
-        self._held = self._folder.parent / name
-
-    def remove(self, folders: Iterable[Path]) -> None:
-        """Remove versions that are neither held nor being received."""
-        for folder in folders:
-            if folder != self._held and not self._busy(folder):
-                self._writing.pop(_version(folder), None)
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _version(folder: Path) -> str:
-    return folder.name.removeprefix(".").removesuffix(".partial")
+    def _make_room(self) -> None:
+        """Remove all versions but the newest, which the server may hold."""
+        names = {path: path.name.removeprefix(".").removesuffix(".partial") for path in self._folder.glob("*")}
+        versions = [path for path, name in names.items() if _NAME.fullmatch(name)]
+        for old in sorted(versions, key=lambda path: path.stat().st_mtime)[:-1]:
+            shutil.rmtree(old, ignore_errors=True)

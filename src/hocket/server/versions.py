@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import functools
-import json
 import math
 import os
 import re
@@ -90,17 +89,14 @@ def adapter_shapes(adapter: AdapterConfig, model: ModelShapes, max_rank: int) ->
 
 def _checkpoint_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes in the headers of a model's safetensors files; {} where it has none."""
-    from huggingface_hub import snapshot_download
-    from safetensors import safe_open
+    from huggingface_hub import errors, get_local_safetensors_metadata, snapshot_download
 
     folder = path if Path(path).is_dir() else snapshot_download(path, local_files_only=True)
-    shapes: dict[str, tuple[int, ...]] = {}
-    index = Path(folder, "model.safetensors.index.json")
-    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    for file_path in filter(Path.is_file, (Path(folder, name) for name in names)):
-        with safe_open(file_path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
+    try:
+        files = get_local_safetensors_metadata(folder).files_metadata.values()
+    except errors.NotASafetensorsRepoError:
+        return {}
+    return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
 
 
 def find(root: Path, name: str) -> Path:

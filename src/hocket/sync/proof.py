@@ -15,9 +15,10 @@ from hocket.config import RolloutConfig, SyncConfig
 from hocket.errors import ServerError, SyncError
 from hocket.pool import Member
 from hocket.protocol import GenerateRequest, SamplingParams
+from hocket.rollout.episode import Transcript
 from hocket.sync.publish import Metrics, TrainerTurn
 from hocket.system import run_in_thread
-from hocket.types import Prompt, TokenSequence, TrainSample
+from hocket.types import Prompt, TrainSample
 
 if TYPE_CHECKING:
     from hocket.trainer.trainer import Trainer
@@ -127,13 +128,10 @@ class Proof:
         request = GenerateRequest(prompts=list(map(list, contexts)), sampling=sampling, session=member.session)
         samples = {}
         async for line in member.server.generate(request, timeout_s=self.sync.timeout_s):
-            context, sampled = contexts[line.prompt], line.completion.token_ids
-            sequence = TokenSequence(
-                token_ids=(*context, *sampled),
-                mask=(False,) * len(context) + (True,) * len(sampled),
-                logprobs=(*[0.0] * len(context), *line.completion.logprobs),
-            )
-            samples[line.prompt] = TrainSample(sequence=sequence, advantages=(0.0,) * len(sequence.token_ids))
+            transcript = Transcript(contexts[line.prompt])
+            transcript.add_completion(line.completion)
+            advantages = (0.0,) * len(transcript.token_ids)
+            samples[line.prompt] = TrainSample(sequence=transcript.sequence(), advantages=advantages)
         if len(samples) != len(contexts):
             message = f"{member.url}/generate ended after {len(samples)} of {len(contexts)} completions"
             raise ServerError(message, code="protocol")

@@ -1,11 +1,13 @@
 """Causal attention within each of the sequences that share a row: no mask, and the cost of Σ n², not of (Σ n)²."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
@@ -86,6 +88,19 @@ def attend(
     return _by_groups(query_rhd, key_rhd, value_rhd, segments, scaling, window, s_aux)[None], None
 
 
+def choose_kernel(device: torch.device) -> str:
+    """Have `varlen_attn` run FlashAttention 3 where the GPU and the packages allow it; return what it runs, and why."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "FlashAttention 2" if device.type == "cuda" else "torch's for CPUs"
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "FlashAttention 2 (3 needs the package flash-attn-3)"
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError) as error:  # it was built for another torch, say
+        return f"FlashAttention 2 (3 can't be used: {error})"
+    return "FlashAttention 3"
+
+
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether torch's varlen flash attention takes them, [row, heads, d] each."""
     size = query.shape[-1]
@@ -131,4 +146,5 @@ def _by_groups(
     return torch.cat(results).index_select(0, segments.restore)
 
 
-AttentionInterface.register(NAME, attend)
+uncompiled = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]  # rows differ in their segments
+AttentionInterface.register(NAME, uncompiled)

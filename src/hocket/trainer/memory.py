@@ -162,9 +162,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def fit_micro_batch(learners: Sequence[Learner], config: TrainerConfig, ranks: Ranks) -> int:
-    """Return the micro-batch size that fits into the memory of every rank's GPU; on a CPU, the setting's default."""
-    if ranks.device.type != "cuda":
-        return int(TrainerConfig.model_fields["micro_batch_tokens"].default)
+    """Return the micro-batch size that fits into the memory of every rank's GPU."""
     size, learner = CHUNK_TOKENS, learners[0]
     rehearse(learner, size, ranks)  # the first run allocates what libraries keep, which is no part of a micro-batch
     small, large = (_peak_bytes(learner, tokens, ranks) for tokens in (size, 2 * size))

@@ -11,7 +11,7 @@ from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossConfig, LossOutput, policy_loss
 from hocket.config import Config, ModelConfig, TrainerConfig
 from hocket.system import seed_of
-from hocket.trainer import engine, flops, lora, memory, offload
+from hocket.trainer import attention, engine, flops, lora, memory, offload
 from hocket.trainer.batching import TrainBatch, unpack
 from hocket.trainer.critic import Critic, ValueModel
 from hocket.trainer.engine import DeepSpeedEngine, parameter_dtype
@@ -33,6 +33,8 @@ class Models:
 
     def __init__(self, config: Config, ranks: Ranks, loss: BatchLoss | None) -> None:
         algorithm, settings = config.algorithm, config.trainer
+        if ranks.device.type == "cpu":
+            settings = settings.unmeasured()
         own_loss, self._ranks = loss is None, ranks
         models = named_models(config) if own_loss else {POLICY: config.model}
         with_reference, with_critic = own_loss and algorithm.kl != "off", "critic" in models
@@ -40,6 +42,7 @@ class Models:
             if path is not None and config.model.beside(path) in models.values():
                 tokenizers.check_same_ids(path, setting, config.model)
         self.dtype = compute_dtype(config.model, ranks.device)
+        self.attention = attention.choose_kernel(ranks.device)
         self.estimate = memory.check(models, settings, self.dtype, ranks)
 
         def load(name: str, kind: type[Policy] = Policy) -> Any:
@@ -48,6 +51,7 @@ class Models:
                 dtype=parameter_dtype(settings, self.dtype, ranks),
                 temperature=config.rollout.temperature if own_loss else 1.0,
                 gradient_checkpointing=settings.gradient_checkpointing,
+                kernels=settings.kernels,
                 entropy_gradient=algorithm.entropy_coef > 0,
                 seed=settings.seed,
                 loads=ranks.is_main or engine.zero_stage(settings, self.dtype, ranks) < 3,
@@ -84,8 +88,7 @@ class Models:
                 used = config.model_dump_json(
                     include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
                 )
-                device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-                self.fitted_for = seed_of(used, ranks.size, device)
+                self.fitted_for = seed_of(used, ranks.size, torch.cuda.get_device_name(ranks.device))
                 self.micro_batch_tokens = memory.fit_micro_batch(self.learners, settings, ranks)
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens

@@ -19,7 +19,7 @@ from hocket.errors import ConfigError, TrainerError
 from hocket.protocol import TensorSpec
 from hocket.trainer import attention, lora
 from hocket.trainer.batching import TrainBatch
-from hocket.trainer.linear import use_onednn
+from hocket.trainer.kernels import compile_layers, use_liger, use_onednn
 from hocket.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 
 PREFIX = "model."  # of the names of the parameters of Policy.model
@@ -37,6 +37,7 @@ class Policy(nn.Module):
 
     Args:
         dtype: of the parameters.
+        kernels: trainer.kernels.
         entropy_gradient: whether the loss uses the entropy.
         seed: of random weights, and of a new adapter.
         loads: False: the weights are on the meta device, until engine.spread brings rank 0's.
@@ -49,6 +50,7 @@ class Policy(nn.Module):
         dtype: torch.dtype,
         temperature: float,
         gradient_checkpointing: bool = False,
+        kernels: str = "eager",
         entropy_gradient: bool = False,
         seed: int = 0,
         loads: bool = True,
@@ -72,7 +74,12 @@ class Policy(nn.Module):
                 module.p = 0.0
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0
-        use_onednn(model)
+        if kernels == "liger":
+            use_liger(model)
+        if kernels == "compile":
+            compile_layers(model)
+        else:
+            use_onednn(model)
         if config.float32_head:
             compute_in_float32(model.get_output_embeddings())
 
@@ -121,6 +128,7 @@ class Policy(nn.Module):
         return cast(Tensor, self.model.base_model(**inputs, use_cache=False).last_hidden_state)
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]
     def check_architecture(self, device: torch.device) -> None:
         """Raise TrainerError for an architecture that would train silently wrong here.
 

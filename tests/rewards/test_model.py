@@ -1,0 +1,123 @@
+"""Reward models of random weights, held against transformers called by hand, one completion at a time."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+
+from hocket.errors import ConfigError
+from hocket.rewards import RewardScorer
+from hocket.types import Rollout
+
+Make = Callable[..., Rollout]
+Scorers = Callable[..., RewardScorer]
+
+TEMPLATE = "{% for m in messages %}{{ '^' if m.role == 'assistant' else '#' }}{{ m.content }}<eos>{% endfor %}"
+SIZES = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.5, "pad_token_id": 0}
+TEXTS = ["abcd", "a", "dcba dcba", ""]
+
+
+def made(folder: Path, kind: str, *, template: str | None = None, **changes: Any) -> str:
+    """Writes a model, and a tokenizer of characters that pads on the left, as a generator's may."""
+    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "<sep>": 3} | {chr(33 + i): 4 + i for i in range(90)}
+    letters = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    special: dict[str, Any] = {"eos_token": "<eos>", "unk_token": "<unk>", "padding_side": "left"}
+    if kind == "Bert":
+        special["sep_token"] = "<sep>"
+        ends: Any = {"single": "$A <sep>", "pair": "$A <sep> $B:1 <sep>:1", "special_tokens": [("<sep>", 3)]}
+        letters.post_processor = processors.TemplateProcessing(**ends)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, **special)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | {"num_labels": 1} | changes))
+    model = getattr(transformers, f"{kind}{changes.pop('head', 'ForSequenceClassification')}")(config)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8").split("## `reward_model`")[1]
+SHOWN = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])["rewards"]["functions"]["reward_model"]
+DOCUMENTED = SHOWN | {"device": "cpu", "max_length": None}
+
+
+@torch.no_grad()
+def by_hand(path: str, rollout: Rollout) -> torch.Tensor:
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    chat = [*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}]  # type: ignore[misc]
+    if tokenizer.chat_template:
+        inputs = tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt")
+    elif tokenizer.sep_token:
+        inputs = tokenizer([rollout.prompt.text], [rollout.text], return_tensors="pt")
+    else:
+        inputs = tokenizer(rollout.prompt.text + rollout.text, return_tensors="pt")
+    logits: torch.Tensor = model.eval()(**inputs).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options", "read"),
+    [
+        ("Qwen2", {"template": TEMPLATE}, DOCUMENTED, lambda logits: logits[0]),
+        ("Qwen2", {"template": TEMPLATE}, {"batch_size": 1}, lambda logits: logits[0]),
+        ("Qwen2", {"template": TEMPLATE, "pad_token_id": None}, {}, lambda logits: logits[0]),
+        ("Qwen2", {}, {"batch_size": 3, "probability": True}, lambda logits: logits.sigmoid()[0]),
+        ("Bert", {}, {}, lambda logits: logits[0]),
+        ("Bert", {"num_labels": 3}, {"label": 2}, lambda logits: logits[2]),
+        ("Bert", {"num_labels": 3}, {"label": 0, "probability": True}, lambda logits: logits.softmax(-1)[0]),
+    ],
+)
+async def test_a_group_gets_what_transformers_gives_each_completion_alone(
+    scorer_of: Scorers,
+    make_rollout: Make,
+    tmp_path: Path,
+    kind: str,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    read: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    path, rollouts = made(tmp_path, kind, **changes), [make_rollout(text) for text in TEXTS]
+    scores = await scorer_of({"reward_model": options | {"path": path}}, timeout_s=1e-9).score_group(rollouts)
+    expected = [float(read(by_hand(path, rollout))) for rollout in rollouts]
+    assert max(expected) - min(expected) > 0.01
+    assert [score.total for score in scores] == pytest.approx(expected, abs=1e-5)
+
+
+async def test_what_is_too_long_is_an_error_and_the_others_have_their_scores(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+) -> None:
+    path = made(tmp_path, "Qwen2", template=TEMPLATE)
+    # "#Be brief.<eos>#Sort: dbca<eos>^" and "<eos>" are 23 tokens: the tokenizer knows no space
+    rollouts = [make_rollout(text) for text in ("a" * 41, "a" * 42, "b")]
+    whole, long, short = await scorer_of({"reward_model": {"path": path}}).score_group(rollouts)
+    assert (whole.error, short.error) == (None, None)
+    assert "have 65 tokens, more than the 64 that" in str(long.error)
+    scores = await scorer_of({"reward_model": {"path": path, "max_length": 24}}).score_group(rollouts)
+    assert [score.error is None for score in scores] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"num_labels": 2}, {}, "has 2 labels: set label to the index of one"),
+        ({}, {"label": 1}, "has 1 labels: set label"),
+        ({}, {"batch_size": 0}, "batch_size must be at least 1"),
+        ({"head": "ForCausalLM"}, {}, "is no sequence classifier: .* Qwen2ForCausalLM"),
+        ({}, {"path": "no/such/model"}, "rewards.functions.reward_model.path=no/such/model: there is no such folder"),
+    ],
+)
+def test_a_model_that_can_not_score_is_refused_at_the_start(
+    scorer_of: Scorers, tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    path = made(tmp_path, "Qwen2", **changes)
+    with pytest.raises(ConfigError, match=message):
+        scorer_of({"reward_model": {"path": path} | options})

@@ -1,0 +1,128 @@
+"""The rewards of a config, served to the reward `http` of another process over a real socket."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+from hocket import config
+from hocket.cli import main
+from hocket.launch import free_port
+from hocket.rewards import RewardScorer
+from hocket.types import Rollout
+
+Make = Callable[..., Rollout]
+Scorers = Callable[..., RewardScorer]
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").split("### On another GPU or machine")[1]
+SERVES, ASKS = (shlex.split(line) for line in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)[0].strip().splitlines())
+TOKEN = SERVES[0].partition("=")[2]
+PLUGIN = """
+from hocket.rewards import reward
+from hocket.types import Score
+
+@reward("rank")
+async def rank(completions, meta):
+    if "raise" in completions:
+        raise ValueError("no such word")
+    return [Score(total=len(one), parts={"level": meta.get("level", 0)}, note=f"it is {one}") for one in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Runs the documented command with rewards that need no model; Ctrl-C ends it and leaves nothing."""
+    folder, port = tmp_path_factory.mktemp("serve"), free_port("127.0.0.1", 0)
+    (folder / "rank.py").write_text(PLUGIN)
+    (folder / "rm.yaml").write_text(
+        "plugins: [rank.py]\nrewards: {functions: {rank: 0.5, exact_match: {gate: true}}}\n"
+    )
+    changed = [f"server.port={port}", "server.host=127.0.0.1"]
+    command = [sys.executable, str(ROOT / "run.py"), *SERVES[3:5], *changed]
+    environment = os.environ | {"HOCKET_TOKEN": TOKEN}
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        assert served.stdout.readline() == f"hocket: rewards rank, exact_match at http://127.0.0.1:{port}/score\n"
+        yield f"http://127.0.0.1:{port}/score"
+        served.send_signal(signal.SIGINT)
+        assert served.communicate(timeout=60)[0] == "hocket: stopped\n"
+        assert served.returncode == 0
+
+
+async def test_http_gets_totals_parts_notes_and_errors_of_another_process_as_from_its_own(
+    url: str, scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOCKET_TOKEN", TOKEN)
+    documented = config.load(None, ASKS[-1:]).rewards.functions["http"].model_extra
+    scorer = scorer_of({"http": {**documented, "url": url}})  # type: ignore[dict-item]
+    right, wrong = await scorer.score_group([make_rollout("abcd"), make_rollout("ab")])
+    # 0.5 · 4 where the gate is open
+    names = {"http": 2.0, "http/rank": 4.0, "http/rank/level": 2.0, "http/exact_match": 1.0}
+    assert (right.total, right.parts, right.note) == (2.0, names, "http: rank: it is abcd")
+    assert (wrong.total, wrong.parts["http/rank"]) == (0.0, 2.0)
+    for score in await scorer.score_group([make_rollout("raise"), make_rollout("ab")]):
+        assert str(score.error).startswith("http: rank: ValueError: no such word")
+
+
+def ask(url: str, body: Any, token: str | None = TOKEN) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_a_request_in_openrlhfs_format_gets_its_rewards_in_order_and_groups_are_those_of_a_prompt(url: str) -> None:
+    prompts, said, labels = ["a?", "b?", "a?"], ["1", "raise", "22"], ["1", "2", "1"]
+    body = {"query": [p + s for p, s in zip(prompts, said, strict=True)], "prompts": prompts, "labels": labels}
+    status, answer = ask(url, body)
+    assert (status, answer["detail"][:50]) == (500, "1 of 3 have no score; the first: rank: ValueError:")
+    body["query"][1] = "b?2"
+    assert ask(url, body) == (200, {"rewards": [0.5, 0.5, 0.0]})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({"samples": [{"prompt": "a", "completion": 5}]}, 422, "'completion' must be a text, got 5; the body must be"),
+        ({"samples": 5}, 422, "TypeError: 'int' object is not iterable; the body must be"),
+        ({"completions": []}, 422, "KeyError: 'samples'; the body must be"),
+        ([5], 422, "the body must be"),
+    ],
+)
+def test_a_body_that_holds_no_samples_is_refused_with_what_it_must_be(
+    url: str, body: Any, status: int, told: str
+) -> None:
+    found, answer = ask(url, body)
+    assert (found, told in answer["detail"]) == (status, True), answer
+    assert ask(url, body, token=None)[0] == ask(url, body, token="wrong")[0] == 401
+
+
+def test_other_machines_need_a_token_and_a_model_that_can_not_be_loaded_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOCKET_TOKEN", raising=False)
+    (tmp_path / "broken.py").write_text(
+        "from hocket.rewards import reward\n@reward('broken_model')\nclass B:\n"
+        "    async def __aenter__(self): raise OSError('no weights')\n"
+        "    async def __aexit__(self, *exc_info): ...\n"
+        "    async def __call__(self, completion): ...\n"
+    )
+    command = ["serve-reward", f"plugins=[{tmp_path}/broken.py]", "rewards.functions={broken_model: 1}"]
+    assert main([*command, "server.host=0.0.0.0"]) == 1
+    assert "lets other machines in: set server.token" in capsys.readouterr().err
+    assert main([*command, f"server.port={free_port('127.0.0.1', 0)}"]) == 1
+    assert "error: reward 'broken_model' can't be set up: OSError: no weights" in capsys.readouterr().err

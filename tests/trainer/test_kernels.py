@@ -1,0 +1,162 @@
+"""Other kernels than torch's own, operation by operation: the same numbers to rounding, where they are used."""
+
+import copy
+import importlib
+import platform
+import sys
+import types
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from tests.trainer.builders import make_rollouts, sample_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hocket.config import LoraConfig, ModelConfig, load
+from hocket.errors import ConfigError
+from hocket.trainer import kernels
+from hocket.trainer.batching import pack
+from hocket.trainer.policy import Policy
+
+ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN is used on x86 alone")
+LIGER = "liger_kernel.transformers.monkey_patch"
+
+
+def numbers_of(policy: Policy, count: int, device: str = "cpu") -> list[Tensor]:
+    """Returns log-probs of so many sequences in a row, and the gradient of their weighted sum."""
+    samples = [sample_of(rollout) for rollout in make_rollouts(count, longest=20, seed=count)]
+    [[batch]] = pack(samples, micro_batch_tokens=10_000, num_ranks=1)
+    policy.zero_grad()
+    logprobs_bt, _ = policy(batch.to(torch.device(device)))
+    (logprobs_bt * torch.arange(logprobs_bt.numel(), device=device).sin()).sum().backward()
+    return [logprobs_bt.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_layers_have_the_numbers_of_eager_ones_and_are_not_compiled_for_every_row(
+    backend: str, tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_place = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda layer, **options: in_place(layer, **options, backend=backend))
+    torch._dynamo.reset()
+    adapted = backend == "aot_eager"  # which is fast to compile
+    config = ModelConfig(path=tied_model, lora=LoraConfig(rank=4) if adapted else None)
+    options: dict[str, Any] = {"dtype": torch.float32, "temperature": 1.0, "gradient_checkpointing": adapted}
+    eager, compiled = (Policy(config, **options, kernels=kind) for kind in ("eager", "compile"))
+    graphs = []
+    for count in (3, 5, 1, 8, 2, 13, 40):
+        for found, expected in zip(numbers_of(compiled, count), numbers_of(eager, count), strict=True):
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[1:] == graphs[1:2] * 6  # the second one is for rows of any length
+
+
+def test_compiling_without_a_compiler_is_refused_with_what_to_install(
+    tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("torch._inductor.config").cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(ConfigError, match=r"kernels=compile needs a C\+\+ compiler on a CPU: apt install g\+\+"):
+        Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, kernels="compile")
+    with pytest.raises(ConfigError, match="finds no layers in a Linear"):
+        kernels.compile_layers(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="compile has no effect on layers of zero_stage=3"):
+        load(None, ["trainer.kernels=compile", "trainer.offload_optimizer=true"])
+
+
+def test_liger_computes_all_but_the_loss_and_what_it_lacks_is_named(
+    tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Policy:
+        return Policy(ModelConfig(path=tied_model), dtype=torch.float32, temperature=1.0, kernels="liger")
+
+    with pytest.raises(ConfigError, match="liger needs a CUDA device"):
+        make()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, LIGER, None)
+    with pytest.raises(ConfigError, match=r"needs the package liger-kernel .*pip install liger-kernel"):
+        make()
+    apply, known = Mock(), {"qwen2": None}
+    module = types.SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN=known, _apply_liger_kernel_to_instance=apply)
+    monkeypatch.setitem(sys.modules, LIGER, module)
+    policy = make()
+    apply.assert_called_once_with(model=policy.model, cross_entropy=False, fused_linear_cross_entropy=False)
+    known["llama"] = known.pop("qwen2")
+    with pytest.raises(ConfigError, match="no kernels for models of type qwen2, only for llama; set compile or eager"):
+        make()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["compile", "liger"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_kernels_on_a_gpu_have_the_numbers_of_eager_ones_to_rounding(
+    kind: str, dtype: torch.dtype, tied_model: str
+) -> None:
+    if kind == "liger":
+        pytest.importorskip("liger_kernel")
+    policies = (
+        Policy(ModelConfig(path=tied_model), dtype=d, temperature=1.0, kernels=k).cuda()
+        for d, k in ((torch.float32, "eager"), (dtype, "eager"), (dtype, kind))
+    )
+    exact, eager, other = (numbers_of(policy, 40, "cuda") for policy in policies)
+    for one, plain, found in zip(exact, eager, other, strict=True):
+        rounding = (plain.float() - one).norm() + 1e-4 * one.norm()
+        assert (found.float() - one).norm() < 2 * rounding
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what oneDNN has multiplied."""
+    seen: list[tuple[int, ...]] = []
+    product = kernels._product
+    monkeypatch.setattr(kernels, "_product", lambda left, *others: seen.append(left.shape) or product(left, *others))
+    return seen
+
+
+@ON_X86
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_results_and_gradients_are_those_of_a_plain_linear_layer(
+    bias: bool, recomputed: bool, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MIN_PRODUCTS", 2 * 5 * 7 * 3)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 3, bias=bias), nn.Linear(3, 4, bias=bias))  # the second one is too small
+    fast = copy.deepcopy(plain)
+    kernels.use_onednn(fast)
+    inputs = torch.randn(2, 5, 7)
+    found = []
+    for model in (plain, fast):
+        own = inputs.clone().requires_grad_()
+        result = checkpoint(model, own, use_reentrant=False) if recomputed else model(own)
+        result.square().sum().backward()
+        found.append([result.detach(), own.grad, *(parameter.grad for parameter in model.parameters())])
+    forward = [(2, 5, 7)] * (1 + recomputed)
+    assert calls == [*forward, (2, 5, 3), (7, 10)]
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@ON_X86
+def test_a_frozen_layer_computes_no_gradient_of_its_weights(
+    calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MIN_PRODUCTS", 1)
+    layer = nn.Linear(7, 3).requires_grad_(False)
+    kernels.use_onednn(layer)
+    layer(torch.ones(5, 7, requires_grad=True)).sum().backward()
+    assert calls == [(5, 7), (5, 3)]
+
+
+@ON_X86
+def test_another_precision_stays_with_torch(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MIN_PRODUCTS", 1)
+    layer = nn.Linear(7, 3)
+    kernels.use_onednn(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(5, 7)).dtype == torch.bfloat16
+    assert layer.double()(torch.ones(5, 7).double()).dtype == torch.float64
+    assert calls == []
