@@ -4,7 +4,7 @@ import atexit
 import collections
 import contextlib
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import httpx
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[1]
 EPOCH = 2048
@@ -56,7 +57,11 @@ class Forked:
     def __init__(self, command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["preload"])
-        self._process = context.Process(target=_run, args=(list(command), str(log), variables))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where the fork server looks for it
+            multiprocessing.forkserver.ensure_running()
+        # A daemon, or a test process that ends would wait for it.
+        self._process = context.Process(target=_run, args=(list(command), str(log), variables), daemon=True)
         self._process.start()
         self.pid = self._process.pid
 
@@ -81,6 +86,7 @@ def _run(command: list[str], log: str, variables: dict[str, str]) -> None:
     from hocket import cli, environment
     from hocket.processes import exit_with
 
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may start others
     os.setsid()
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(1, 2)
