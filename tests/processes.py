@@ -68,10 +68,10 @@ class Forked:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
         self._process.join(timeout_s)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked command", timeout_s)
+            raise subprocess.TimeoutExpired("a forked command", timeout_s or 0)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
