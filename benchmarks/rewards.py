@@ -2,7 +2,7 @@
 
     python benchmarks/rewards.py [NUMBER]
 
-The numbers of DESIGN are for 10,000 scores; all are asked for at once, as a step with large groups does.
+All are asked for at once, as a step with large groups does.
 """
 
 import asyncio

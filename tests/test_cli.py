@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 
 import hocket
 from hocket.cli import main
+from hocket.observe.run_folder import lines_of
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 from processes import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +79,30 @@ def test_reward_test_scores_a_file_without_a_model_and_fails_where_a_score_is_mi
         samples.write_text(text)
         assert main(command) == 1
         assert f"error: {samples}:1 is no sample: {error}" in capsys.readouterr().err
+
+
+def test_reward_test_reads_a_runs_own_rollouts_whatever_columns_the_data_has_and_all_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = Prompt(id="rows:1", token_ids=(1,), text="1+2?", answer="3", meta={"nums": [1, 2]})
+    tokens = {"token_ids": (1, 5, 6), "mask": (False, True, True), "logprobs": (0.0, -1.0, -1.0)}
+    said = TokenSequence(**tokens, opening="<think>\n", text="both</think><answer>1 + 2</answer>")
+    groups = [
+        Group(
+            id=f"step {step}/0",
+            rollouts=tuple(Rollout(id=f"step {step}/0/{i}", prompt=asked, sequences=(said,)) for i in range(2)),
+            scores=(Score(total=7.0, parts={"env": 0.25}),) * 2,
+        )
+        for step in (1, 2)
+    ]
+    (tmp_path / "step_000001.jsonl").write_text(lines_of(groups))
+    functions = "{think_format: 1, countdown: 1, length: {up_to: 4}, env: 1}"  # opening, meta, sampled tokens, reward
+    settings = ["data.prompt_column=question", "data.answer_column=target", "data.limit=1"]
+    samples = f"--samples={tmp_path}/step_000001.jsonl"
+    assert main(["reward-test", f"rewards.functions={functions}", samples, *settings]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "step 1/0/0  2.75  think_format 1, countdown 1, length 0.5, env 0.25"
+    assert last == "4 samples in 2 groups, 0 without a score"
 
 
 def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

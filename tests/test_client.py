@@ -22,7 +22,6 @@ from hocket.protocol import (
     SessionRequest,
     SessionResponse,
     SleepRequest,
-    SleepResponse,
     StreamLine,
     Toolbox,
     ToolCall,
@@ -161,7 +160,7 @@ async def test_a_call_to_a_server_that_has_left_the_pool_fails_as_if_it_could_no
 
 RELOAD = ReloadRequest(version=4, source=DiskSource(name="run/weights/v000004"), in_flight="drain")
 SESSION = SessionRequest(sampling=SamplingParams(stop=("x",)), max_length=64, max_calls=3, idle_timeout_s=9.0)
-ASLEEP = SleepResponse(asleep=["kv_cache"], session="s1")
+ASLEEP = fakes.health(status="asleep")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,7 @@ ASLEEP = SleepResponse(asleep=["kv_cache"], session="s1")
     [
         ("reload_weights", "/reload_weights", RELOAD, fakes.reloaded(4, "cc")),
         ("sleep", "/sleep", SleepRequest(level=2), ASLEEP),
-        ("wake_up", "/wake_up", WakeRequest(tags=["weights"]), ASLEEP),
+        ("wake_up", "/wake_up", WakeRequest(), ASLEEP),
         ("open_session", "/sessions", SESSION, SessionResponse(id="ab", key="its own", model="m")),
     ],
 )

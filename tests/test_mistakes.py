@@ -76,6 +76,7 @@ check plugins=[mine.py] 'rewards.functions={forgotten: 1}' | ; mine.py has a fun
 check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | needs the option 'solution': set rewards.functions.my_
 check plugins=[mine.py] 'rewards.functions={my_solution: 1}' | solution; the row's answer is the argument answer, its
 check 'rewards.functions={length: {tarket: 1}}' |  has no option 'tarket' (did you mean 'target'?)
+check 'rewards.functions={length: 1}' | reward length refuses its options: target or up_to must be at least 1
 check plugins=[mine.py] 'rewards.functions={my_trl: 1}' | takes a batch, but here it scores one rollout: name its
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | scores failed, more than rewards.max_error_rate=0.5; the
 rollout plugins=[mine.py] 'rewards.functions={my_raises: 1}' | KeyError: 'sol' (HERE/mine.py:6)

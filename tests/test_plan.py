@@ -91,6 +91,30 @@ def test_a_plan_has_the_sizes_that_are_published_and_the_seconds_worked_out_by_h
     assert found.seconds["train"] == pytest.approx(products * 4 / 3 / (4 * 0.4 * 989e12), rel=0.03)
 
 
+def test_the_machines_memory_and_the_seconds_of_an_offloaded_update_are_those_worked_out_by_hand(
+    models: dict[str, str],
+) -> None:
+    settings = [f"model.path={models['7B']}", *COMMON, *MODES["offload"], "trainer.micro_batch_tokens=16384"]
+    settings += ["sync.backend=disk", "checkpoint.async=true", "algorithm.minibatches=2"]
+    found = plan.find_needs(load(None, settings), 2, plan.GPUS["80GB"])
+    # 7.6156 billion parameters: 122 GB master weights, moments and the update's gradients, 30 GB their sums; a version
+    # in 16 bits; a copy of the checkpoint while it is written; a server and a rank of 3 GiB each.
+    assert {name: round(size / 1e9, 1) for name, size in found.host.items()} == {
+        "processes": 6.4,
+        "offloaded": 152.3,
+        "version": 15.2,
+        "checkpoint": 91.4,
+    }
+    # Two updates of 2.13 s (213 GB at 100 GB/s), each of three micro-batches (half of 98,304 positions), whose sums of
+    # 30 GB travel both ways at 25 GB/s, 2.44 s; and twice 15 GB of new weights.
+    assert found.seconds["offload"] == pytest.approx(2 * (2.13 + 3 * 2.44 + 0.61), rel=0.002)
+    shared = [f"model.path={models['0.5B']}", *COMMON, "launch.share_gpu=true", "launch.servers=1"]
+    found = plan.find_needs(load(None, shared), 1, plan.GPUS["80GB"])
+    state = found.rank.weights + found.rank.gradients + found.rank.optimizer
+    assert found.host["while the server generates"] == state
+    assert found.host["checkpoint"] == 2**30  # of 6 GB, file by file
+
+
 @pytest.mark.parametrize(
     ("name", "size", "gpus", "card"),
     [

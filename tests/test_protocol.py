@@ -64,7 +64,6 @@ BAD: list[tuple[type[Strict], dict[str, object]]] = [
     *((SamplingParams, {"seed": value}) for value in (-1, 2**63)),
     *((SamplingParams, one) for one in ({"max_tokens": 0}, {"top_k": -2}, {"stop": [""]}, {"stop_token_ids": [-1]})),
     *((SleepRequest, one) for one in ({"level": 0}, {"level": 3}, {"in_flight": "wait"}, {"mode": "abort"})),
-    (WakeRequest, {"tags": []}),
     *((ReloadRequest, one) for one in ({"version": True}, {"in_flight": "forget"}, {"source": {"kind": "disk"}})),
     *((ReloadRequest, {"source": {"kind": "disk", "name": name}}) for name in ("", "v" * 513)),
     *((CollectiveSource, one) for one in ({"buckets": []}, {"turn": 0})),
@@ -92,7 +91,6 @@ WRONG: list[tuple[type[Strict], str]] = [
     (ReloadRequest, '{"source": {"kind": "nccl", "buckets": [[%s]]}}'),
     (ReloadRequest, '{"source": {"kind": "nccl", "buckets": [[{"shape": [%s]}]]}}'),
     (ReloadRequest, '{"source": {"kind": "nccl", "adapter": {"target_modules": [%s]}}}'),
-    (WakeRequest, '{"tags": [%s]}'),
 ]
 
 

@@ -223,10 +223,8 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _serve_reward(args: argparse.Namespace) -> None:
-    from hocket.registry import load_plugins
     from hocket.server.rewards import serve
 
-    load_plugins(args.config.plugins)
     serve(args.config)
 
 

@@ -30,7 +30,6 @@ from hocket.protocol import (
     SessionRequest,
     SessionResponse,
     SleepRequest,
-    SleepResponse,
     StreamEnd,
     StreamLine,
     WakeRequest,
@@ -148,13 +147,13 @@ class ServerClient(AbstractAsyncContextManager["ServerClient"]):
         """Have the server load a weight version; return what it then holds."""
         return await self._post("/reload_weights", request, ReloadResponse, timeout_s)
 
-    async def sleep(self, request: SleepRequest, *, timeout_s: float) -> SleepResponse:
+    async def sleep(self, request: SleepRequest, *, timeout_s: float) -> Health:
         """Have the server's engine leave the GPU; return once it has."""
-        return await self._post("/sleep", request, SleepResponse, timeout_s)
+        return await self._post("/sleep", request, Health, timeout_s)
 
-    async def wake_up(self, request: WakeRequest, *, timeout_s: float) -> SleepResponse:
-        """Have parts of the server's engine come back to the GPU; return once they are there."""
-        return await self._post("/wake_up", request, SleepResponse, timeout_s)
+    async def wake_up(self, request: WakeRequest, *, timeout_s: float) -> Health:
+        """Have the server's engine come back to the GPU; return once it is there."""
+        return await self._post("/wake_up", request, Health, timeout_s)
 
     async def upload(self, folder: Path, name: str, *, timeout_s: float) -> str:
         """Send the files of a published version under a name; return the name of its DiskSource."""

@@ -24,12 +24,11 @@ from hocket.errors import ConfigError, DataError, ServerError, SyncError
 from hocket.launch import free_port
 from hocket.observe.console import SHORT, Console
 from hocket.observe.owner import owning
-from hocket.observe.run_folder import RunFolder, lines_of, read_lines, trainer_id
+from hocket.observe.run_folder import RunFolder, lines_of, read_lines, rollout_of, trainer_id
 from hocket.parts import Parts, answers, chosen, clear_gpu, pool_of
 from hocket.pool import ServerPool
 from hocket.protocol import Health
 from hocket.registry import load_plugins
-from hocket.rewards.samples import by_prompt, rollout_of
 from hocket.rewards.scorer import RewardCalls, RewardScorer, refuse_failing
 from hocket.rollout.collect import collect
 from hocket.rollout.episode import Transcript
@@ -51,6 +50,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     run by True. Return the exit status. Raise HocketError for the first fault.
     """
     load_plugins(config.plugins)
+    system.bound_nccl(config.sync.bucket_timeout_s)
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
@@ -159,7 +159,7 @@ def _run(
     if not (saved or replay):
         folder.ledger(0, [{"num_prompts": len(prompts)}])
     servers = ServerPool(()) if replay else pool_of(config, trainer_id(config.run_dir), **tell)
-    publisher = parts.publisher(trainer, servers, prompts)
+    publisher = parts.publisher(stack, trainer, servers, prompts)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     if saved is not None:
@@ -246,24 +246,27 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
 def score_samples(config: Config, file: Path) -> int:
     """Print the rewards of the completions in a file, and what a call takes; return how many failed, at most 1.
 
-    Rows of one prompt and answer are a group.
+    Groups are those of a run's rollouts, or rows of one prompt and answer.
     """
     load_plugins(config.plugins)
-    data, rollouts = config.data, []
-    for place, row in read_rows(data.model_copy(update={"source": str(file)})):
+    groups: dict[str, list[Rollout]] = {}
+    for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):
         try:
-            rollouts.append(rollout_of(place, columns_of(row), data.prompt_column, data.answer_column))
-        except ValueError as error:
+            columns = columns_of(row)
+            rollout = rollout_of(columns, place, None if "group_id" in columns else config.data)
+        except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{place} is no sample: {error}") from error
-    groups = by_prompt(rollouts)
+        prompt = rollout.prompt
+        group = columns.get("group_id", repr((prompt.text, prompt.messages, prompt.answer)))
+        groups.setdefault(group, []).append(rollout)
 
     async def score() -> list[Score]:
-        return [one for group in groups for one in await scorer.score_group(group)]
+        return [one for group in groups.values() for one in await scorer.score_group(group)]
 
     with RewardCalls(config.rewards, config.rewards.functions) as calls:
         scorer = RewardScorer(calls, config.rewards.functions)
         scores = asyncio.run(score())
-    for rollout, one in zip(itertools.chain(*groups), scores, strict=True):
+    for rollout, one in zip(itertools.chain(*groups.values()), scores, strict=True):
         parts = ", ".join(f"{name} {value:.4g}" for name, value in one.parts.items())
         print(rollout.id, f"{one.total:.4g}" if one.error is None else f"error: {one.error}", parts, sep="  ")
         for line in one.note.splitlines():

@@ -5,6 +5,7 @@ named here with their sources: good for a choice between settings, not for a pro
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from hocket.config import Config, read_settings
 from hocket.errors import ConfigError
 from hocket.launch import Placement, place
 from hocket.trainer import flops, memory
+from hocket.trainer.engine import default_zero_stage
 from hocket.trainer.memory import GIB, Estimate
 from hocket.trainer.models import named_models
 from hocket.trainer.policy import skeleton
+from hocket.trainer.state import BUCKET_BYTES
 
 
 class Gpu(NamedTuple):
@@ -41,7 +44,14 @@ ITERATION_S = 0.004  # of scheduling and sampling, per decoded token: assumed
 ENGINE_GIB = 2.5  # of vLLM besides weights and KV cache: activations, CUDA graphs
 MAX_SEQUENCES = 1024  # vLLM's own limit on such cards
 DISK_S, NCCL_S, CHECKPOINT_S = 1.6e-9, 0.083e-9, 1e-9  # per byte: copy, write, sync, verify and load; broadcast; write
+PINNED = 2  # weights of a server asleep: torch rounds each block of pinned memory up to a power of two, and keeps it
 HOST_S = 0.46e-6  # of rank 0 per token (benchmarks/host.py)
+HOST_GIB = 3.0  # of a process: libraries, CUDA's context, tokenizer: assumed
+# Bytes per trained parameter that DeepSpeed 0.19.8 keeps off the GPU, by ZeRO stage: master weights, moments, gradients
+# of the update, and weights in 16 bits (1, 2) or sums of gradients (3).
+OFFLOADED = {1: 18, 2: 18, 3: 20}
+UPDATE_BYTES, HOST_BANDWIDTH = 28, 100e9  # AdamW's reads and writes per parameter; a third of eight channels: assumed
+PCIE_BANDWIDTH = 25e9  # of each GPU, sixteen lanes of version 4: assumed
 PROMPT_TOKENS = 256  # assumed, where data.max_prompt_tokens says nothing
 LENGTH = 0.5  # mean of the completions, as a share of rollout.max_tokens: assumed
 WAYS = (
@@ -73,6 +83,11 @@ class Needs:
     kv_cache: float  # bytes of all GPUs of a server
     kv_tokens: int
     sequences: int  # of the full context that its KV cache holds
+    stage: int  # of ZeRO
+    trained: int  # parameters, of a critic too
+    published: int  # bytes of a version of the weights
+    broadcasts: bool  # by NCCL
+    host: dict[str, float]  # bytes of the machine's memory, by purpose; not all at the same time
     seconds: dict[str, float]  # by phase
 
     @property
@@ -87,6 +102,8 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
     where = place(config.launch, size, config.sync.backend, [str(number) for number in range(num_gpus)])
     dtype = getattr(torch, "bfloat16" if config.model.dtype == "auto" else config.model.dtype)
     model = skeleton(config.model)
+    critic = [skeleton(one) for name, one in named_models(config).items() if name == "critic"]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trainer = config.trainer.unmeasured()
     rank = memory.needed(named_models(config), trainer, dtype, num_ranks=where.num_ranks, on_gpu=True)
     together = set(",".join(where.servers).split(",")) & set(where.ranks.split(","))
@@ -114,9 +131,31 @@ def find_needs(config: Config, num_gpus: int, gpu: Gpu) -> Needs:
         kv_cache=kv_cache,
         kv_tokens=max(0, int(kv_cache / kv_token)),
         sequences=max(0, int(kv_cache / kv_token)) // tokenizers.context_length(config.model),
+        stage=default_zero_stage(trainer, dtype, num_ranks=where.num_ranks, on_gpu=True),
+        trained=trained + sum(p.numel() for one in critic for p in one.parameters()),
+        published=2 * trained,
+        broadcasts=config.sync.backend == "nccl" or (config.sync.backend == "auto" and not together),
+        host={},
         seconds={},
     )
-    return dataclasses.replace(needs, seconds=_seconds(config, needs, model, gpu, kv_token)) if needs.fits else needs
+    seconds = _seconds(config, needs, model, gpu, kv_token) if needs.fits else {}
+    return dataclasses.replace(needs, seconds=seconds, host=_host_bytes(config, needs))
+
+
+def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
+    """Return what all processes need of the machine's memory, but for files in its cache."""
+    rank, where = needs.rank, needs.where
+    state = where.num_ranks * (rank.weights + rank.gradients + rank.optimizer)
+    checkpoint = 12 * needs.trained
+    found = {
+        "processes": HOST_GIB * GIB * (len(where.servers) + where.num_ranks),
+        "offloaded": OFFLOADED[needs.stage] * needs.trained if config.trainer.offload_optimizer else 0,
+        "while the trainer trains": PINNED * needs.weights if config.launch.share_gpu and config.model.lora else 0,
+        "while the server generates": state if config.launch.share_gpu else 0,
+        "version": 0 if needs.broadcasts else needs.published * (1 + config.sync.delta),
+        "checkpoint": checkpoint if config.checkpoint.in_background else min(checkpoint, BUCKET_BYTES),
+    }
+    return {name: size for name, size in found.items() if size}
 
 
 def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) -> dict[str, float]:
@@ -134,17 +173,22 @@ def _seconds(config: Config, needs: Needs, model: Any, gpu: Gpu, kv_token: int) 
     of_step = flops.step_flops(flops.model_flops(model), [int(prompt + length)] * count, int(length * count))
     update = of_step / (needs.where.num_ranks * MFU * peak) * (4 / 3 if config.trainer.gradient_checkpointing else 1)
     passes = (config.algorithm.kl != "off") + (config.algorithm.updates > 1)  # of log-probs alone
-    apart = not set(",".join(needs.where.servers).split(",")) & set(needs.where.ranks.split(","))
-    broadcasts = config.sync.backend == "nccl" or (config.sync.backend == "auto" and apart)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    published = trained * 2
-    return {
+    seconds = {
         "generate": prefill + iteration * max(rollout.max_tokens, mine * length / running),
         "train": update * config.algorithm.epochs + passes * update / 3,
         "rank 0": HOST_S * count * (prompt + length),
-        "weights": published * (NCCL_S if broadcasts else DISK_S),
-        "checkpoint": 12 * trained * CHECKPOINT_S,
+        "weights": needs.published * (NCCL_S if needs.broadcasts else DISK_S),
+        "checkpoint": 12 * needs.trained * CHECKPOINT_S,
     }
+    if config.trainer.offload_optimizer:  # while the CPU updates, and gradients and weights travel, GPUs wait
+        updates, tokens = config.algorithm.updates, config.trainer.micro_batch_tokens
+        share = count * (prompt + length) * config.algorithm.epochs / updates / needs.where.num_ranks
+        micro_batches = math.ceil(share / (needs.largest_micro_batch if tokens == "auto" else tokens))
+        # ZeRO-3 has the sums brought to the GPU and back for every micro-batch; they stay there at other stages.
+        travels = (8 * micro_batches if needs.stage == 3 else 4) + 2
+        per_parameter = UPDATE_BYTES / HOST_BANDWIDTH + travels / needs.where.num_ranks / PCIE_BANDWIDTH
+        seconds["offload"] = updates * needs.trained * per_parameter
+    return seconds
 
 
 def ways_out(arguments: Sequence[str], num_gpus: int, gpu: Gpu) -> Iterator[tuple[str, Needs]]:
@@ -178,6 +222,8 @@ def report(config: Config, arguments: Sequence[str], num_gpus: int, size: str) -
     )
     yield f"ranks    {where.num_ranks} on GPU {where.ranks}: {needs.rank}; there are {needs.room / GIB:.1f}"
     yield f"         largest trainer.micro_batch_tokens that fits: {needs.largest_micro_batch:,}"
+    host = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needs.host.items())
+    yield f"host     up to {sum(needs.host.values()) / GIB:.0f} GiB of memory beside the GPUs': {host}"
     if needs.fits:
         times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in needs.seconds.items())
         yield f"a step   {times}; completions of {LENGTH:.0%} of rollout.max_tokens are assumed"

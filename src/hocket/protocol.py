@@ -48,7 +48,6 @@ MAX_PROMPTS, MAX_SAMPLES, MAX_COMPLETIONS = 1024, 128, 1 << 14
 """In one request: prompts, completions of one of them, and of all together."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seeds = Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
-Memory = Literal["weights", "kv_cache"]  # what leaves the GPU while the engine sleeps
 Status = Literal["loading", "ready", "updating", "asleep", "failed"]
 
 
@@ -275,24 +274,18 @@ class ReloadResponse(Strict):
 
 
 class SleepRequest(FromTrainer):
-    """POST /sleep: the engine leaves the GPU. Idempotent; kept requests go on once the engine is awake."""
+    """POST /sleep: the engine leaves the GPU; a reload or /wake_up brings it back, and kept requests go on.
 
-    # 1 keeps the weights in the CPU's memory. After 2 the KV cache wakes up only with weights that a reload brought.
+    Both are idempotent, and answered as /health.
+    """
+
+    # 1 keeps the weights in the CPU's memory; after 2 only a reload brings the engine back.
     level: int = Field(1, ge=1, le=2)  # for Literal[1, 2], true would be 1
     in_flight: InFlight = "keep"
 
 
 class WakeRequest(FromTrainer):
-    """POST /wake_up: these parts come back to the GPU; the engine generates again once both are there. Idempotent."""
-
-    tags: list[Memory] = Field(["weights", "kv_cache"], min_length=1, max_length=2, fail_fast=True)
-
-
-class SleepResponse(Strict):
-    """Answer to /sleep and /wake_up."""
-
-    asleep: list[Memory]  # what is off the GPU; [] if the engine is awake
-    session: str
+    """POST /wake_up: the engine comes back to the GPU with the weights that it had."""
 
 
 class HeartbeatRequest(FromTrainer):

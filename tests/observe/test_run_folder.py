@@ -27,7 +27,9 @@ BASE = TokenSequence(
 
 def rollout(group: str, index: int, others: tuple[TokenSequence, ...] = (), **changes: Any) -> Rollout:
     asked = None if group == "step 1/0" else ({"role": "user", "content": "sort ba"},)
-    prompt = Prompt(id=f"task:{group}", token_ids=(1, 2), text="sort ba", answer="ab", messages=asked)
+    prompt = Prompt(
+        id=f"task:{group}", token_ids=(1, 2), text="sort ba", answer="ab", messages=asked, meta={"level": 2}
+    )
     return Rollout(id=f"{group}/{index}", prompt=prompt, sequences=(*others, replace(BASE, **changes)))
 
 
@@ -65,7 +67,8 @@ def test_a_run_leaves_config_rollouts_summary_and_its_metrics_at_once(tmp_path: 
     assert rows[0] == {
         "id": "step 1/0/0", "group_id": "step 1/0", "prompt_id": "task:step 1/0", "prompt": "sort ba", "answer": "ab",
         "messages": None, "completion": "ab\u2028\r\n", "reward": 1.0, "parts": {"m": 1.0}, "error": None,
-        "note": "m: so", "finish_reason": "stop", "turns": 2, "num_tokens": 2, "version_min": 3, "version_max": 4,
+        "note": "m: so", "meta": {"level": 2}, "opening": "",
+        "finish_reason": "stop", "turns": 2, "num_tokens": 2, "version_min": 3, "version_max": 4,
         "token_ids": [1, 2, 3, 4, 5], "logprobs": [0.0, 0.0, -0.1, 0.0, -0.123456789012345], "mask": [0, 0, 1, 0, 1],
     }  # fmt: skip
     assert summary == json.loads((run / "summary.json").read_text())
@@ -84,7 +87,9 @@ def test_a_run_has_one_id_on_all_its_ranks_and_after_a_restart_and_another_run_h
     assert ids != {trainer_id(tmp_path / "others" / "mine")}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "rollouts/step_000001.jsonl", "summary.json"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "ledger.jsonl", "samples.jsonl", "rollouts/step_000001.jsonl", "summary.json"]
+)
 def test_the_first_file_that_a_full_disk_refuses_is_named_and_nothing_half_written_stays(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +156,8 @@ def test_what_was_recorded_after_a_state_is_taken_back(tmp_path: Path) -> None:
         {"step": 1, "draw": 3},
         {"step": 2, "draw": 9},
     ]
-    for name in ("ledger.jsonl", "metrics.jsonl"):
+    assert [line["step"] for line in read_lines(run / "samples.jsonl")] == ["step_000000", "step_000001"]
+    for name in ("samples.jsonl", "ledger.jsonl", "metrics.jsonl"):
         (run / name).unlink()
         with RunFolder(resumed) as folder, pytest.raises(ConfigError, match=f"{name} has lost records"):
             folder.restore(state)

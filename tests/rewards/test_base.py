@@ -20,13 +20,13 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Registry[Reward]:
 
 
 def test_a_function_gets_only_what_it_names(make_rollout: Callable[..., Rollout]) -> None:
-    reward("few")(lambda meta, completion, share=0.5: 0.0)
+    reward("few")(lambda meta, completion, share=0.5: share)
     reward("all")(lambda completion, prompt, messages, answer, token_ids, finish_reason, rollout: 0.0)
-    reward("open")(lambda completion, **options: 0.0)
+    reward("open")(lambda completion, **options: options)
     rollout = make_rollout("abdc")
-    few_of_it = {"meta": {"level": 2}, "completion": "abdc", "share": 0.25}
-    assert bind("few", {"share": 0.25}).arguments(rollout) == few_of_it
-    assert bind("open", {"anything": 1}).arguments(rollout) == {"completion": "abdc", "anything": 1}
+    few, opened = bind("few", {"share": 0.25}), bind("open", {"anything": 1})
+    assert few.arguments(rollout) == {"meta": {"level": 2}, "completion": "abdc"}
+    assert (few.made()(**few.arguments(rollout)), opened.made()(**opened.arguments(rollout))) == (0.25, {"anything": 1})
     assert bind("all", {}).arguments(rollout) == {
         "completion": "abdc",
         "prompt": "Sort: dbca",

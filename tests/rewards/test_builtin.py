@@ -27,13 +27,13 @@ def test_exact_match_ignores_only_the_spaces_around_and_needs_an_answer() -> Non
 
 def test_length_is_the_relative_distance_to_the_target() -> None:
     for num_sampled, value in ((10, 0.0), (7, -0.3), (12, -0.2), (35, -1.0)):
-        assert builtin.length("abcd", (1,) * num_sampled, 10) == pytest.approx(value)
-    assert builtin.length("abcd", (1,) * 10, 8, "characters") == -0.5  # 4 of 8 characters
+        assert builtin.LengthReward(10)("abcd", (1,) * num_sampled) == pytest.approx(value)
+    assert builtin.LengthReward(8, unit="characters")("abcd", (1,) * 10) == -0.5  # 4 of 8 characters
     for num_sampled, value in ((0, 0.0), (5, 0.5), (10, 1.0), (35, 1.0)):  # longer is better up to 10
-        assert builtin.length("abcd", (1,) * num_sampled, up_to=10) == value
+        assert builtin.LengthReward(up_to=10)("abcd", (1,) * num_sampled) == value
     for target, up_to in ((0, 0), (3, 3)):
         with pytest.raises(ValueError, match="target or up_to must be at least 1"):
-            builtin.length("abcd", (1,), target, up_to=up_to)
+            builtin.LengthReward(target, up_to)
 
 
 def test_think_format_wants_one_thought_and_then_an_answer() -> None:

@@ -17,9 +17,9 @@ import pytest
 
 from hocket import config
 from hocket.cli import main
-from hocket.launch import free_port
 from hocket.rewards import RewardScorer
 from hocket.types import Rollout
+from processes import free_port
 
 Make = Callable[..., Rollout]
 Scorers = Callable[..., RewardScorer]
@@ -43,7 +43,7 @@ async def rank(completions, meta):
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Runs the documented command with rewards that need no model; Ctrl-C ends it and leaves nothing."""
-    folder, port = tmp_path_factory.mktemp("serve"), free_port("127.0.0.1", 0)
+    folder, port = tmp_path_factory.mktemp("serve"), free_port()
     (folder / "rank.py").write_text(PLUGIN)
     (folder / "rm.yaml").write_text(
         "plugins: [rank.py]\nrewards: {functions: {rank: 0.5, exact_match: {gate: true}}}\n"
@@ -85,19 +85,11 @@ def ask(url: str, body: Any, token: str | None = TOKEN) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def test_a_request_in_openrlhfs_format_gets_its_rewards_in_order_and_groups_are_those_of_a_prompt(url: str) -> None:
-    prompts, said, labels = ["a?", "b?", "a?"], ["1", "raise", "22"], ["1", "2", "1"]
-    body = {"query": [p + s for p, s in zip(prompts, said, strict=True)], "prompts": prompts, "labels": labels}
-    status, answer = ask(url, body)
-    assert (status, answer["detail"][:50]) == (500, "1 of 3 have no score; the first: rank: ValueError:")
-    body["query"][1] = "b?2"
-    assert ask(url, body) == (200, {"rewards": [0.5, 0.5, 0.0]})
-
-
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
         ({"samples": [{"prompt": "a", "completion": 5}]}, 422, "'completion' must be a text, got 5; the body must be"),
+        ({"samples": [{"prompt": p, "completion": "a"} for p in "ab"]}, 422, "the samples differ in prompt, messages"),
         ({"samples": 5}, 422, "TypeError: 'int' object is not iterable; the body must be"),
         ({"completions": []}, 422, "KeyError: 'samples'; the body must be"),
         ([5], 422, "the body must be"),
@@ -124,5 +116,5 @@ def test_other_machines_need_a_token_and_a_model_that_can_not_be_loaded_ends_it(
     command = ["serve-reward", f"plugins=[{tmp_path}/broken.py]", "rewards.functions={broken_model: 1}"]
     assert main([*command, "server.host=0.0.0.0"]) == 1
     assert "lets other machines in: set server.token" in capsys.readouterr().err
-    assert main([*command, f"server.port={free_port('127.0.0.1', 0)}"]) == 1
+    assert main([*command, f"server.port={free_port()}"]) == 1
     assert "error: reward 'broken_model' can't be set up: OSError: no weights" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def torture(completion):
     return said
 """
 TORTURE = RewardsConfig.model_validate({"functions": {"torture": 1.0}, "timeout_s": 60})
-FRAME = '["", 5.0, {}, null, ""]\\n'
+FRAME = '["", {"total": 5.0, "parts": {}, "error": null, "note": ""}]\\n'
 
 
 @pytest.fixture(scope="module", autouse=True)

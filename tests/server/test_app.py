@@ -155,7 +155,7 @@ async def test_a_sampling_parameter_in_the_wrong_place_is_told_the_right_one(htt
 RELOAD = {"version": 1, "source": {"kind": "disk", "name": "v1"}}
 WRONG: list[tuple[str, Any]] = [
     ("/sleep", {"level": True}),
-    ("/wake_up", {"tags": ["scheduling"]}),
+    ("/wake_up", {"level": 1}),
     ("/reload_weights", {**RELOAD, "version": 0}),
     ("/reload_weights", {**RELOAD, "source": {"kind": "pickle", "name": "v1"}}),
     ("/reload_weights", {**RELOAD, "source": {"kind": "nccl", "group": {"name": "g"}, "turn": 1, "buckets": [[]]}}),

@@ -238,37 +238,41 @@ async def test_a_load_that_ends_while_the_server_stops_does_not_bring_it_back(en
 async def test_requests_are_settled_before_the_memory_goes_and_the_engine_wakes_up_in_two_parts(
     engine: Engine, llm: FakeLLM, kit: Any
 ) -> None:
-    both, cache = WakeRequest(tags=["kv_cache", "weights"]), ["kv_cache"]
     for _ in range(2):  # twice is as once
-        assert (await engine.sleep(SleepRequest(level=1, in_flight="drain"))).asleep == ["weights", *cache]
+        assert (await engine.sleep(SleepRequest(level=1, in_flight="drain"))).status == "asleep"
     for _ in range(2):
-        assert (await engine.wake_up(both)).asleep == []
+        assert (await engine.wake_up(WakeRequest())).status == "ready"
+    await engine.sleep(SleepRequest(level=2))
+    await engine.reload(request())
     await engine.sleep(SleepRequest(level=1))
-    for _ in range(2):
-        assert (await engine.wake_up(WakeRequest(tags=["weights"]))).asleep == cache
-    await engine.sleep(SleepRequest(level=2))  # half awake: it is paused already
+    with pytest.raises(ApiError, match="the engine is asleep"):
+        await engine.reload(request(compare=True))
+    assert (await engine.reload(request())).version == 1  # it is held already
+    assert engine.health().status == "ready"
     assert llm.calls == [
         ("pause", "wait"),
         ("sleep", 1, "keep"),
         ("wake", "weights", "kv_cache"),
         ("pause", "keep"),
-        ("sleep", 1, "keep"),
-        ("wake", "weights"),
         ("sleep", 2, "keep"),
+        ("wake", "weights"),
+        ("hocket_load_disk",),
+        ("version", "1"),
+        ("wake", "kv_cache"),
+        ("pause", "keep"),
+        ("sleep", 1, "keep"),
+        ("wake", "weights", "kv_cache"),
     ]
     unshared = kit.make_engine(llm, f"model.path={MODEL}")
     with pytest.raises(ApiError, match="not started to share its GPU"):
         await unshared.sleep(SleepRequest())
-    assert (await unshared.wake_up(both)).asleep == []
+    assert (await unshared.wake_up(WakeRequest())).status == "ready"
 
 
 async def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_generating(
     engine: Engine, llm: FakeLLM
 ) -> None:
     await engine.sleep(SleepRequest(level=1))
-    with pytest.raises(ApiError, match="weights are off the GPU"):
-        await engine.reload(request())
-    await engine.wake_up(WakeRequest(tags=["weights"]))
     llm.failing = {"second worker": "no room"}
     with pytest.raises(ApiError, match="no room"):
         await engine.reload(request())
@@ -276,10 +280,14 @@ async def test_a_load_that_fails_while_the_cache_sleeps_keeps_the_engine_from_ge
         await engine.wake_up(WakeRequest())
     assert (refused.value.status, engine.health().status) == (409, "failed")
     llm.failing = {}
+    await engine.sleep(SleepRequest(level=2))  # half awake: it is paused already
     await engine.reload(request())
-    assert engine.health().status == "asleep"
+    assert engine.health().status == "ready"
     assert ("resume",) not in llm.calls
-    assert (await engine.wake_up(WakeRequest())).asleep == []
+    assert [call for call in llm.calls if call[0] in ("pause", "wake")] == [
+        *[("pause", "keep"), ("wake", "weights"), ("pause", "abort")],
+        *[("wake", "weights"), ("wake", "kv_cache")],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from hocket.protocol import Health, SleepResponse
+from hocket.protocol import Health
 
 pytestmark = pytest.mark.engine
 
@@ -14,19 +14,15 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def server(server: Any) -> Any:
     """The server, awake, with good weights."""
-    asleep = server.client.post("/wake_up", json={"tags": ["weights"]}).json()["asleep"]
-    if asleep or server.health()["status"] != "ready":
-        server.publish_and_load(server.model)
-        server.client.post("/wake_up", json={})
+    server.publish_and_load(server.model)
     assert server.health()["status"] == "ready"
     return server
 
 
-def post(server: Any, route: str, **body: Any) -> list[str]:
-    """Returns what is asleep afterwards."""
+def post(server: Any, route: str, **body: Any) -> Health:
     response = server.client.post(route, json=body)
     assert response.status_code == 200, response.text
-    return list(SleepResponse.model_validate_json(response.content).asleep)
+    return Health.model_validate_json(response.content)
 
 
 def refusal(server: Any, route: str, **body: Any) -> tuple[int, str]:
@@ -36,22 +32,20 @@ def refusal(server: Any, route: str, **body: Any) -> tuple[int, str]:
 
 def test_it_refuses_work_while_it_sleeps_and_after_it_dropped_its_weights_until_a_reload(server: Any, kit: Any) -> None:
     held = server.publish_and_load(server.model)
-    post(server, "/sleep", level=2)
-    health = Health.model_validate(server.health())
+    name = f"v{held['version']:06d}"
+    health = post(server, "/sleep", level=2)
     assert (health.status, health.error) == ("asleep", None)
     for route in ("/generate", "/v1/completions"):
         assert refusal(server, route, model=health.model, prompt="a") == (503, "asleep")
     assert server.client.get("/metrics").status_code == 200
-    assert server.reload(99, "v000099").json()["error"]["code"] == "asleep"
+    assert server.reload(held["version"], name, compare=True).json()["error"]["code"] == "asleep"
     assert refusal(server, "/wake_up") == (409, "no_weights")
-    assert post(server, "/wake_up", tags=["weights"]) == ["kv_cache"]
-    again = server.reload(held["version"], f"v{held['version']:06d}").json()
+    again = server.reload(held["version"], name).json()
     assert again["checksum"] == held["checksum"]
     assert again["seconds"] != held["seconds"]  # else it would be the first answer, without loading
     new = kit.make_model(tied=True, seed=31)
+    post(server, "/sleep", level=2)
     server.publish_and_load(new)
-    assert refusal(server, "/generate", prompts=[[5]]) == (503, "asleep")
-    assert post(server, "/wake_up", tags=["kv_cache"]) == []
     assert server.health()["version"] == held["version"] + 1
     assert max(server.gaps(model=new)) < 1e-4
     server.model = new

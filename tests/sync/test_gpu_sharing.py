@@ -1,6 +1,7 @@
 """Who is on the GPU when: publishing to disk and a real pool, as a run brings them together, with a fake server."""
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ class World:
         self.did(f"sleep {request.level}")
 
     async def wake_up(self, request: protocol.WakeRequest, *, timeout_s: float) -> None:
-        self.did(f"wake {' '.join(request.tags)}")
+        self.did("wake")
 
     async def reload_weights(self, request: protocol.ReloadRequest, *, timeout_s: float) -> protocol.ReloadResponse:
         self.did("compare" if request.compare else "load")
@@ -90,7 +91,7 @@ class Parts:
         prompts = [Prompt(id="c", token_ids=(1,))]
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
         run: Any = SimpleNamespace(config=self.config, console=console)
-        self.publisher = hocket.parts.Parts.publisher(run, self.world, self.pool, prompts)
+        self.publisher = hocket.parts.Parts.publisher(run, ExitStack(), self.world, self.pool, prompts)
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:
@@ -102,16 +103,15 @@ class Parts:
             self.world.did("copy")
 
 
-FIRST = ["write", "offload", "wake weights", "load", "wake kv_cache"]
-COMPARE = ["offload", "wake weights", "compare", "wake kv_cache"]  # each is there already
-CHECK = [*COMPARE, "generate", "sleep 1", "onload", "score", "offload", "wake weights", "wake kv_cache"]
+FIRST = ["write", "offload", "load"]
+CHECK = ["offload", "compare", "generate", "sleep 1", "onload", "score", "offload", "wake"]
 UPDATE = ["sleep 2", "onload", "step", *FIRST]
 
 
 async def test_without_new_weights_the_server_gets_its_own_back(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     await parts.copy()
-    assert parts.world.diary == ["sleep 1", "onload", "copy", "offload", "wake weights", "wake kv_cache"]
+    assert parts.world.diary == ["sleep 1", "onload", "copy", "offload", "wake"]
 
 
 async def test_without_sharing_nothing_more_is_asked_of_anybody(tmp_path: Path) -> None:
@@ -141,28 +141,23 @@ async def test_a_server_that_dies_in_the_trainer_s_turn_is_lost_and_brought_up_a
     await parts.pool.wait_up()
     async with parts.publisher.training(publishes=True):
         gone = ServerError("can't reach it", code="unreachable")
-        world.failing = {"wake weights": gone, "load": gone}
+        world.failing = {"load": gone}
         world.diary.clear()
         metrics = await parts.publisher.publish()
     assert metrics["sync/servers"] == 0
     assert world.diary == ["write", "offload"]  # the trainer is away, so that a new server has the GPU to start on
     world.diary.clear()
     await parts.pool.wait_up()
-    assert world.diary == ["offload", "wake weights", "load", "wake kv_cache", *CHECK]  # written already
+    assert world.diary == ["offload", "load", *CHECK]  # written already
     assert parts.publisher.versions.current == 6
 
 
-async def test_a_server_that_dies_when_it_has_loaded_or_falls_asleep_is_lost_too(tmp_path: Path) -> None:
+async def test_a_server_that_dies_when_it_falls_asleep_is_lost_too(tmp_path: Path) -> None:
     parts = Parts(tmp_path, "sync.check_every=0")
-    dead = ServerError("its engine's process ended", code="engine_dead", status=503)
     await parts.pool.wait_up()
-    parts.world.failing = {"wake kv_cache": dead}
-    assert (await parts.step())["sync/servers"] == 0
-    assert parts.pool.members[0].out == "its engine's process ended"
-    parts.pool.members[0].mark_ready("s")
-    parts.world.failing = {"sleep 2": dead}
+    parts.world.failing = {"sleep 2": ServerError("its engine's process ended", code="engine_dead", status=503)}
     await put_to_sleep(parts.pool, parts.config.sync, keep=False)  # the trainer takes its turn
-    assert parts.pool.up == []
+    assert (parts.pool.up, parts.pool.members[0].out) == ([], "its engine's process ended")
 
 
 async def test_a_server_that_does_not_leave_the_gpu_stops_the_run_before_the_trainer_takes_it(tmp_path: Path) -> None:

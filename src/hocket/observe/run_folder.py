@@ -18,14 +18,14 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from hocket import config as config_module
-from hocket.config import Config
+from hocket.config import Config, DataConfig
 from hocket.errors import ConfigError
 from hocket.observe import page
 from hocket.system import flush, naming, write_atomically
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
-METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
-COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "logprobs", "dialogue")
+GROWING = METRICS, LEDGER, SAMPLES = "metrics.jsonl", "ledger.jsonl", "samples.jsonl"  # line by line
+COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "logprobs", "dialogue", "opening")
 """Fields of a sequence that its row has, too."""
 
 
@@ -38,7 +38,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             raise ConfigError("observe.tensorboard=true needs a package: pip install tensorboard; or leave it out")
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.dump(config))
-        for name in (METRICS, LEDGER):
+        for name in GROWING:
             (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step
         self._board: Any = None
@@ -76,9 +76,11 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         self._append(LEDGER, ({"step": step, **entry} for entry in entries))
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
-        """Write rollouts/NAME.jsonl, one line per rollout; no file without groups."""
+        """Write rollouts/NAME.jsonl, a line per rollout, and of a step one to samples.jsonl; nothing without groups."""
         if groups:
             write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
+        if groups and name.startswith("step"):
+            self._append(SAMPLES, [{"step": name, **page.best_and_worst(groups)}])
 
     def skipped(self, step: int) -> Path:
         """Return the file that keeps a step's batch if the step is skipped."""
@@ -102,7 +104,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def state(self) -> dict[str, Any]:
         """Flush the growing files to disk; return their lengths in bytes and the last step."""
-        paths = [self.path / METRICS, self.path / LEDGER]
+        paths = [self.path / name for name in GROWING]
         for path in paths:
             flush(path)
         return {"step": self.last_step, "bytes": {path.name: path.stat().st_size for path in paths}}
@@ -151,18 +153,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_report(folder: Path) -> None:
     """Write report.html from the files of a run folder, as far as they exist."""
-    steps = sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True)
-    shown = steps[:: math.ceil(len(steps) / page.NUM_STEPS) or 1]  # evenly, from the newest one
-    groups = [
-        (file.stem, page.sample_groups(read_lines(file), 1 if number else page.NUM_GROUPS))
-        for number, file in enumerate(shown)
-    ]
+    samples = read_lines(folder / SAMPLES)[::-1]
     run = {
         "name": folder.resolve().name,
         "records": read_lines(folder / METRICS),
         "summary": json.loads(_read(folder / "summary.json") or "null"),
         "config": _read(folder / "config.yaml"),
-        "groups": [{"step": step, **group} for step, of_step in groups for group in of_step],
+        "samples": samples[:: math.ceil(len(samples) / page.NUM_SAMPLES) or 1],  # evenly, from the newest one
     }
     write_atomically(folder / "report.html", page.render(run))
 
@@ -193,6 +190,7 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
         "prompt": rollout.prompt.text,
         "messages": rollout.prompt.messages,
         "answer": rollout.prompt.answer,
+        "meta": rollout.prompt.meta,
         "reward": None if score.error is not None else score.total,
         "parts": dict(score.parts),
         "error": score.error,
@@ -217,20 +215,38 @@ def groups_of(lines: Iterable[str]) -> list[Group]:
         totals = (math.nan if row["reward"] is None else row["reward"] for row in rows)
         told = ({"parts": row["parts"], "error": row["error"], "note": row.get("note", "")} for row in rows)
         scores = tuple(Score(total=total, **one) for total, one in zip(totals, told, strict=True))
-        groups.append(Group(id=group_id, rollouts=tuple(map(_rollout, rows)), scores=scores))
+        groups.append(Group(id=group_id, rollouts=tuple(map(rollout_of, rows)), scores=scores))
     return groups
 
 
-def _rollout(row: Mapping[str, Any]) -> Rollout:
+def rollout_of(row: Mapping[str, Any], id: str = "", data: DataConfig | None = None) -> Rollout:
+    """Parse a row: of a rollouts file, of a request of the reward `http` or, with `data`, of a file with its columns.
+
+    Only the completion must be there. Raises ValueError, KeyError or TypeError where it is no such row.
+    """
+    prompt, answer = (data.prompt_column, data.answer_column) if data else ("prompt", "answer")
+    said, messages, told = row.get(prompt), row.get("messages"), row.get(answer or "")
+    if isinstance(said, list):
+        said, messages = None, said
+    used = (prompt, answer, "messages", "completion")
     sequences = tuple(map(_sequence, (*row.get("others", ()), row)))
-    last = sequences[-1]
-    told = last.mask.index(True) if any(last.mask) else len(last.mask)
-    messages = row.get("messages")
-    known = {"text": row["prompt"], "answer": row["answer"], "messages": messages and tuple(messages)}
-    prompt = Prompt(id=row["prompt_id"], token_ids=tuple(last.token_ids[:told]), **known)
-    return Rollout(id=row["id"], prompt=prompt, sequences=sequences)
+    mask = sequences[-1].mask
+    asked = Prompt(
+        id=row.get("prompt_id", ""),
+        token_ids=tuple(sequences[-1].token_ids[: mask.index(True) if any(mask) else len(mask)]),
+        messages=messages and tuple(messages),
+        text=said or next((m["content"] for m in reversed(messages or ()) if m["role"] == "user"), ""),
+        answer=None if told is None else str(told),
+        meta={key: value for key, value in row.items() if key not in used} if data else row.get("meta", {}),
+    )
+    reward = row.get("reward") if data else row.get("parts", {}).get("env")  # of the environment alone
+    return Rollout(id=id if data else str(row.get("id", id)), prompt=asked, sequences=sequences, reward=reward)
 
 
 def _sequence(row: Mapping[str, Any]) -> TokenSequence:
+    if not isinstance(completion := row.get("completion"), str):
+        raise ValueError(f"the column 'completion' must be a text, got {completion!r:.80}")
     copied: dict[str, Any] = {f: tuple(row[f]) if isinstance(row[f], list) else row[f] for f in COPIED if f in row}
-    return TokenSequence(**copied, mask=tuple(map(bool, row["mask"])), text=row["completion"])
+    count = len(copied.setdefault("token_ids", ()))
+    copied.setdefault("logprobs", (0.0,) * count)
+    return TokenSequence(**copied, mask=tuple(map(bool, row.get("mask", [True] * count))), text=completion)

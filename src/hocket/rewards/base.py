@@ -19,6 +19,7 @@ import numbers
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hocket.errors import ConfigError
@@ -83,11 +84,14 @@ class Reward:
         """Whether it scores all rollouts of a group in one call."""
         return not _OF_GROUP.keys().isdisjoint(self.asks_for)
 
+    def made(self) -> Callable[..., Any]:
+        """Return what is called: a new instance of a class, or the function, with the options."""
+        return self.function(**self.options) if self.is_class else partial(self.function, **self.options)
+
     def arguments(self, *rollouts: Rollout) -> dict[str, Any]:
         """Return what a call gets of one rollout, or of those of a group."""
-        own = {} if self.is_class else dict(self.options)
         of_group = {name: of(rollouts) for name, of in _OF_GROUP.items() if name in self.asks_for}
-        return of_group | {name: _ARGUMENTS[name](rollouts[0]) for name in self.asks_for if name not in of_group} | own
+        return of_group | {name: _ARGUMENTS[name](rollouts[0]) for name in self.asks_for if name not in of_group}
 
 
 REWARDS: Registry[Reward] = Registry("reward")
@@ -138,7 +142,7 @@ def bind(name: str, options: Mapping[str, Any], reserved: Iterable[str] = ()) ->
     if taken := known & own.keys():
         raise ConfigError(f"{called}: {min(taken)!r} comes from the rollout and can't be set as an option")
     check_options(called, signature, own, section=section, keys=known)
-    if found.is_class and found.runs == "async":  # set up where it is used, in an event loop
+    if found.is_class and found.runs != "worker":  # set up where it is used; those of workers may be large
         try:
             found.function(**options)
         except (LookupError, TypeError, ValueError) as error:
@@ -155,9 +159,8 @@ class Ready(ExitStack):
 
     def __call__(self, reward: Reward, /, **arguments: Any) -> Any:
         if reward.name not in self._functions:
-            made: Any = reward.function(**reward.options) if reward.is_class else reward.function
-            entered = self.enter_context(made) if reward.is_class and hasattr(made, "__enter__") else made
-            self._functions[reward.name] = entered
+            made: Any = reward.made()
+            self._functions[reward.name] = self.enter_context(made) if hasattr(made, "__enter__") else made
         return self._functions[reward.name](**arguments)
 
 
@@ -183,17 +186,16 @@ def as_scores(returned: Any, size: int | None) -> list[Score]:
 
 def as_score(returned: Any) -> Score:
     """Return the unweighted score of one rollout; an error if what was returned is no finite number."""
-    if isinstance(returned, Score) and returned.error is not None:
-        return no_score(returned.error, note=returned.note)
-    total, parts = (returned.total, returned.parts) if isinstance(returned, Score) else (returned, {})
-    note = _plain(returned.note) if isinstance(returned, Score) else ""
     try:
         if isinstance(returned, Mapping):
             if not returned:
                 raise ValueError("returned no parts")
-            total, parts = math.fsum(map(_number, returned.values())), returned
-        parts = {_plain(name): _number(value) for name, value in parts.items()}
-        return Score(total=_number(total), parts=parts, note=note)
+            returned = Score(total=math.fsum(map(_number, returned.values())), parts=returned)
+        score = returned if isinstance(returned, Score) else Score(total=returned)
+        if score.error is not None:
+            return no_score(score.error, note=score.note)
+        parts = {_plain(name): _number(value) for name, value in score.parts.items()}
+        return Score(total=_number(score.total), parts=parts, note=_plain(score.note))
     except ValueError as error:
         return no_score(str(error))
     except Exception as error:  # noqa: BLE001 - a Score of anything; those beside it in a group are none the worse
@@ -243,16 +245,14 @@ def compose(
 
 def _add(score: Score, results: Mapping[str, Score]) -> Score:
     """Return a rollout's score with the values or errors of more rewards as its parts or error."""
-    parts, errors = dict(score.parts), [score.error] if score.error is not None else []
+    valued = {name: result for name, result in results.items() if result.error is None}
+    errors = [score.error, *(f"{name}: {result.error}" for name, result in results.items() if name not in valued)]
     notes = [score.note, *(f"{name}: {result.note}" for name, result in results.items() if result.note)]
-    note = _plain("\n".join(filter(None, notes)))
-    for name, result in results.items():
-        if result.error is not None:
-            errors.append(f"{name}: {result.error}")
-            continue
-        parts[name] = result.total
-        parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
-    return no_score("; ".join(errors), parts, note) if errors else Score(total=score.total, parts=parts, note=note)
+    parts, note = dict(score.parts), _plain("\n".join(filter(None, notes)))
+    for name, result in valued.items():
+        parts |= {name: result.total} | {f"{name}/{part}": value for part, value in result.parts.items()}
+    error = "; ".join(filter(None, errors))
+    return no_score(error, parts, note) if error else dataclasses.replace(score, parts=parts, note=note)
 
 
 def _plain(value: object) -> str:

@@ -25,23 +25,24 @@ def exact_match(completion: str, answer: str | None) -> float:
 
 
 @reward("length", inline=True)
-def length(
-    completion: str,
-    token_ids: tuple[int, ...],
-    target: int = 0,
-    unit: Literal["tokens", "characters"] = "tokens",
-    up_to: int = 0,
-) -> float:
+class LengthReward:
     """Return −min(1, |length − target| / target): 0 at the target, −1 for an empty text and from twice the target on.
 
     With `up_to` instead of the target longer is better: min(1, length / up_to). The unit "tokens" counts sampled
     tokens, the end-of-sequence token included; "characters" counts the text.
     """
-    if max(target, up_to) < 1 or (target and up_to) or unit not in ("tokens", "characters"):
-        got = f"got target={target}, up_to={up_to}, unit={unit}"
-        raise ValueError(f"target or up_to must be at least 1, not both, and unit tokens or characters, {got}")
-    actual = len(token_ids) if unit == "tokens" else len(completion)
-    return min(1.0, actual / up_to) if up_to else 0.0 - min(1.0, abs(actual - target) / target)  # not -0.0
+
+    def __init__(self, target: int = 0, up_to: int = 0, unit: Literal["tokens", "characters"] = "tokens") -> None:
+        if max(target, up_to) < 1 or (target and up_to) or unit not in ("tokens", "characters"):
+            got = f"got target={target}, up_to={up_to}, unit={unit}"
+            raise ValueError(f"target or up_to must be at least 1, not both, and unit tokens or characters, {got}")
+        self._target, self._up_to, self._unit = target, up_to, unit
+
+    def __call__(self, completion: str, token_ids: tuple[int, ...]) -> float:
+        actual = len(token_ids) if self._unit == "tokens" else len(completion)
+        if self._up_to:
+            return min(1.0, actual / self._up_to)
+        return 0.0 - min(1.0, abs(actual - self._target) / self._target)  # not -0.0
 
 
 @reward("think_format", inline=True)

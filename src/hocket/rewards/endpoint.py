@@ -188,5 +188,5 @@ class Window:
 
 @functools.cache
 def _window(base_url: str, model: str, kind: int, limit: int | None) -> Window:
-    """Return the same window to training and evaluation, which have their own judges."""
+    """Return the window that all judges who ask this model share."""
     return Window(limit)

@@ -3,13 +3,14 @@
 import asyncio
 import email.utils
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from hocket.rewards.base import RetryError, no_score, reward
+from hocket.rewards.base import RetryError, reward
 from hocket.types import Rollout, Score
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
 AGAIN = frozenset({408, 425, 429, 502, 503, 504})  # statuses of a service that is busy or away; 500 is its own fault
+SCORE = {"total", "parts", "error", "note"}  # keys of an answer that is more than numbers
 MAX_SHOWN = 200  # characters of an answer in an error
 
 
@@ -87,14 +89,14 @@ class HttpReward:
             scores = None
         if not isinstance(scores, list) or len(scores) != count:
             raise ValueError(f'{said} It must answer {{"{key}": a list of {count}}}')
-        return [_score(one) if isinstance(one, dict) else one for one in scores]
+        return [_score(one) for one in scores]
 
 
-def _score(one: Mapping[str, Any]) -> Any:
-    """Return what stands for a sample: an error, a total with its parts, or else parts that add up."""
-    if "error" in one:
-        return no_score(str(one["error"]), note=str(one.get("note", "")))
-    return Score(**one) if {"total", "parts"} <= one.keys() <= {"total", "parts", "note"} else one
+def _score(one: Any) -> Any:
+    """Return the score that an object with an error, or with total and parts, stands for; others as they are."""
+    if isinstance(one, dict) and ("error" in one or {"total", "parts"} <= one.keys()):
+        return Score(**{"total": math.nan, **{key: one[key] for key in one.keys() & SCORE}})
+    return one
 
 
 def _samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:

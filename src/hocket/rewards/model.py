@@ -1,6 +1,7 @@
 """Score completions with a reward model: a sequence classifier of transformers (docs/rewards.md)."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,6 +13,7 @@ SECTION = "rewards.functions.reward_model"
 
 
 @reward("reward_model", imports=("transformers",), own_deadline=True)
+@dataclasses.dataclass(eq=False)
 class ModelReward:
     """Return the logit that a reward model gives the prompt's messages with a completion.
 
@@ -20,44 +22,42 @@ class ModelReward:
     has more than `max_length` tokens is an error.
     """
 
-    def __init__(
-        self,
-        path: str,  # folder, or name on the hub
-        device: str = "cpu",  # of torch: "cuda:1"
-        dtype: str = "auto",  # "bfloat16", "float32"; "auto": that of its files
-        batch_size: int = 8,  # completions in one forward pass; 1 for a model without pad_token_id
-        max_length: int | None = None,  # tokens of prompt and completion; None: what the model can read
-        label: int | None = None,  # index of the logit, for a model that has several
-        probability: bool = False,  # in its place: the sigmoid; of several labels, the softmax
-    ) -> None:
+    path: str  # folder, or name on the hub
+    device: str = "cpu"  # of torch: "cuda:1"
+    dtype: str = "auto"  # "bfloat16", "float32"; "auto": that of its files
+    batch_size: int = 8  # completions in one forward pass; 1 for a model without pad_token_id
+    max_length: int | None = None  # tokens of prompt and completion; None: what the model can read
+    label: int | None = None  # index of the logit, for a model that has several
+    probability: bool = False  # in its place: the sigmoid; of several labels, the softmax
+
+    def __post_init__(self) -> None:
         from transformers import AutoConfig
 
         from hocket import tokenizer as tokenizers  # with the config's classes: a worker's start would take longer
 
-        self._tokenizer = tokenizers.load(path, f"{SECTION}.path")
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        self._tokenizer = tokenizers.load(self.path, f"{SECTION}.path")
+        config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         kind, labels = ", ".join(config.architectures or ["none"]), config.num_labels
         if "ForSequenceClassification" not in kind:  # transformers would give it a head of random weights
-            raise ValueError(f"{path} is no sequence classifier: config.json names the architecture {kind}")
-        if label not in range(labels) and (labels, label) != (1, None):
-            raise ValueError(f"{path} has {labels} labels: set label to the index of one, {config.id2label}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+            raise ValueError(f"{self.path} is no sequence classifier: config.json names the architecture {kind}")
+        if self.label not in range(labels) and (labels, self.label) != (1, None):
+            raise ValueError(f"{self.path} has {labels} labels: set label to the index of one, {config.id2label}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         text = config.get_text_config()
         readable = self._tokenizer.model_max_length, getattr(text, "max_position_embeddings", None)
-        self._longest = min(filter(None, (max_length, *readable)))
+        self._longest = min(filter(None, (self.max_length, *readable)))
         if (pad := getattr(text, "pad_token_id", None)) is None:
-            batch_size = 1  # transformers takes the logit of the last token, a padding one in a batch
+            self.batch_size = 1  # transformers takes the logit of the last token, a padding one in a batch
         else:
             self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(pad)
-        self._path, self._device, self._dtype, self._batch_size = path, device, dtype, batch_size
-        self._label, self._probability, self._one_at_a_time = label or 0, probability, asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()
 
     async def __aenter__(self) -> "ModelReward":
         from transformers import AutoModelForSequenceClassification
 
-        load = partial(AutoModelForSequenceClassification.from_pretrained, trust_remote_code=False, dtype=self._dtype)
-        self._model = (await run_in_thread(load, self._path)).to(self._device).eval().requires_grad_(False)
+        load = partial(AutoModelForSequenceClassification.from_pretrained, trust_remote_code=False, dtype=self.dtype)
+        self._model = (await run_in_thread(load, self.path)).to(self.device).eval().requires_grad_(False)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -71,17 +71,17 @@ class ModelReward:
         columns = self._columns(rollouts)
         encode = partial(self._tokenizer, add_special_tokens=not self._tokenizer.chat_template, verbose=False)
         lengths = [len(ids) for ids in encode(*columns)["input_ids"]]
-        too_long = f"tokens, more than the {self._longest} that {self._path} may read ({SECTION}.max_length)"
+        too_long = f"tokens, more than the {self._longest} that {self.path} may read ({SECTION}.max_length)"
         scores: list[float | Score] = [no_score(f"prompt and completion have {n} {too_long}") for n in lengths]
         fit = sorted((i for i, n in enumerate(lengths) if n <= self._longest), key=lengths.__getitem__)
-        for start in range(0, len(fit), self._batch_size):
-            batch = fit[start : start + self._batch_size]
+        for start in range(0, len(fit), self.batch_size):
+            batch = fit[start : start + self.batch_size]
             texts = [[column[i] for i in batch] for column in columns]
             padded = encode(*texts, padding=len(batch) > 1, padding_side="right", return_tensors="pt")
-            logits = self._model(**padded.to(self._device)).logits.float()
-            if self._probability:
+            logits = self._model(**padded.to(self.device)).logits.float()
+            if self.probability:
                 logits = logits.softmax(-1) if logits.shape[-1] > 1 else logits.sigmoid()
-            for i, score in zip(batch, logits[:, self._label].tolist(), strict=True):
+            for i, score in zip(batch, logits[:, self.label or 0].tolist(), strict=True):
                 scores[i] = score
         return scores
 

@@ -42,7 +42,6 @@ START_TIMEOUT_S, KILL_TIMEOUT_S, TEAR_DOWN_S = 120.0, 30.0, 5.0
 BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry of a call, at most before any
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
-FIELDS = ("total", "parts", "error", "note")  # of a score, as a worker sends them
 MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all rewards may print, bytes of one
 _MAIN = "from hocket.rewards.scorer import work; work()"
 
@@ -150,8 +149,7 @@ class RewardCalls:
             if reward.runs == "inline":
                 return call(partial(self._inline, reward), arguments, size)
             if reward.runs == "worker":  # a cancelled call goes on there, up to the deadline
-                options = dict(reward.options) if reward.is_class else {}  # a function has them among its arguments
-                request = pickle.dumps((reward.name, options, arguments, size))
+                request = pickle.dumps((reward.name, dict(reward.options), arguments, size))
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._threads, self._ask_worker, request, len(rollouts))
             timeout_s = math.inf if reward.own_deadline else self._timeout_s
@@ -192,7 +190,7 @@ class AsyncReward:
         if reward.is_class:
             self._held = asyncio.create_task(self._hold())
         else:
-            self.ready.set_result(reward.function)
+            self.ready.set_result(reward.made())
 
     async def call(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
         """Return the scores; a call that raises RetryError keeps its slot while it waits to be made again."""
@@ -237,7 +235,7 @@ class AsyncReward:
         """Keep an instance set up until the event loop cancels its tasks; then tear it down, in the same task."""
         async with contextlib.AsyncExitStack() as stack:
             try:
-                made = self._reward.function(**self._reward.options)
+                made: Any = self._reward.made()
                 if hasattr(made, "__aenter__"):
                     await stack.enter_async_context(made)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - of every call
@@ -293,11 +291,10 @@ class Worker:
                 if len(answer) > MAX_ANSWER * size:
                     raise ValueError
             line, unasked = answer.split(b"\n", 1)
-            answers, *values = json.loads(line)
-            if answers != number or unasked or len(values) != 4 * size:
+            answers, *scores = json.loads(line)
+            if answers != number or unasked or len(scores) != size:
                 raise ValueError
-            fields = [dict(zip(FIELDS, values[i : i + 4], strict=True)) for i in range(0, 4 * size, 4)]
-            return as_scores([Score(**one) for one in fields], size)
+            return as_scores([Score(**one) for one in scores], size)
         except TimeoutError:
             problem = f"no result within {timeout_s:g} s; its worker process was ended"
         except (EOFError, OSError):
@@ -351,8 +348,7 @@ def work() -> None:
         while True:
             if os.getpid() != pid:  # a reward has forked, and returned in both
                 os._exit(0)
-            values = (getattr(score, field) for score in scores for field in FIELDS)
-            stream.write(json.dumps([number.decode(), *values]).encode() + b"\n")
+            stream.write(json.dumps([number.decode(), *map(dataclasses.asdict, scores)]).encode() + b"\n")
             stream.flush()
             if not (number := stream.read(16)):
                 return

@@ -18,13 +18,11 @@ from hocket.protocol import (
     GroupAddress,
     Health,
     HeartbeatRequest,
-    Memory,
     ReloadRequest,
     ReloadResponse,
     SamplingParams,
     SessionRequest,
     SleepRequest,
-    SleepResponse,
     Status,
     WakeRequest,
 )
@@ -42,7 +40,8 @@ REACH_S = 5.0
 JOIN_SHARE, JOIN_POLL_S = 0.5, 0.05
 """Share of the deadline that joining may take, as others wait for it, and seconds between looks at it."""
 RELOAD = "publish a good version; a reload that succeeds brings the server back"
-PARTS: tuple[Memory, ...] = ("weights", "kv_cache")
+PARTS = ("weights", "kv_cache")
+"""What leaves the GPU while the engine sleeps, in the order in which it comes back."""
 ASLEEP = ErrorBody(
     code="asleep",
     message="the engine is asleep: a trainer is using the GPU",
@@ -86,7 +85,7 @@ class Engine:
         first = ReloadResponse(version=0, seconds=0, num_tensors=0, checksum="", session=self._session)
         # Where the weights came from, and the answer to that; None where the model holds no version whole.
         self._held: tuple[str, ReloadResponse] | None = ("", first)
-        self._asleep: tuple[Memory, ...] = ()
+        self._asleep: tuple[str, ...] = ()  # those of PARTS that are off the GPU
         self._group: str | None = None
         self._copy = versions.PatchedCopy()
         self._uploads = Uploads(self._root)
@@ -178,16 +177,14 @@ class Engine:
     async def reload(self, request: ReloadRequest) -> ReloadResponse:
         """Load a weight version, or compare the model with it; `request.in_flight` decides about running requests.
 
-        A version refused with 4xx changes nothing. Where loading itself fails, which also finds wrong bytes, or the
-        model is found to differ (409 not_held), the engine stays paused, all requests end with the reason, and the next
-        reload that succeeds brings everything back. A comparison that breaks off leaves everything as it was.
+        A version refused with 4xx changes nothing; any other one wakes the engine up. Where loading itself fails, which
+        also finds wrong bytes, or the model is found to differ (409 not_held), the engine stays paused, all requests
+        end with the reason, and the next reload that succeeds brings everything back. A comparison that breaks off
+        leaves everything as it was.
         """
         async with self._reload_lock:
             self._holder.hear(request.trainer)
-            self.require_ready(admits={"asleep"} if request.compare else CURABLE)
-            if "weights" in self._asleep:
-                hint = 'POST /wake_up {"tags": ["weights"]} first, as a trainer with launch.share_gpu=true does'
-                raise ApiError(409, "asleep", "the engine's weights are off the GPU: it is asleep", hint)
+            self.require_ready(admits=() if request.compare else CURABLE)
             start = time.perf_counter()
             shapes = await self._reading(versions.model_shapes, self.model)
             source = request.source
@@ -195,6 +192,7 @@ class Engine:
                 key = source.name
                 folder, described, adapter = await self._reading(versions.read, self._root, key)
                 if held := self._holds(request, key, described.checksum):
+                    await self._wake(PARTS)
                     return held
                 expected = self._expected(adapter, shapes)
                 folder = await self._reading(self._copy.whole, folder, described, request.version, expected)
@@ -210,7 +208,9 @@ class Engine:
                     await self._join(source.group)
                 call, arguments = "hocket_load_group", (source.model_dump_json(),)
                 checksum = self._held[1].checksum if request.compare and self._held else ""
-            if not self._asleep:  # else it is paused, and stays so until its KV cache wakes up
+            if self._asleep:  # it is paused, and stays so until its KV cache wakes up
+                await self._wake(PARTS[:1])
+            else:
                 await self._pause("keep" if request.compare else request.in_flight, clear_cache=not request.compare)
             self._status = "updating"
             self._base_replaced |= adapter is None
@@ -221,9 +221,10 @@ class Engine:
             seconds = time.perf_counter() - start
             response = ReloadResponse(version=request.version, seconds=seconds, session=self._session, **loaded)
             self._held = (key, response)
+            await self._wake(PARTS)
             return response
 
-    async def sleep(self, request: SleepRequest) -> SleepResponse:
+    async def sleep(self, request: SleepRequest) -> Health:
         """Take weights and KV cache off the GPU; `request.in_flight` decides about running requests."""
         async with self._reload_lock:
             self._holder.hear(request.trainer)
@@ -239,22 +240,24 @@ class Engine:
                 await self._move(self.llm.sleep(level=request.level, mode="keep"))
                 if request.level == 2:
                     self._held, self._base_replaced = None, True
-            return SleepResponse(asleep=list(self._asleep), session=self._session)
+            return self.health()
 
-    async def wake_up(self, request: WakeRequest) -> SleepResponse:
-        """Bring parts back to the GPU; generation goes on with the last of them."""
+    async def wake_up(self, request: WakeRequest) -> Health:
+        """Bring the engine back to the GPU with the weights that it had."""
         async with self._reload_lock:
             self._holder.hear(request.trainer)
             self.require_ready(admits=CURABLE)
-            waking = [part for part in PARTS if part in request.tags and part in self._asleep]
-            left = tuple(part for part in self._asleep if part not in waking)
-            if waking and not left and self._held is None:
-                hint = 'POST /wake_up {"tags": ["weights"]}, then /reload_weights, then wake up the rest'
-                raise ApiError(409, "no_weights", "the engine dropped its weights when it fell asleep", hint)
-            if waking:
-                await self._move(self.llm.wake_up(tags=waking))
-                self._asleep = left
-            return SleepResponse(asleep=list(self._asleep), session=self._session)
+            if self._asleep and self._held is None:
+                message = "the engine dropped its weights when it fell asleep, or they failed to load"
+                raise ApiError(409, "no_weights", message, "POST /reload_weights, which wakes it up")
+            await self._wake(PARTS)
+            return self.health()
+
+    async def _wake(self, parts: Sequence[str]) -> None:
+        """Bring those parts back to the GPU that are off it; generation goes on with the last of them."""
+        if waking := [part for part in parts if part in self._asleep]:
+            await self._move(self.llm.wake_up(tags=waking))
+            self._asleep = tuple(part for part in self._asleep if part not in waking)
 
     async def _pause(self, in_flight: InFlight, *, clear_cache: bool = True) -> None:
         try:

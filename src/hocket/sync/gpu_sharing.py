@@ -1,8 +1,8 @@
 """Share one GPU between server and trainer (launch.share_gpu): each leaves it before the other one loads.
 
-generate │ trainer_turn  step │ deliver  write, load version │ generate …
-server   │ asleep             │ weights                      │ weights and KV cache
-trainer  │ on the GPU         │ off, once it has written     │ off
+generate │ trainer_turn  step │ deliver  write, load version        │ generate …
+server   │ asleep             │ weights, once loaded the KV cache   │ weights and KV cache
+trainer  │ on the GPU         │ off, once it has written            │ off
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from hocket.client import ServerClient
 from hocket.config import SyncConfig
 from hocket.errors import ServerError, SyncError
 from hocket.pool import ServerPool
-from hocket.protocol import Memory, ReloadResponse, SleepRequest, WakeRequest
+from hocket.protocol import SleepRequest, WakeRequest
 from hocket.sync.disk import Versions
 from hocket.sync.publish import Delivery, Metrics, Transport
 from hocket.system import timed
@@ -51,26 +51,18 @@ class SharedGpu:
         yield metrics
         if not publishes:
             self.trainer.offload()
-            await self._wake("weights")
-            await self._wake("kv_cache")
+            request = WakeRequest()
+            await _ask(self.pool, lambda server: server.wake_up(request, timeout_s=self.sync.timeout_s))
 
     async def deliver(self, version: int, servers: Sequence[ServerClient], *, compare: bool = False) -> Delivery:
-        """Load the version into the server, as `Transport.deliver`, and leave the GPU to it."""
+        """Load the version into the server, as `Transport.deliver`, which wakes up: leave the GPU to it before."""
         metrics: Metrics = {}
         with timed(metrics, "sync/prepare_s"):
             self.versions.full(version)
             self.trainer.offload()
-            await self._wake("weights")
         delivery = await self.disk.deliver(version, servers, compare=compare)
         metrics["sync/prepare_s"] += delivery.metrics["sync/prepare_s"]
-        answers = delivery.answers
-        if any(isinstance(answer, ReloadResponse) for _, answer in answers.values()):
-            answers |= {server: ("", error) for server, error in (await self._wake("kv_cache")).items()}
-        return Delivery(answers, delivery.metrics | metrics)
-
-    async def _wake(self, tag: Memory) -> dict[ServerClient, ServerError]:
-        request = WakeRequest(tags=[tag])
-        return await _ask(self.pool, lambda server: server.wake_up(request, timeout_s=self.sync.timeout_s))
+        return Delivery(delivery.answers, delivery.metrics | metrics)
 
 
 async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> None:
@@ -79,9 +71,8 @@ async def put_to_sleep(pool: ServerPool, sync: SyncConfig, *, keep: bool) -> Non
     await _ask(pool, lambda server: server.sleep(request, timeout_s=sync.timeout_s))
 
 
-async def _ask(pool: ServerPool, ask: Callable[[ServerClient], Awaitable[object]]) -> dict[ServerClient, ServerError]:
-    """Ask every server; mark those lost that are gone, and return their errors. Raises SyncError for other errors."""
-    gone = {}
+async def _ask(pool: ServerPool, ask: Callable[[ServerClient], Awaitable[object]]) -> None:
+    """Ask every server; mark those lost that are gone. Raises SyncError for other errors."""
     for member in pool.members:
         try:
             await ask(member.server)
@@ -89,5 +80,3 @@ async def _ask(pool: ServerPool, ask: Callable[[ServerClient], Awaitable[object]
             if error.code not in _GONE:
                 raise SyncError(f"server and trainer can't take turns on the GPU: {error}") from error
             pool.mark_lost(member, str(error))
-            gone[member.server] = error
-    return gone
