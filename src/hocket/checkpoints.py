@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from hocket.config import Config, as_dict, changes
 from hocket.errors import ConfigError, TrainerError, remedy
 from hocket.manifest import COMPLETE_FILE
-from hocket.observe.run_folder import LEDGER, METRICS, read_lines
+from hocket.observe.run_folder import GROWING, METRICS, read_lines
 from hocket.system import complete_folder, partial_of, remove_folder
 
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 _SAME = ("model.", "data.", "curriculum.", "trainer.seed.", "sft.batch_size.")  # settings that a resumed run must keep
-_FILES = (METRICS, LEDGER, "summary.json", "report.html", "tensorboard", "skipped")
+_FILES = (*GROWING, "summary.json", "report.html", "tensorboard", "skipped")
 _OF_A_RUN = (*_FILES, "rollouts", "weights", "deltas", FOLDER)
 _OF_A_START = (*_FILES, "rollouts/*_[0-9]*.jsonl", "weights/v[0-9]*", "deltas/v[0-9]*")  # and nothing of the user's
 

@@ -55,6 +55,7 @@ def test_quickstart_learns_and_leaves_a_complete_run_folder_and_no_process(tmp_p
         "metrics.jsonl",
         "report.html",
         "rollouts",
+        "samples.jsonl",
         "summary.json",
         "trainer_id",
         "weights",

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from hocket.observe.metrics import METRICS as TABLE
-from hocket.observe.page import MAX_CHARACTERS, sample_groups
+from hocket.observe.page import MAX_CHARACTERS, best_and_worst
 from hocket.observe.run_folder import write_report
+from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
 METRICS = [
     {"step": 0, "eval/accuracy": 0.25},
@@ -24,10 +25,23 @@ METRICS = [
      "time/train": 2.0, "time/step": 4.0},
 ]  # fmt: skip
 SUMMARY = {"before": 0.25, "after": 0.75, "steps": 2, "train_seconds": 142.4, "seed": 3, "final_version": 4}
-ROLLOUT = {
-    "group_id": "a", "prompt": "sort cab", "completion": "abc", "answer": "abc", "reward": 1.0, "error": None,
-    "parts": {"exact_match": 1.0}, "finish_reason": "stop", "num_tokens": 4,
-}  # fmt: skip
+
+
+def group(*totals: float | None, text: str = "abc", note: str = "") -> Group:
+    """Return a group with these rewards, None: none; completions are the text and a number."""
+    prompt = Prompt(id="p", token_ids=(1,), text=text, answer=text)
+    rollouts, scores = list[Rollout](), list[Score]()
+    for index, total in enumerate(totals):
+        sequence = TokenSequence(
+            token_ids=(1, 2, 3), mask=(False, True, True), logprobs=(0.0,) * 3, text=f"{text}{index}"
+        )
+        rollouts.append(Rollout(id=f"g/{index}", prompt=prompt, sequences=(sequence,)))
+        nan, parts = float("nan"), {text: 1.0, "b": 0.0}
+        error = text if total is None else None
+        scores.append(Score(total=nan if total is None else total, parts=parts, error=error, note=note))
+    return Group(id="g", rollouts=tuple(rollouts), scores=tuple(scores))
+
+
 HOSTILE = [
     "<script>alert(1)</script>",
     "</pre><img src=x onerror=alert(1)>",
@@ -70,14 +84,14 @@ class Page(html.parser.HTMLParser):
         return json.loads(self.scripts["application/json"])
 
 
-def write_run(folder: Path, *, rollouts: list[dict[str, Any]] | None = None, summary: object = None) -> Path:
-    (folder / "rollouts").mkdir(parents=True)
+def write_run(folder: Path, *groups: Group, summary: object = None) -> Path:
+    folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
     (folder / "config.yaml").write_text("run:\n  dir: <runs>\n")
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rollouts or [])
-    (folder / "rollouts/step_000002.jsonl").write_text(lines, encoding="utf-8", errors="replace")
+    lines = [json.dumps({"step": f"step {i}", **best_and_worst([one])}) + "\n" for i, one in enumerate(groups, 1)]
+    (folder / "samples.jsonl").write_text("".join(lines))
     return folder
 
 
@@ -98,7 +112,7 @@ def drawn(folder: Path) -> Page:
 
 
 def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_path: Path) -> None:
-    page = drawn(write_run(tmp_path / "my-run", rollouts=[ROLLOUT], summary=SUMMARY))
+    page = drawn(write_run(tmp_path / "my-run", group(1.0), summary=SUMMARY))
     assert "my-run · hocket" in page.text
     assert "0.250 → 0.750held-out accuracy, before and after" in page.text
     assert "steps 2training 2:22 minseed 3weight version 4" in page.text
@@ -107,7 +121,7 @@ def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_pa
     for row in ("generate2.0 s25 %1.00 s", "train4.0 s50 %2.00 s", "other2.0 s25 %1.00 s"):
         assert row in page.text
     assert "sync0" not in page.text
-    assert "only one reward 1 · 4 tokens · stop" in page.text
+    assert "only one reward 1 · abc 1, b 0 · 2 tokens · stop" in page.text
     assert "dir: <runs>" in page.text
     assert "not finished" not in page.text
     assert page.tags.count("svg") == 5  # accuracy, reward, truncated, loss, seconds
@@ -117,11 +131,9 @@ def test_a_finished_run_leads_with_before_and_after_and_shows_all_it_left(tmp_pa
 def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_hostile_text_as_text(
     tmp_path: Path,
 ) -> None:
-    rows = [
-        dict.fromkeys([*ROLLOUT, "note"], text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}}
-        for text in HOSTILE[:4]
-    ]
-    folder = write_run(tmp_path / "run", rollouts=rows)
+    groups = [group(None, text=text) for text in HOSTILE[:2]]
+    groups += [group(0.5, 1.0, text=text, note=text) for text in HOSTILE[2:4]]
+    folder = write_run(tmp_path / "run", *groups)
     odd = {"train/loss": -1e9, "train/kl": 1e-300, "train/entropy": None}
     named = {"train/loss": 1e9, "train/entropy": 0, f"reward/{HOSTILE[0]}": 1, "reward/b": 1}
     records = [{"step": 1, "reward/mean": 0.3, **odd}, {"step": 2, "reward/mean": 0.5, **named}]
@@ -137,19 +149,18 @@ def test_an_unfinished_run_without_evaluation_shows_its_reward_odd_numbers_and_h
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_stays_data(tmp_path: Path, text: str) -> None:
-    row = dict.fromkeys(ROLLOUT, text) | {"reward": 0.0, "parts": {text: 1.0, "b": 0.0}}
-    folder = write_run(tmp_path / "run", rollouts=[row], summary=SUMMARY | {"seed": text})
+    folder = write_run(tmp_path / "run", group(None, text=text, note=text), summary=SUMMARY | {"seed": text})
     (folder / "config.yaml").write_text(text, encoding="utf-8", errors="replace")
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, f"reward/{text}": 1.0, "reward/b": 1.0}))
     page, harmless = report(folder), report(write_run(tmp_path / "other", summary=SUMMARY))
     assert (page.tags, page.active, page.scripts[""]) == (harmless.tags, [], harmless.scripts[""])
     assert "<" not in page.scripts["application/json"]
-    assert page.data["groups"][0]["rollouts"][0]["completion"] == text.replace("\ud800", "?")
+    assert page.data["samples"][0]["rollouts"][0]["completion"] == f"{text}0"
     assert page.data["summary"]["seed"] == text
 
 
 def test_the_page_allows_its_one_script_and_no_outside_resource(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "run", rollouts=[ROLLOUT], summary=SUMMARY))
+    page = report(write_run(tmp_path / "run", group(1.0), summary=SUMMARY))
     digest = base64.b64encode(hashlib.sha256(page.scripts[""].encode()).digest()).decode()
     assert f"content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'\"" in page.source
     assert page.tags.count("script") == len(page.scripts) == 2
@@ -170,38 +181,34 @@ def test_metrics_that_are_no_records_or_numbers_are_gaps(tmp_path: Path) -> None
     assert report(tmp_path).data["records"] == [{"step": None, "x": None, "y": None}]
 
 
-def test_samples_are_best_and_worst_of_the_groups_that_differ_most() -> None:
-    def row(group: str, reward: float | None, text: str) -> dict[str, Any]:
-        return ROLLOUT | {"group_id": group, "reward": reward, "completion": text, "error": reward is None and "hung"}
-
-    rows = [row("none", None, "none-failed"), row("same", 1.0, "same-1"), row("same", 1.0, "same-2")]
-    rows += [row("far", 0.0, "far-low"), row("far", 0.5, "far-mid"), row("far", 1.0, "far-high")]
-    rows += [row("far", None, "far-failed"), row("near", 0.5, "near-1"), row("near", 0.6, "near-2")]
-    shown = [[(one["title"], one["completion"]) for one in group["rollouts"]] for group in sample_groups(rows)]
-    assert shown == [
-        [("best", "far-high"), ("worst", "far-low")],  # a score that failed is not the worst one
-        [("best", "near-2"), ("worst", "near-1")],
-        [("all alike", "same-1")],
-        [("only one", "none-failed")],
-    ]
-    assert sample_groups(rows)[3]["rollouts"][0]["error"] == "hung"
+@pytest.mark.parametrize(
+    ("totals", "shown"),
+    [
+        ([0.0, 0.5, 1.0, None], [("best", "abc2"), ("worst", "abc0")]),  # a score that failed is not the worst one
+        ([1.0, 1.0], [("all alike", "abc0")]),
+        ([None, 0.5], [("only one", "abc1")]),
+        ([None, None], [("only one", "abc0")]),
+    ],
+)
+def test_a_sample_is_best_and_worst_of_a_prompt(totals: list[float | None], shown: list[tuple[str, str]]) -> None:
+    sample = best_and_worst([group(*totals)])
+    assert [(one["title"], one["completion"]) for one in sample["rollouts"]] == shown
 
 
-def test_groups_of_the_newest_and_one_of_earlier_steps_are_shown_and_long_texts_cut(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    for step in range(2, 51):
-        rows = [ROLLOUT | {"group_id": f"{group}", "completion": f"{step}/{group} " + "n" * 5000} for group in range(5)]
-        (folder / f"rollouts/step_{step:06d}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "rollouts/eval_000050.jsonl").write_text(json.dumps(ROLLOUT))
-    groups = report(folder).data["groups"]
-    shown = [(group["step"], group["rollouts"][0]["completion"].split()[0]) for group in groups]
-    assert shown[:5] == [*(("step_000050", f"50/{group}") for group in range(4)), ("step_000047", "47/0")]
-    assert [step for step, _ in shown[4:]] == [f"step_{step:06d}" for step in range(47, 1, -3)]
-    assert groups[0]["rollouts"][0]["completion"] == f"50/0 {'n' * (MAX_CHARACTERS - 5)} … (3005 more characters)"
+def test_the_prompt_whose_rewards_differ_most_is_sampled_and_long_texts_are_cut() -> None:
+    groups = [group(None), group(1.0, 1.0), group(0.2, 0.9, text="n" * 5000), group(0.5, 1.0)]
+    sample = best_and_worst(groups)
+    assert sample["rollouts"][0]["completion"] == f"{'n' * MAX_CHARACTERS} … (3001 more characters)"
+    assert best_and_worst(groups[:1])["rollouts"][0]["error"] == "abc"
+
+
+def test_the_newest_step_and_those_that_lie_evenly_before_it_are_shown(tmp_path: Path) -> None:
+    data = report(write_run(tmp_path / "run", *[group(1.0)] * 120)).data
+    assert [sample["step"] for sample in data["samples"]] == [f"step {step}" for step in range(120, 0, -3)]
 
 
 def test_parts_have_curves_of_their_own_without_what_a_judge_costs(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", rollouts=[ROLLOUT | {"parts": {"judge": 0.5, "judge/tokens": 120.0}}])
+    folder = write_run(tmp_path / "run", group(0.5))
     parts = {"judge": 0.5, "length": -0.1, "judge/tokens": 120, "judge/calls": 1}
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **{f"reward/{name}": v for name, v in parts.items()}}))
     page = drawn(folder)
@@ -209,4 +216,4 @@ def test_parts_have_curves_of_their_own_without_what_a_judge_costs(tmp_path: Pat
     assert "step 1: judge 0.5, length -0.1" in page.source
     assert "What judges costtokens per rollout" in page.text
     assert "step 1: judge 120" in page.source
-    assert "judge 0.500, judge/tokens 120" in page.text
+    assert "abc 1, b 0" in page.text

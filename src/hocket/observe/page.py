@@ -9,13 +9,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from hocket.observe.metrics import METRICS, PHASES
+from hocket.types import Group, Rollout, Score
 
-NUM_GROUPS, NUM_STEPS = 4, 20  # shown of the newest step; steps of which one or more are shown
+NUM_SAMPLES = 50  # steps whose best and worst rollout are shown
 MAX_CHARACTERS = 2000
 _TEMPLATE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
@@ -31,39 +31,37 @@ def render(run: Record) -> str:
     return _TEMPLATE.replace("SCRIPT_SHA256", digest).replace("RUN_DATA", text)
 
 
-def sample_groups(rows: Sequence[Record], count: int = NUM_GROUPS) -> list[dict[str, Any]]:
-    """Return prompt, best and worst rollout of the groups whose rewards differ most."""
-    groups = [_ranked(list(group)) for _, group in groupby(rows, key=lambda row: row["group_id"])]
-    return [_sample(ranked) for ranked in sorted(groups, key=_spread, reverse=True)[:count]]
-
-
-def _ranked(group: list[Record]) -> list[Record]:
-    """Return the rollouts that have a score, best first: a failed score is not a bad one."""
-    return sorted((row for row in group if row["reward"] is not None), key=lambda row: -row["reward"]) or group
-
-
-def _spread(ranked: Sequence[Record]) -> float:
-    best, worst = ranked[0]["reward"], ranked[-1]["reward"]
-    return -1.0 if best is None else best - worst  # a group without a score comes last
-
-
-def _sample(ranked: Sequence[Record]) -> dict[str, Any]:
+def best_and_worst(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return the prompt whose rewards differ most, with its best and its worst rollout."""
+    ranked = max(map(_ranked, groups), key=_spread)
     best, worst = ranked[0], ranked[-1]
     titles = {"best": best, "worst": worst}
-    if best["reward"] == worst["reward"]:
+    if best[1].total == worst[1].total or len(ranked) == 1:
         titles = {"all alike" if ranked[1:] else "only one": best}
+    prompt = best[0].prompt
     return {
-        "prompt": _cut(best["prompt"], MAX_CHARACTERS),
-        "answer": None if best["answer"] is None else _cut(best["answer"], 200),
-        "rollouts": [
-            {
-                "title": title,
-                "completion": _cut(row["completion"], MAX_CHARACTERS),
-                **{key: row.get(key) for key in ("parts", "error", "note", "reward", "num_tokens", "finish_reason")},
-            }
-            for title, row in titles.items()
-        ],
+        "prompt": _cut(prompt.text, MAX_CHARACTERS),
+        "answer": None if prompt.answer is None else _cut(prompt.answer, 200),
+        "rollouts": [_sample(title, *pair) for title, pair in titles.items()],
     }
+
+
+def _ranked(group: Group) -> list[tuple[Rollout, Score]]:
+    """Return the rollouts that have a score, best first: a failed score is not a bad one."""
+    pairs = list(zip(group.rollouts, group.scores, strict=True))
+    return sorted((pair for pair in pairs if pair[1].error is None), key=lambda pair: -pair[1].total) or pairs[:1]
+
+
+def _spread(ranked: Sequence[tuple[Rollout, Score]]) -> float:
+    (_, best), (_, worst) = ranked[0], ranked[-1]
+    return -1.0 if best.error is not None else best.total - worst.total  # a group without a score comes last
+
+
+def _sample(title: str, rollout: Rollout, score: Score) -> dict[str, Any]:
+    reward = None if score.error is not None else score.total
+    told = {"parts": dict(score.parts), "error": score.error, "note": score.note, "reward": reward}
+    end = {"num_tokens": rollout.num_sampled, "finish_reason": rollout.finish_reason}
+    return {"title": title, "completion": _cut(rollout.text, MAX_CHARACTERS), **told, **end}
 
 
 def _cut(text: str, limit: int) -> str:

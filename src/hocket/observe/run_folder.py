@@ -24,7 +24,7 @@ from hocket.observe import page
 from hocket.system import flush, naming, write_atomically
 from hocket.types import Group, Prompt, Rollout, Score, TokenSequence
 
-METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"  # these two grow line by line
+GROWING = METRICS, LEDGER, SAMPLES = "metrics.jsonl", "ledger.jsonl", "samples.jsonl"  # line by line
 COPIED = ("finish_reason", "turns", "version_min", "version_max", "token_ids", "logprobs", "dialogue", "opening")
 """Fields of a sequence that its row has, too."""
 
@@ -38,7 +38,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
             raise ConfigError("observe.tensorboard=true needs a package: pip install tensorboard; or leave it out")
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", config_module.dump(config))
-        for name in (METRICS, LEDGER):
+        for name in GROWING:
             (self.path / name).touch()
         self.history = read_lines(self.path / METRICS)  # one record per finished step
         self._board: Any = None
@@ -76,9 +76,11 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
         self._append(LEDGER, ({"step": step, **entry} for entry in entries))
 
     def rollouts(self, name: str, groups: Sequence[Group]) -> None:
-        """Write rollouts/NAME.jsonl, one line per rollout; no file without groups."""
+        """Write rollouts/NAME.jsonl, a line per rollout, and of a step one to samples.jsonl; nothing without groups."""
         if groups:
             write_atomically(self.path / "rollouts" / f"{name}.jsonl", lines_of(groups))
+        if groups and name.startswith("step"):
+            self._append(SAMPLES, [{"step": name, **page.best_and_worst(groups)}])
 
     def skipped(self, step: int) -> Path:
         """Return the file that keeps a step's batch if the step is skipped."""
@@ -102,7 +104,7 @@ class RunFolder(contextlib.AbstractContextManager["RunFolder"]):
 
     def state(self) -> dict[str, Any]:
         """Flush the growing files to disk; return their lengths in bytes and the last step."""
-        paths = [self.path / METRICS, self.path / LEDGER]
+        paths = [self.path / name for name in GROWING]
         for path in paths:
             flush(path)
         return {"step": self.last_step, "bytes": {path.name: path.stat().st_size for path in paths}}
@@ -151,18 +153,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_report(folder: Path) -> None:
     """Write report.html from the files of a run folder, as far as they exist."""
-    steps = sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True)
-    shown = steps[:: math.ceil(len(steps) / page.NUM_STEPS) or 1]  # evenly, from the newest one
-    groups = [
-        (file.stem, page.sample_groups(read_lines(file), 1 if number else page.NUM_GROUPS))
-        for number, file in enumerate(shown)
-    ]
+    samples = read_lines(folder / SAMPLES)[::-1]
     run = {
         "name": folder.resolve().name,
         "records": read_lines(folder / METRICS),
         "summary": json.loads(_read(folder / "summary.json") or "null"),
         "config": _read(folder / "config.yaml"),
-        "groups": [{"step": step, **group} for step, of_step in groups for group in of_step],
+        "samples": samples[:: math.ceil(len(samples) / page.NUM_SAMPLES) or 1],  # evenly, from the newest one
     }
     write_atomically(folder / "report.html", page.render(run))
 

@@ -87,7 +87,7 @@ class RankingReward(Endpoint):
             return [Score(total=0.5)] * len(completions)
         orders, contents = list[list[str]](), list[str]()
         for index in range(len(self._models)):
-            drawn = random.Random(f"{index // 2} {prompt} {texts}")
+            drawn = random.Random(f"{index // 2} {prompt!r} {texts}")
             order, mark = drawn.sample(texts, len(texts)), f"{drawn.getrandbits(32):08x}"  # which no answer can know
             orders.append(order[::-1] if index % 2 else order)
             blocks = (f"<answer {i} {mark}>\n{text}\n</answer {i} {mark}>" for i, text in enumerate(orders[-1], 1))
