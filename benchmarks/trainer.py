@@ -61,13 +61,14 @@ Step = Callable[[Sequence[TrainSample]], object]
 
 def make_model(folder: Path, options: argparse.Namespace) -> None:
     """Writes config and tokenizer of a Qwen2; its weights are random."""
+    heads = options.hidden // 64
     sizes = {
         "vocab_size": options.vocabulary,
         "hidden_size": options.hidden,
         "intermediate_size": options.hidden * 11 // 4 // 64 * 64,
         "num_hidden_layers": options.layers,
-        "num_attention_heads": options.hidden // 64,
-        "num_key_value_heads": max(1, options.hidden // 256),
+        "num_attention_heads": heads,
+        "num_key_value_heads": next(n for n in range(max(1, heads // 4), 0, -1) if heads % n == 0),
     }
     if options.preset == "1.5b":  # Qwen2.5-1.5B
         sizes = {
@@ -326,7 +327,7 @@ def answer(options: argparse.Namespace) -> Any:
 
 def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
     """Prints step times, their ratios round by round, which other load disturbs least, and peak memory."""
-    groups = [[way] for way in WAYS] if DEVICE.type == "cuda" else [list(WAYS)]
+    groups = [[way] for way in options.ways] if DEVICE.type == "cuda" else [options.ways]
     times: dict[str, dict[str, list[float]]] = {}
     for ways in groups:
         times |= in_child(arguments, kind="times", ways=ways)
@@ -343,7 +344,7 @@ def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
         lengths = [num_positions(sample) for sample in samples]
         needed = step_flops(flops, lengths, sum(sum(sample.sequence.mask[1:]) for sample in samples))
         print(f"spread {spread}x: {len(lengths)} sequences of {min(lengths)} to {max(lengths)}, {sum(lengths)} tokens")
-        for way in WAYS:
+        for way in options.ways:
             mine, hocket = times[way][str(spread)], times["hocket"][str(spread)]
             median = statistics.median(mine)
             ratio = statistics.median(a / b for a, b in zip(mine, hocket, strict=True))
@@ -356,7 +357,7 @@ def report_steps(arguments: Sequence[str], options: argparse.Namespace) -> None:
     spent = in_child(arguments, kind="phases")
     parts = ", ".join(f"{name} {seconds / sum(spent.values()):.0%}" for name, seconds in spent.items())
     print(f"  a step of hocket (4x) is {parts}")
-    for way in WAYS:
+    for way in options.ways:
         print(f"  {way:>7}: peak memory {in_child(arguments, kind='memory', way=way):7.0f} MiB (4x)", flush=True)
 
 
@@ -384,6 +385,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of hocket's config")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="hocket is one of them")
     parser.add_argument("--only", choices=["steps", "logprobs"])
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -1,8 +1,10 @@
 """hocket commands as real processes that a test can watch, signal, kill and start again."""
 
+import atexit
 import collections
 import contextlib
 import json
+import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -15,6 +17,7 @@ from typing import Any, Self
 
 import httpx
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[1]
 EPOCH = 2048
@@ -45,6 +48,59 @@ def is_gone(pid: int | str) -> bool:
         return True
 
 
+class Forked:
+    """A hocket command in a process like any other, but for its imports, which a fork server has done (preload.py).
+
+    It has what this file uses of a subprocess.Popen.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["preload"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where the fork server looks for it
+            multiprocessing.forkserver.ensure_running()
+        # A daemon, or a test process that ends would wait for it.
+        self._process = context.Process(target=_run, args=(list(command), str(log), variables), daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked command", timeout_s or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(command: list[str], log: str, variables: dict[str, str]) -> None:
+    from hocket import cli, environment
+    from hocket.processes import exit_with
+
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may start others
+    os.setsid()
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 1)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(variables)
+    environment.prepare()
+    os.chdir(ROOT)
+    sys.argv = ["run.py", *command]
+    try:
+        exit_with(cli.main)
+    finally:
+        atexit._run_exitfuncs()
+
+
 def started(mark: str) -> set[str]:
     """Return the processes of this machine that have the mark, but for this one."""
     found: set[str] = set()
@@ -59,20 +115,25 @@ def started(mark: str) -> set[str]:
 class Process:
     """One hocket command with all it starts, or one of another `program`; `log` has its output."""
 
+    forked = False  # from a process that has done its imports
+
     def __init__(
         self, command: Sequence[str], log: Path, *, program: Sequence[str] = ("run.py",), **environment: str
     ) -> None:
         self.log = log
-        with log.open("ab") as output:
-            self.popen = subprocess.Popen(
-                [sys.executable, *program, *command],
-                cwd=ROOT,
-                env=os.environ | environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
         self.seen: set[psutil.Process] = set()
+        with log.open("ab") as output:
+            if self.forked and program == ("run.py",):
+                self.popen: Forked | subprocess.Popen[bytes] = Forked(command, log, os.environ | environment)
+            else:
+                self.popen = subprocess.Popen(
+                    [sys.executable, *program, *command],
+                    cwd=ROOT,
+                    env=os.environ | environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -155,6 +216,8 @@ class Process:
 class Server(Process):
     """A generation server on a port of its own, which keeps that port over restarts."""
 
+    forked = True
+
     def __init__(self, folder: Path, port: int, *settings: str) -> None:
         self.folder, self.port, self.settings = folder, port, settings
         self.url = f"http://127.0.0.1:{port}"
@@ -190,6 +253,8 @@ class Server(Process):
 
 class Run(Process):
     """A trainer on the quickstart task, against given servers."""
+
+    forked = True
 
     def __init__(self, folder: Path, name: str, servers: Sequence[Server], *settings: str) -> None:
         self.dir = folder / "runs" / name

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -74,7 +75,9 @@ def test_a_run_without_an_update_ends_with_status_3(
     monkeypatch.setattr(commands, "_run", lambda *_: None)
     monkeypatch.setattr(commands, "_train", train)
     monkeypatch.setattr(commands.Console, "finish", lambda *_: None)
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
     assert commands.train(load(None, [f"run.dir={tmp_path}/a"])) == status
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "75"  # torch reads it before the first weight group
 
 
 def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_leaves(

@@ -50,6 +50,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     run by True. Return the exit status. Raise HocketError for the first fault.
     """
     load_plugins(config.plugins)
+    system.bound_nccl(config.sync.bucket_timeout_s)
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
@@ -158,7 +159,7 @@ def _run(
     if not (saved or replay):
         folder.ledger(0, [{"num_prompts": len(prompts)}])
     servers = ServerPool(()) if replay else pool_of(config, trainer_id(config.run_dir), **tell)
-    publisher = parts.publisher(trainer, servers, prompts)
+    publisher = parts.publisher(stack, trainer, servers, prompts)
     kl = KlController(config.algorithm)
     kept: dict[str, checkpoints.Part] = {"prompts": stream, "kl": kl, "sync": publisher.versions, "recorder": folder}
     if saved is not None:

@@ -140,8 +140,10 @@ class Parts:
             max_error_rate=config.rewards.max_error_rate,
         )
 
-    def publisher(self, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt]) -> Publisher:
-        """Choose the way of the weights, and have the pool bring up servers with it."""
+    def publisher(
+        self, stack: ExitStack, trainer: "Trainer", servers: ServerPool, prompts: Sequence[Prompt]
+    ) -> Publisher:
+        """Choose the way of the weights, which ends with the stack, and have the pool bring up servers with it."""
         from hocket.sync.collective import CollectiveTransport
 
         config, say = self.config, self.console.say
@@ -153,7 +155,9 @@ class Parts:
             transport = SharedGpu(disk, versions, trainer, servers, config.sync, keep=config.model.lora is not None)
             turn = transport.trainer_turn
         elif config.sync.backend == "nccl" and config.pipeline.replay is None:
-            transport = WithFallback(CollectiveTransport(trainer, config.sync), disk, say)
+            fast = CollectiveTransport(trainer, config.sync)
+            stack.callback(fast.close)
+            transport = WithFallback(fast, disk, say)
         proof = Proof(
             prompts=prompts[:PROOF_PROMPTS],
             trainer=trainer,

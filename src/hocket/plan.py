@@ -44,6 +44,7 @@ ITERATION_S = 0.004  # of scheduling and sampling, per decoded token: assumed
 ENGINE_GIB = 2.5  # of vLLM besides weights and KV cache: activations, CUDA graphs
 MAX_SEQUENCES = 1024  # vLLM's own limit on such cards
 DISK_S, NCCL_S, CHECKPOINT_S = 1.6e-9, 0.083e-9, 1e-9  # per byte: copy, write, sync, verify and load; broadcast; write
+PINNED = 2  # weights of a server asleep: torch rounds each block of pinned memory up to a power of two, and keeps it
 HOST_S = 0.46e-6  # of rank 0 per token (benchmarks/host.py)
 HOST_GIB = 3.0  # of a process: libraries, CUDA's context, tokenizer: assumed
 # Bytes per trained parameter that DeepSpeed 0.19.8 keeps off the GPU, by ZeRO stage: master weights, moments, gradients
@@ -149,6 +150,7 @@ def _host_bytes(config: Config, needs: Needs) -> dict[str, float]:
     found = {
         "processes": HOST_GIB * GIB * (len(where.servers) + where.num_ranks),
         "offloaded": OFFLOADED[needs.stage] * needs.trained if config.trainer.offload_optimizer else 0,
+        "while the trainer trains": PINNED * needs.weights if config.launch.share_gpu and config.model.lora else 0,
         "while the server generates": state if config.launch.share_gpu else 0,
         "version": 0 if needs.broadcasts else needs.published * (1 + config.sync.delta),
         "checkpoint": checkpoint if config.checkpoint.in_background else min(checkpoint, BUCKET_BYTES),

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import hashlib
 import ipaddress
+import math
 import os
 import shutil
 import socket
@@ -114,6 +115,11 @@ def cpu_threads(model: str, *, processes: int) -> int:
     cores, folder = len(os.sched_getaffinity(0)), Path(model)
     is_small = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL
     return max(1, (cores // 2 if is_small else cores) // processes)
+
+
+def bound_nccl(timeout_s: float) -> None:
+    """Set the deadline of NCCL connections that do not block; torch reads it once, at a process's first use of NCCL."""
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
 
 
 def return_freed_memory() -> None:

@@ -7,7 +7,6 @@ independent of DeepSpeed's and vLLM's, has a deadline for every wait, and can be
 import contextlib
 import dataclasses
 import datetime
-import math
 import os
 import socket
 import threading
@@ -21,6 +20,7 @@ from torch import Tensor
 from hocket import manifest
 from hocket.errors import SyncError
 from hocket.protocol import TensorLayout, TensorSpec
+from hocket.system import bound_nccl
 
 dist: Any = distributed  # whose type stubs name only some of its public classes
 Store = Any
@@ -92,7 +92,7 @@ class WeightGroup:
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
             nccl.config.blocking = 0  # a connection that blocks would wait without a deadline for a rank that is gone
-            os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(self.timeout_s)))
+            bound_nccl(self.timeout_s)
             # Waits must block, and raise past the deadline; else NCCL's watchdog ends the process.
             with _ENVIRONMENT:
                 before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")

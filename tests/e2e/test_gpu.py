@@ -52,9 +52,10 @@ def run(tmp_path: Path, *settings: str, command: str = "quickstart") -> list[dic
         ((*BESIDE, "trainer.zero_stage=3"), 0.02),
         ((*BESIDE, "trainer.offload_optimizer=true"), 0.02),
         ((*BESIDE, "trainer.gradient_checkpointing=true", "model.float32_head=true"), 0.02),
+        ((*BESIDE, "trainer.kernels=compile", "trainer.gradient_checkpointing=true"), 0.02),
         (("launch.share_gpu=true", "server.gpu_memory_utilization=0.9"), 0.02),
     ],
-    ids=["plain", "float16", "lora", "zero3", "offload", "float32 head", "shared"],
+    ids=["plain", "float16", "lora", "zero3", "offload", "float32 head", "compile", "shared"],
 )
 def test_every_version_of_a_run_is_proven_and_the_policy_improves(
     settings: tuple[str, ...], gap: float, tmp_path: Path
@@ -112,7 +113,8 @@ def test_the_checksum_on_a_gpu_is_that_on_a_cpu_and_fast() -> None:
 MEMBER = """
 import os, sys, time
 import torch
-from hocket import weight_group
+from hocket import system, weight_group
+system.bound_nccl(15)
 rank, port, comes = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "comes"
 store = weight_group.make_store("127.0.0.1", 60) if rank == 0 else weight_group.find_store("127.0.0.1", port, 60)
 if rank == 0:
@@ -121,6 +123,8 @@ if rank == 1 and not comes:
     weight_group.dist.PrefixStore("a", store).set("transfer 0/1", "1")
     time.sleep(600)
 device = torch.device("cuda", 0)
+torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.distributed.all_reduce(torch.ones(1, device=device))  # as a trainer has before it joins any group
 group = weight_group.WeightGroup(store, "a", device, "127.0.0.1", rank=rank, size=2, timeout_s=15)
 for number in range(20):
     flat = torch.full((1 << 26,), number if rank == 0 else 0, dtype=torch.uint8, device=device)
@@ -172,9 +176,13 @@ def test_two_ranks_train_as_one_does_to_rounding(tmp_path: Path) -> None:
     assert rewards[1] == pytest.approx(rewards[0], abs=2e-3)
 
 
-def test_a_step_of_half_a_billion_parameters_is_taken_and_timed() -> None:
-    sizes = "--hidden 896 --layers 24 --vocabulary 151936 --tokens 16384 --dtype bfloat16 --only steps --rounds 1"
-    command = [sys.executable, "benchmarks/trainer.py", *sizes.split(), "--gradient-checkpointing"]
+@pytest.mark.parametrize("kernels", ["eager", "compile", "liger"])
+def test_a_step_of_half_a_billion_parameters_is_taken_and_timed(kernels: str) -> None:
+    if kernels == "liger":
+        pytest.importorskip("liger_kernel")
+    sizes = "--hidden 896 --layers 24 --vocabulary 151936 --tokens 16384 --dtype bfloat16 --gradient-checkpointing"
+    command = [sys.executable, "benchmarks/trainer.py", *f"{sizes} --only steps --rounds 1 --ways hocket".split()]
+    command += ["--set", f"trainer.kernels={kernels}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     print(done.stdout)
     assert (done.returncode, "hocket" in done.stdout) == (0, True), done.stderr

@@ -178,8 +178,10 @@ def wrap(app: Any, engine: Any, *, token: str | None = None) -> Any:
 class Server(Process):
     """A running server of a model, which it saves in its folder."""
 
+    forked = True
+
     def __init__(
-        self, folder: Path, model: Any, *overrides: str, token: str = "", program: Sequence[str] = ("-m", "hocket")
+        self, folder: Path, model: Any, *overrides: str, token: str = "", program: Sequence[str] = ("run.py",)
     ) -> None:
         self.model, self.root, self.next_version = model, folder / "runs", 1
         model.save_pretrained(folder / "model")

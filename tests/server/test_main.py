@@ -126,6 +126,7 @@ def test_an_interrupt_while_the_engine_starts_ends_the_server_also_where_python_
     monkeypatch.setattr(main.tokenizers, "load", lambda _: None)
     monkeypatch.setattr(main.vllm_arguments, "engine_arguments", lambda _: None)
     monkeypatch.setattr(main.vllm_api, "start_engine", start_engine)
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
     try:
         main.serve(config.load(None, [f"model.path={tmp_path}", f"server.port={free_port()}"]))
         after = [signal.getsignal(number) for number in main.SIGNALS]
@@ -133,6 +134,7 @@ def test_an_interrupt_while_the_engine_starts_ends_the_server_also_where_python_
         for number, handler in zip(main.SIGNALS, before, strict=True):
             signal.signal(number, handler)
     assert after == [signal.default_int_handler, signal.SIG_DFL]
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "75"  # torch reads it before the first weight group
     assert capsys.readouterr().out.endswith("hocket: stopped\n")
 
 

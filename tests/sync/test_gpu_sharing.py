@@ -1,6 +1,7 @@
 """Who is on the GPU when: publishing to disk and a real pool, as a run brings them together, with a fake server."""
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +91,7 @@ class Parts:
         prompts = [Prompt(id="c", token_ids=(1,))]
         console = SimpleNamespace(say=lambda line: None, alarmed=set())
         run: Any = SimpleNamespace(config=self.config, console=console)
-        self.publisher = hocket.parts.Parts.publisher(run, self.world, self.pool, prompts)
+        self.publisher = hocket.parts.Parts.publisher(run, ExitStack(), self.world, self.pool, prompts)
 
     async def step(self) -> dict[str, float]:
         async with self.publisher.training(publishes=True) as metrics:

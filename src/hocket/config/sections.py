@@ -237,6 +237,11 @@ class SyncConfig(Section):
     )
     on_mismatch: Literal["stop", "warn"] = Field("stop", description="What a proof that fails does to the run.")
 
+    @property
+    def bucket_timeout_s(self) -> float:
+        """Seconds that a server may take to join a group, or to take a bucket: the others wait for it meanwhile."""
+        return self.timeout_s / 4
+
 
 class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="Address of the server; any but loopback needs a token.")

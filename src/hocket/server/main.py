@@ -22,7 +22,7 @@ from hocket.doctor import holder
 from hocket.errors import ConfigError, ServerError
 from hocket.server import vllm_api, vllm_arguments
 from hocket.server.errors import ApiError
-from hocket.system import cpu_threads, is_loopback
+from hocket.system import bound_nccl, cpu_threads, is_loopback
 
 if TYPE_CHECKING:
     from hocket.server.engine import Engine
@@ -53,6 +53,7 @@ def serve(config: Config) -> None:
         workers = (config.launch.servers or 1) * server.tensor_parallel_size
         threads = cpu_threads(config.model.path, processes=workers)
         prepare_environment(server.tensor_parallel_size, threads)
+        bound_nccl(config.sync.bucket_timeout_s)
         interrupted = threading.Event()
         try:
             for number in SIGNALS:

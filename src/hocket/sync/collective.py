@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.002
 SLOW_JOIN_S = 5.0  # a server that takes longer and fails is not tried again until it is restarted: all wait for it
-# Shares of sync.timeout_s after which a server is given up that does not begin to receive, or to take a bucket: the
-# others wait for it meanwhile, and need what is left of the same deadline.
-READY_SHARE, BUCKET_SHARE = 0.5, 0.25
+READY_SHARE = 0.5  # of sync.timeout_s: a server that does not begin to receive by then is given up, as others wait
 
 
 @dataclasses.dataclass
@@ -178,7 +176,7 @@ class _Link:
         return there
 
     def _join(self) -> weight_group.WeightGroup:
-        address, timeout_s = self._address, BUCKET_SHARE * self._transport.sync.timeout_s
+        address, timeout_s = self._address, self._transport.sync.bucket_timeout_s
         return weight_group.WeightGroup(
             self._store, address.name, self._device, address.host, rank=0, size=1 + self._workers, timeout_s=timeout_s
         )
@@ -199,7 +197,7 @@ class _Link:
         except RuntimeError as error:
             reason = f"the connection broke: {_cause(error)}"
             if re.search("(?i)timed ?out", str(error)):
-                seconds = BUCKET_SHARE * self._transport.sync.timeout_s
+                seconds = self._transport.sync.bucket_timeout_s
                 reason = f"{seconds:g} s passed; is it stopped? A slower network needs a higher sync.timeout_s"
             self._failure = SyncError(f"server {self._server.url} did not take {name}: {reason}")
 

@@ -171,10 +171,8 @@ def compute_in_float32(head: nn.Module) -> None:
     def forward(hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.float()
-            is_half = hidden.dtype == head.weight.dtype != torch.float32
-            if (
-                is_half and hidden.device.type == "cuda" and head.out_features > 1
-            ):  # 1: the critic's, which costs little
+            is_half = hidden.dtype == head.weight.dtype != torch.float32 and hidden.device.type == "cuda"
+            if is_half and head.out_features > 1:  # 1: the critic's, which costs little
                 logits: Tensor = MixedProduct.apply(hidden.flatten(0, -2), head.weight)  # type: ignore[no-untyped-call]
                 logits = logits.view(*hidden.shape[:-1], head.out_features)
                 return logits if bias is None else logits + bias

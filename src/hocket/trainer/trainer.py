@@ -74,7 +74,6 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         self.ranks = ranks or Ranks(config.trainer.collective_timeout_s, threads)
         self.is_main, self.device = self.ranks.is_main, self.ranks.device
         self._config, self._algorithm = config.trainer, config.algorithm
-        self._context = tokenizers.context_length(config.model)
         self._epochs, self._minibatches = (1, 1) if loss else (config.algorithm.epochs, config.algorithm.minibatches)
         self._skipped_in_row = 0
         self._longest = 0  # positions of this rank's longest sequence in the work that is being done
@@ -177,11 +176,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     @property
     def memory(self) -> str:
         """The memory estimate of a step, the attention and, with micro_batch_tokens=auto, the size found, as a line."""
-        found, tokens = "", self.micro_batch_tokens
-        if self.models.fitted_for is not None:
-            found = f"; trainer.micro_batch_tokens=auto is {tokens}"
-            if tokens + 1 < self._context:
-                found += f": a longer sequence would end the run, which model.max_length={tokens + 1} prevents"
+        size = f"trainer.micro_batch_tokens=auto is {self.micro_batch_tokens}, and so is the longest sequence"
+        found = f"; {size} (model.max_length limits them)" if self.models.fitted_for is not None else ""
         return f"a step needs {self.models.estimate}; attention: {self.models.attention}{found}"
 
     def check_same_model(self, health: Health) -> None:
