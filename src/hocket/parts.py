@@ -31,10 +31,9 @@ from hocket.rollout.collect import Play
 from hocket.rollout.episode import Episode, Limits, TokenBudget, single_turn
 from hocket.rollout.evaluate import EVAL_STEP, Evaluation
 from hocket.rollout.pipeline import NewBatch, Pipeline, plan_step, sampling_params
-from hocket.sync.bring_up import bring_up
 from hocket.sync.disk import Versions
 from hocket.sync.gpu_sharing import SharedGpu, own_gpu, put_to_sleep
-from hocket.sync.proof import Proof
+from hocket.sync.proof import Proof, bring_up
 from hocket.sync.publish import Publisher, TrainerTurn, Transport
 from hocket.sync.transports import DiskTransport, WithFallback
 from hocket.types import Prompt

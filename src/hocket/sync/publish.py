@@ -3,7 +3,7 @@
     write version v+1 → load it on every server → compare checksums → if it is due: compare parameters and log-probs
 
 A `Transport` moves the bytes: files, NCCL, or a wrapper around one of them. A server that dies meanwhile leaves the
-pool; bring_up.py loads the current version once it answers again. A refused version, another checksum, other
+pool; `bring_up` loads the current version once it answers again. A refused version, another checksum, other
 parameters or log-probs (proof.py) stop the run.
 """
 
