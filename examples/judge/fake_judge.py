@@ -33,12 +33,11 @@ async def judge(request: dict[str, Any]) -> dict[str, Any]:
         re.findall(rf"<{tag}.*?>\n(.*?)\n</{tag}", text, re.DOTALL) for tag in ("task", "rubric", "answer")
     )
     found = [quality(answer, task, rubric) for answer in answers]
-    verdict: dict[str, Any] = {"reason": "neighbours in order", "score": 10 * found[0]}
     if "Rank the" in text:  # best first; Python's sort leaves equal ones as they stand
-        verdict = {
-            "reason": "neighbours in order",
-            "ranking": sorted(range(1, len(found) + 1), key=lambda i: -found[i - 1]),
-        }
+        ranking = sorted(range(1, len(found) + 1), key=lambda number: -found[number - 1])
+        verdict: dict[str, Any] = {"reason": f"answer {ranking[0]} has most in order", "ranking": ranking}
+    else:
+        verdict = {"reason": f"{found[0]:.0%} of neighbours in order", "score": 10 * found[0]}
     message = {"role": "assistant", "content": json.dumps(verdict)}
     usage = {"prompt_tokens": len(text) // 4, "completion_tokens": 20}
     return {"choices": [{"index": 0, "finish_reason": "stop", "message": message}], "usage": usage}

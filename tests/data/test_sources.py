@@ -18,7 +18,7 @@ from hocket.registry import load_plugins
 
 ROOT = Path(__file__).parents[2]
 SORT, TOOLS = (ROOT / "checkpoints" / name for name in ("tiny-sort", "tiny-tools"))
-load_plugins([str(ROOT / "config" / "tiny_tools_task.py")])
+load_plugins([str(ROOT / "config" / "tiny_tools.py")])
 
 
 def rows(task: str, split: str, num: int = 2000, seed: int = 0) -> list[dict[str, Any]]:

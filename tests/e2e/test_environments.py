@@ -19,6 +19,7 @@ from hocket.data.demonstrations import load_demonstrations
 from hocket.observe.console import Console
 from hocket.pool import Deadline, ServerPool
 from hocket.protocol import SamplingParams
+from hocket.registry import load_plugins
 from hocket.rollout.collect import Plan, collect
 from hocket.rollout.pipeline import sampling_params
 from hocket.types import Group, TokenSequence
@@ -50,6 +51,7 @@ async def groups_of(
     """Plays one step of config/NAME.yaml, as the loop does."""
     overrides = (f"server.port={port}", f"run.dir={runs}/{name}-played", *overrides)
     settings = config.load(ROOT / "config" / f"{name}.yaml", overrides)
+    load_plugins(settings.plugins)
     parts = Parts(settings, Console(steps=1))
     prompts = parts.prompts("train", settings.data)
     plan = Plan(

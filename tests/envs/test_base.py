@@ -1,10 +1,13 @@
 """How an environment is found, given its options, and refused."""
 
+from pathlib import Path
+
 import pytest
 
 from hocket.envs import Action, Environment, Step, environment
 from hocket.envs.base import Observation, bind
 from hocket.errors import ConfigError
+from hocket.registry import load_plugins
 from hocket.types import Prompt
 
 
@@ -36,7 +39,7 @@ async def test_every_episode_gets_an_instance_of_its_own_with_the_options_of_the
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("gues", {}, r"no environment 'gues' \(did you mean 'guess'\?\).*single_turn"),
+        ("tool", {}, r"no environment 'tool' \(did you mean 'tools'\?\).*single_turn"),
         ("echo_of_tests", {"word": "a", "time": 3}, r"no option 'time' \(did you mean 'times'\?\)"),
         ("echo_of_tests", {}, "set env.word"),
         ("echo_of_tests", {"word": "a", "times": 0}, "refuses its options: times must be at least 1"),
@@ -83,6 +86,7 @@ def test_half_a_surrogate_pair_which_has_no_encoding_is_told_as_a_question_mark(
 
 
 async def test_guess_tells_where_the_number_is_and_rewards_finding_it() -> None:
+    load_plugins([str(Path(__file__).parents[2] / "config" / "tiny_tools.py")])
     make = bind("guess", {"guesses": 3, "near": 0.5, "width": 10})
     prompt = Prompt(id="p", token_ids=(1,), answer="12")
     episode = make()

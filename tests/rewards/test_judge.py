@@ -203,6 +203,7 @@ async def test_a_ranking_gives_each_place_its_value_and_shares_the_cost(scorer_o
     )
     assert [(one.total, one.parts["judge_ranking/calls"]) for one in again] == [(1, 0), (0.5, 0), (0, 0)]
     assert (alone.total, len(bodies)) == (0.5, 2)
+    assert scores[3].note == f"judge_ranking: as answer {shown(bodies[1]).index(11) + 1}: so"
     content, form = bodies[0]["messages"][0]["content"], bodies[0]["response_format"]["json_schema"]["schema"]
     assert form["properties"]["ranking"] == {
         "type": "array",

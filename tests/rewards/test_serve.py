@@ -29,11 +29,14 @@ PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").split("### On 
 SERVES, ASKS = (shlex.split(line) for line in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)[0].strip().splitlines())
 TOKEN = SERVES[0].partition("=")[2]
 PLUGIN = """
+from hocket.errors import RewardError
 from hocket.rewards import reward
 from hocket.types import Score
 
 @reward("rank")
 async def rank(completions, meta):
+    if "spent" in completions:
+        raise RewardError("the budget is spent")
     if "raise" in completions:
         raise ValueError("no such word")
     return [Score(total=len(one), parts={"level": meta.get("level", 0)}, note=f"it is {one}") for one in completions]
@@ -73,6 +76,8 @@ async def test_http_gets_totals_parts_notes_and_errors_of_another_process_as_fro
     assert (wrong.total, wrong.parts["http/rank"]) == (0.0, 2.0)
     for score in await scorer.score_group([make_rollout("raise"), make_rollout("ab")]):
         assert str(score.error).startswith("http: rank: ValueError: no such word")
+    (spent,) = await scorer.score_group([make_rollout("spent")])
+    assert 'answered 500: {"detail":"the budget is spent"}' in str(spent.error)
 
 
 def ask(url: str, body: Any, token: str | None = TOKEN) -> tuple[int, Any]:

@@ -127,7 +127,7 @@ class RolloutConfig(Section):
 
 
 class EnvConfig(Section, extra="allow"):
-    name: str = Field("single_turn", description="`single_turn`, `guess`, `tools`, `agent`, or a plugin with options.")
+    name: str = Field("single_turn", description="`single_turn`, `tools`, `agent`, or a plugin with options.")
     max_turns: int = Field(16, ge=1, description="Maximum turns of an episode, or model calls of an agent.")
     timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="Seconds of the environment's work, or of an agent, per episode."

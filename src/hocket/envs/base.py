@@ -136,38 +136,6 @@ class SingleTurn(Environment):
         return Step(text=CLOSING if is_open else "", goes_on=True)
 
 
-@environment("guess")
-class Guess(Environment):
-    """The model finds the prompt's answer, a whole number, from the hints "higher" and "lower".
-
-    The reward is 1 for finding it; else `near` for a last guess right beside it, falling to 0 at a distance of `width`.
-    What is no number ends the episode without a reward.
-    """
-
-    def __init__(self, guesses: int = 5, near: float = 0.0, width: int = 10) -> None:
-        if guesses < 1 or width < 1:
-            raise ValueError(f"guesses and width must be at least 1, got {guesses} and {width}")
-        self.left, self.near, self.width, self.number = guesses, near, width, 0
-
-    async def reset(self, prompt: Prompt, seed: int) -> Observation | None:
-        if prompt.answer is None:
-            raise ValueError("the prompt has no answer to guess; set data.answer_column")
-        self.number = int(prompt.answer)
-        return None
-
-    async def step(self, action: Action) -> Step:
-        try:
-            guess = int(action.text)
-        except ValueError:
-            return Step(done=True)
-        self.left -= 1
-        if guess == self.number:
-            return Step(done=True, reward=1.0)
-        if self.left == 0:
-            return Step(done=True, reward=self.near * max(0.0, 1 - abs(guess - self.number) / self.width))
-        return Step(messages=[{"role": "user", "content": "higher" if guess < self.number else "lower"}])
-
-
 bind = functools.partial(ENVIRONMENTS.bind, section="env", keys=EnvConfig.model_fields)
 
 

@@ -238,21 +238,23 @@ def compose(
             totals[i] += min(term, 0.0) if locked[i] and not spec.gate else term
     for i, (score, total) in enumerate(zip(scores, totals, strict=True)):
         if score.error is None:
-            finite = math.isfinite(total)
-            scores[i] = dataclasses.replace(score, total=total) if finite else no_score(f"the weighted sum is {total}")
+            whole = Score(total=total, parts=score.parts, note=score.note)
+            scores[i] = whole if math.isfinite(total) else no_score(f"the weighted sum is {total}")
     return scores
 
 
 def _add(score: Score, results: Mapping[str, Score]) -> Score:
     """Return a rollout's score with the values or errors of more rewards as its parts or error."""
-    valued = {name: result for name, result in results.items() if result.error is None}
-    errors = [score.error, *(f"{name}: {result.error}" for name, result in results.items() if name not in valued)]
-    notes = [score.note, *(f"{name}: {result.note}" for name, result in results.items() if result.note)]
-    parts, note = dict(score.parts), _plain("\n".join(filter(None, notes)))
-    for name, result in valued.items():
-        parts |= {name: result.total} | {f"{name}/{part}": value for part, value in result.parts.items()}
-    error = "; ".join(filter(None, errors))
-    return no_score(error, parts, note) if error else dataclasses.replace(score, parts=parts, note=note)
+    parts, errors, note = dict(score.parts), [score.error] if score.error is not None else [], score.note
+    for name, result in results.items():
+        if result.note:
+            note = _plain(f"{note}\n{name}: {result.note}".lstrip("\n"))
+        if result.error is not None:
+            errors.append(f"{name}: {result.error}")
+            continue
+        parts[name] = result.total
+        parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
+    return no_score("; ".join(errors), parts, note) if errors else Score(total=score.total, parts=parts, note=note)
 
 
 def _plain(value: object) -> str:

@@ -59,7 +59,7 @@ class JudgeReward(Endpoint):
         content = self._fill(prompt=prompt, completion=completion, answer=answer or "none")
         found, cost = await self.verdicts([content] * len(self._models), self._form, self._read)
         low, high = self.scale
-        return _mean([(score - low) / (high - low) for score, _ in found], cost, found)
+        return _mean([(score - low) / (high - low) for score, _ in found], cost, [reason for _, reason in found])
 
 
 @reward("judge_ranking", imports=("openai",), own_deadline=True)
@@ -101,7 +101,11 @@ class RankingReward(Endpoint):
             for order, (ranking, _) in zip(orders, found, strict=True)
         ]
         share = {name: amount / len(completions) for name, amount in cost.items()}
-        return [_mean([of[text] for of in values], share, found) for text in completions]
+        notes = {  # the models speak of numbers
+            text: [f"as answer {order.index(text) + 1}: {why}" for order, (_, why) in zip(orders, found, strict=True)]
+            for text in texts
+        }
+        return [_mean([of[text] for of in values], share, notes[text]) for text in completions]
 
 
 def score_in(text: str, low: float, high: float) -> tuple[float, str]:
@@ -129,9 +133,9 @@ def _only(key: str, text: str) -> tuple[Any, str]:
     return verdict.get(key), str(verdict.get("reason", ""))
 
 
-def _mean(values: Sequence[float], cost: Mapping[str, float], found: Sequence[tuple[Any, str]]) -> Score:
+def _mean(values: Sequence[float], cost: Mapping[str, float], reasons: Sequence[str]) -> Score:
     parts = {str(number): value for number, value in enumerate(values, 1)}
-    return Score(total=fmean(values), parts={**cost, **parts}, note="\n".join(reason for _, reason in found))
+    return Score(total=fmean(values), parts={**cost, **parts}, note="\n".join(reasons))
 
 
 def _form(**verdict: Mapping[str, Any]) -> dict[str, Any]:
