@@ -14,7 +14,7 @@ from hocket import checkpoints
 from hocket import tokenizer as tokenizers
 from hocket.algorithm.losses import LossOutput
 from hocket.checkpoints import Checkpoints, Part
-from hocket.config import Config, DataConfig
+from hocket.config import Config, DataConfig, ModelConfig
 from hocket.data.demonstrations import load_demonstrations
 from hocket.errors import ConfigError, DataError
 from hocket.observe.console import SHORT, Console
@@ -44,7 +44,10 @@ def _train(config: Config) -> None:
     saved, output = checkpoints.find(config, print), config.run_dir / "model"
     if output.exists() and kind_of(output) not in ("model", "adapter") and any(output.iterdir()):
         raise ConfigError(f"{output} exists and is not a model; choose another run.dir, or remove it")
-    samples, held_out = _samples(config, config.data), _held_out(config)
+    samples, held_out = _samples(config.model, config.data), list[TrainSample]()
+    if (data := config.held_out_data) is not None:
+        limit = min(config.eval.num_prompts, data.limit or config.eval.num_prompts)
+        held_out = _samples(config.model, data.model_copy(update={"limit": limit}))
     last, size, epochs = saved.step if saved else 0, config.sft.batch_size, config.sft.epochs
     most = None if epochs is None else epochs * len(samples)
     steps = config.trainer.steps if most is None else math.ceil(most / size)
@@ -89,9 +92,8 @@ def _train(config: Config) -> None:
             console.say(f"{done}wrote {output}")
 
 
-def _samples(config: Config, data: DataConfig) -> list[TrainSample]:
-    tokenizer, max_length = tokenizers.load(config.model.path), tokenizers.context_length(config.model)
-    rows = load_demonstrations(data, tokenizer, max_length)
+def _samples(model: ModelConfig, data: DataConfig) -> list[TrainSample]:
+    rows = load_demonstrations(data, tokenizers.load(model.path), tokenizers.context_length(model))
     return [TrainSample(sequence=row, advantages=(0.0,) * len(row.mask)) for row in rows]
 
 
@@ -101,14 +103,6 @@ def _shown(sample: TrainSample, model: str) -> str:
     runs = itertools.groupby(zip(sequence.mask, sequence.token_ids, strict=True), key=lambda pair: pair[0])
     texts = ((taught, tokenizer.decode([token for _, token in run])) for taught, run in runs)
     return SHORT.repr("".join(f"[[{text}]]" if taught else text for taught, text in texts))
-
-
-def _held_out(config: Config) -> list[TrainSample]:
-    """Return the demonstrations of eval.data; none without an evaluation or held-out rows."""
-    if (data := config.held_out_data) is None:
-        return []
-    most = config.eval.num_prompts
-    return _samples(config, data.model_copy(update={"limit": min(most, data.limit or most)}))
 
 
 def held_out_loss(trainer: Trainer, samples: Sequence[TrainSample]) -> dict[str, float]:

@@ -70,6 +70,7 @@ def by_hand(path: str, rollout: Rollout) -> torch.Tensor:
         ("Qwen2", {"template": TEMPLATE}, DOCUMENTED, lambda logits: logits[0]),
         ("Qwen2", {"template": TEMPLATE}, {"batch_size": 1}, lambda logits: logits[0]),
         ("Qwen2", {"template": TEMPLATE, "pad_token_id": None}, {}, lambda logits: logits[0]),
+        ("Qwen2", {"template": TEMPLATE, "pad_token_id": -1}, {}, lambda logits: logits[0]),
         ("Qwen2", {}, {"batch_size": 3, "probability": True}, lambda logits: logits.sigmoid()[0]),
         ("Bert", {}, {}, lambda logits: logits[0]),
         ("Bert", {"num_labels": 3}, {"label": 2}, lambda logits: logits[2]),

@@ -214,6 +214,7 @@ def test_auto_on_a_gpu_is_a_size_that_fits_and_a_run_that_goes_on_keeps_it(
     gc.collect()
     torch.cuda.empty_cache()
     held = [torch.empty(torch.cuda.mem_get_info()[0] - 3 * GIB, dtype=torch.uint8, device="cuda")]
+    torch.cuda.reset_peak_memory_stats()
     with make_trainer(ranks, wide_model) as trainer:
         size = trainer.micro_batch_tokens
         trainer.step(samples(3 * size))

@@ -1,5 +1,6 @@
 """The rewards that ship with hocket. Each docstring gives the value and the options."""
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -25,6 +26,7 @@ def exact_match(completion: str, answer: str | None) -> float:
 
 
 @reward("length", inline=True)
+@dataclasses.dataclass(eq=False)
 class LengthReward:
     """Return −min(1, |length − target| / target): 0 at the target, −1 for an empty text and from twice the target on.
 
@@ -32,17 +34,23 @@ class LengthReward:
     tokens, the end-of-sequence token included; "characters" counts the text.
     """
 
-    def __init__(self, target: int = 0, up_to: int = 0, unit: Literal["tokens", "characters"] = "tokens") -> None:
-        if max(target, up_to) < 1 or (target and up_to) or unit not in ("tokens", "characters"):
-            got = f"got target={target}, up_to={up_to}, unit={unit}"
-            raise ValueError(f"target or up_to must be at least 1, not both, and unit tokens or characters, {got}")
-        self._target, self._up_to, self._unit = target, up_to, unit
+    target: int = 0
+    up_to: int = 0
+    unit: Literal["tokens", "characters"] = "tokens"
+
+    def __post_init__(self) -> None:
+        if (
+            max(self.target, self.up_to) < 1
+            or (self.target and self.up_to)
+            or self.unit not in ("tokens", "characters")
+        ):
+            raise ValueError(f"target or up_to must be at least 1, not both, and unit tokens or characters, got {self}")
 
     def __call__(self, completion: str, token_ids: tuple[int, ...]) -> float:
-        actual = len(token_ids) if self._unit == "tokens" else len(completion)
-        if self._up_to:
-            return min(1.0, actual / self._up_to)
-        return 0.0 - min(1.0, abs(actual - self._target) / self._target)  # not -0.0
+        actual = len(token_ids) if self.unit == "tokens" else len(completion)
+        if self.up_to:
+            return min(1.0, actual / self.up_to)
+        return 0.0 - min(1.0, abs(actual - self.target) / self.target)  # not -0.0
 
 
 @reward("think_format", inline=True)

@@ -1,6 +1,7 @@
 """Ask the user's own service for scores (docs/rewards.md)."""
 
 import asyncio
+import dataclasses
 import email.utils
 import json
 import math
@@ -23,6 +24,7 @@ MAX_SHOWN = 200  # characters of an answer in an error
 
 
 @reward("http", imports=("httpx",), own_deadline=True)
+@dataclasses.dataclass(eq=False)
 class HttpReward:
     """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them.
 
@@ -32,24 +34,22 @@ class HttpReward:
     lists of prompt + completion (without a chat template), prompt and answer, and answers {"rewards": [...]}.
     """
 
-    def __init__(
-        self,
-        url: str,  # no redirect is followed, and no proxy of the environment is used
-        hosts: Sequence[str] = (),  # besides this machine that may get samples
-        timeout_s: float = 60.0,  # of one request
-        key_env: str | None = None,  # environment variable that holds a key, sent as a bearer token
-        format: Literal["hocket", "openrlhf"] = "hocket",
-    ) -> None:
-        host = urlsplit(url).hostname
-        if not url.startswith(("http://", "https://")) or not host:
-            raise ValueError(f"url must begin with http:// or https:// and a host, got {url!r}")
-        if host not in {*LOCAL, *hosts}:
+    url: str  # no redirect is followed, and no proxy of the environment is used
+    hosts: Sequence[str] = ()  # besides this machine that may get samples
+    timeout_s: float = 60.0  # of one request
+    key_env: str | None = None  # environment variable that holds a key, sent as a bearer token
+    format: Literal["hocket", "openrlhf"] = "hocket"
+
+    def __post_init__(self) -> None:
+        host = urlsplit(self.url).hostname
+        if not self.url.startswith(("http://", "https://")) or not host:
+            raise ValueError(f"url must begin with http:// or https:// and a host, got {self.url!r}")
+        if host not in {*LOCAL, *self.hosts}:
             raise ValueError(f"url is on another host, which gets no samples unless it is named: set hosts: [{host}]")
-        if format not in ("hocket", "openrlhf"):
-            raise ValueError(f"format must be hocket or openrlhf, got {format!r}")
-        self._url, self._timeout_s, self._openrlhf = url, timeout_s, format == "openrlhf"
-        self._headers = {"Content-Type": "application/json"}
-        if key := key_from(key_env):
+        if self.format not in ("hocket", "openrlhf"):
+            raise ValueError(f"format must be hocket or openrlhf, got {self.format!r}")
+        self._openrlhf, self._headers = self.format == "openrlhf", {"Content-Type": "application/json"}
+        if key := key_from(self.key_env):
             self._headers["Authorization"] = f"Bearer {key}"
 
     async def __aenter__(self) -> "HttpReward":
@@ -66,16 +66,16 @@ class HttpReward:
 
         body = json.dumps(_openrlhf(rollouts) if self._openrlhf else _samples(rollouts), default=str)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                response = await self._http.post(self._url, content=body.encode())
+            async with asyncio.timeout(self.timeout_s):
+                response = await self._http.post(self.url, content=body.encode())
         except TimeoutError as error:
-            raise RetryError(f"{self._url} gave no answer within {self._timeout_s:g} s") from error
+            raise RetryError(f"{self.url} gave no answer within {self.timeout_s:g} s") from error
         except httpx.TransportError as error:
-            raise RetryError(f"{self._url} can't be reached: {type(error).__name__}: {error}") from error
+            raise RetryError(f"{self.url} can't be reached: {type(error).__name__}: {error}") from error
         return self._scores(response, len(rollouts))
 
     def _scores(self, response: "httpx.Response", count: int) -> list[Any]:
-        said = f"{self._url} answered {response.status_code}: {response.text[:MAX_SHOWN]}"
+        said = f"{self.url} answered {response.status_code}: {response.text[:MAX_SHOWN]}"
         if response.status_code in AGAIN:
             raise RetryError(said, retry_after(response.headers))
         if response.has_redirect_location:

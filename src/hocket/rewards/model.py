@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from hocket.rewards.base import no_score, reward
 from hocket.system import run_in_thread
@@ -47,21 +48,24 @@ class ModelReward:
         text = config.get_text_config()
         readable = self._tokenizer.model_max_length, getattr(text, "max_position_embeddings", None)
         self._longest = min(filter(None, (self.max_length, *readable)))
-        if (pad := getattr(text, "pad_token_id", None)) is None:
+        if (pad := getattr(text, "pad_token_id", None)) is None or pad < 0:
             self.batch_size = 1  # transformers takes the logit of the last token, a padding one in a batch
         else:
             self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(pad)
         self._one_at_a_time = asyncio.Lock()
 
     async def __aenter__(self) -> "ModelReward":
-        from transformers import AutoModelForSequenceClassification
-
-        load = partial(AutoModelForSequenceClassification.from_pretrained, trust_remote_code=False, dtype=self.dtype)
-        self._model = (await run_in_thread(load, self.path)).to(self.device).eval().requires_grad_(False)
+        self._model = await run_in_thread(self._load)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         del self._model
+
+    def _load(self) -> Any:
+        from transformers import AutoModelForSequenceClassification as Classifier
+
+        loaded = Classifier.from_pretrained(self.path, trust_remote_code=False, dtype=self.dtype)
+        return loaded.to(self.device).eval().requires_grad_(False)
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
         async with self._one_at_a_time:

@@ -187,10 +187,7 @@ class AsyncReward:
         self._reward, self._retries = reward, spec.retries
         self.ready: asyncio.Future[Callable[..., Any]] = asyncio.get_running_loop().create_future()
         self._jitter = random.Random()  # the run's own random numbers are left as they are
-        if reward.is_class:
-            self._held = asyncio.create_task(self._hold())
-        else:
-            self.ready.set_result(reward.made())
+        self._held = asyncio.create_task(self._hold())
 
     async def call(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
         """Return the scores; a call that raises RetryError keeps its slot while it waits to be made again."""
