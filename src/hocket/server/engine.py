@@ -4,7 +4,7 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +74,6 @@ class Engine:
         self._tokenizer_sha256 = tokenizers.fingerprint(tokenizer)
         self._root = root.resolve()
         self._timeout_s = timeout_s
-        self._reading = functools.partial(versions.reading, timeout_s)
         self._share_gpu = share_gpu
         self._session = secrets.token_hex(8)
         self._workers = int(llm.vllm_config.parallel_config.world_size)
@@ -286,6 +285,14 @@ class Engine:
             message = f"the engine could not leave the GPU, or come back to it: {cause_of(error)}"
             hint = f"is anything else on this GPU, or server.gpu_memory_utilization too high? {RESTART}"
             raise await self._fail_all(500, code, message, hint) from error
+
+    async def _reading(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
+        try:
+            return await self._in_time(asyncio.to_thread(function, *arguments))
+        except TimeoutError as error:
+            message = f"the files were not read: {error}; is the disk they are on alive?"
+            raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     async def _in_time(self, work: Awaitable[T]) -> T:
         """Return the result of the work. Raises TimeoutError that names the setting."""

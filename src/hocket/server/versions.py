@@ -1,6 +1,5 @@
 """Find published weight versions under one root, check their headers, and apply deltas."""
 
-import asyncio
 import dataclasses
 import functools
 import math
@@ -9,15 +8,12 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 from hocket import manifest
 from hocket.protocol import AdapterConfig, Manifest, TensorLayout
 from hocket.server.errors import ApiError, invalid, parse
-
-T = TypeVar("T")
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Precisions that weights can have: safetensors' names and torch's."""
@@ -256,15 +252,6 @@ def check_buckets(buckets: Sequence[Sequence[TensorLayout]], expected: ModelShap
     names = {item.name for item in layout}
     if twice := [name for name, other in expected.tied.items() if {name, other} <= names]:
         raise ApiError(409, "bad_version", f"the model ties {twice[0]}", "send it once")
-
-
-async def reading(timeout_s: float, function: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of a function that reads files. Raises ApiError past the deadline: a disk may hang."""
-    try:
-        return await asyncio.wait_for(asyncio.to_thread(function, *arguments), timeout_s)
-    except TimeoutError as error:
-        message = f"files were not read within sync.timeout_s={timeout_s:g}; is the disk they are on alive?"
-        raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
 
 def _refused(reason: str) -> ApiError:
