@@ -88,7 +88,8 @@ async def test_the_service_of_the_documentation_gets_and_answers_what_the_page_s
 
     chat = ({"role": "user", "content": "Sort: dbca"},)
     prompt = Prompt(id="p", token_ids=(1,), messages=chat, text="Sort: dbca", answer="abcd")
-    sequence = TokenSequence(token_ids=(1, 2), mask=(False, True), logprobs=(0.0, -1.0), text="abcd")
+    ids, mask = (9, 3, 4, 5, 1), (False, True, True, True, True)
+    sequence = TokenSequence(token_ids=ids, mask=mask, logprobs=(0.0,) * 5, text="abcd")
     shown = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])["rewards"]
     async with Service(answer).open() as service:
         shown["functions"]["http"]["url"] = service.url

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 from hocket.manifest import tensor_checksum
+from hocket.server import worker
 from processes import ROOT, START_S, Process, free_port
 
 pytestmark = [
@@ -112,6 +114,24 @@ def test_the_checksum_on_a_gpu_is_that_on_a_cpu_and_fast() -> None:
     rate = tensor.nbytes / (time.perf_counter() - start) / 1e9
     print(f"{rate:.0f} GB/s")
     assert found == tensor_checksum(tensor)
+
+
+def test_a_bucket_is_not_overwritten_while_the_engine_still_copies_from_it() -> None:
+    def buckets() -> Iterator[Any]:
+        for number in range(200):
+            with torch.cuda.stream(torch.cuda.default_stream()):  # of the thread that receives
+                flat = torch.full((1 << 22,), number, dtype=torch.uint8, device="cuda")
+                torch.cuda.current_stream().synchronize()
+            yield [("a", flat)], {}
+
+    copies = []
+    with torch.cuda.stream(torch.cuda.Stream()):  # the engine's, far behind
+        for _, tensor in worker._tensors(buckets(), {}):
+            torch.cuda._sleep(1_000_000)
+            copies.append(tensor.clone())
+            del tensor
+    torch.cuda.synchronize()
+    assert [(int(copy.min()), int(copy.max())) for copy in copies] == [(number, number) for number in range(200)]
 
 
 MEMBER = """

@@ -42,6 +42,7 @@ async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample
         "answer": "abcd",
         "meta": {"level": 2},
         "finish_reason": "stop",
+        "token_ids": [10, 11, 12],
     }
 
 

@@ -49,14 +49,17 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder, port = tmp_path_factory.mktemp("serve"), free_port()
     (folder / "rank.py").write_text(PLUGIN)
     (folder / "rm.yaml").write_text(
-        "plugins: [rank.py]\nrewards: {functions: {rank: 0.5, exact_match: {gate: true}}}\n"
+        "plugins: [rank.py]\n"
+        "rewards: {functions: {rank: 0.5, exact_match: {gate: true}, length: {weight: 0, up_to: 6}}}\n"
     )
     changed = [f"server.port={port}", "server.host=127.0.0.1"]
     command = [sys.executable, str(ROOT / "run.py"), *SERVES[3:5], *changed]
     environment = os.environ | {"HOCKET_TOKEN": TOKEN}
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as served:
         assert served.stdout is not None
-        assert served.stdout.readline() == f"hocket: rewards rank, exact_match at http://127.0.0.1:{port}/score\n"
+        assert (
+            served.stdout.readline() == f"hocket: rewards rank, exact_match, length at http://127.0.0.1:{port}/score\n"
+        )
         yield f"http://127.0.0.1:{port}/score"
         served.send_signal(signal.SIGINT)
         assert served.communicate(timeout=60)[0] == "hocket: stopped\n"
@@ -71,7 +74,7 @@ async def test_http_gets_totals_parts_notes_and_errors_of_another_process_as_fro
     scorer = scorer_of({"http": {**documented, "url": url}})  # type: ignore[dict-item]
     right, wrong = await scorer.score_group([make_rollout("abcd"), make_rollout("ab")])
     # 0.5 · 4 where the gate is open
-    names = {"http": 2.0, "http/rank": 4.0, "http/rank/level": 2.0, "http/exact_match": 1.0}
+    names = {"http": 2.0, "http/rank": 4.0, "http/rank/level": 2.0, "http/exact_match": 1.0, "http/length": 0.5}
     assert (right.total, right.parts, right.note) == (2.0, names, "http: rank: it is abcd")
     assert (wrong.total, wrong.parts["http/rank"]) == (0.0, 2.0)
     for score in await scorer.score_group([make_rollout("raise"), make_rollout("ab")]):

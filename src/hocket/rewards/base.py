@@ -40,9 +40,7 @@ _ARGUMENTS: dict[str, Callable[[Rollout], Any]] = {
     "prompt": lambda rollout: rollout.prompt.text,  # of the last user message, or the plain prompt
     "messages": lambda rollout: rollout.prompt.messages,  # the whole chat; None for a plain prompt
     "answer": lambda rollout: rollout.prompt.answer,  # the reference answer, or None
-    "token_ids": lambda rollout: tuple(  # sampled in the whole episode, end-of-sequence tokens included
-        t for one in rollout.sequences for t, sampled in zip(one.token_ids, one.mask, strict=True) if sampled
-    ),
+    "token_ids": lambda rollout: sampled_ids(rollout),
     "finish_reason": lambda rollout: rollout.finish_reason,  # "stop", "length" or "abort"
     "meta": lambda rollout: rollout.prompt.meta,  # the row's other columns
     "rollout": lambda rollout: rollout,
@@ -61,6 +59,12 @@ class RetryError(Exception):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+def sampled_ids(rollout: Rollout) -> tuple[int, ...]:
+    """Return the tokens sampled in the whole episode, end-of-sequence tokens included."""
+    pairs = (pair for one in rollout.sequences for pair in zip(one.token_ids, one.mask, strict=True))
+    return tuple(int(token) for token, sampled in pairs if sampled)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from hocket.rewards.base import RetryError, reward
+from hocket.rewards.base import RetryError, reward, sampled_ids
 from hocket.types import Rollout, Score
 
 if TYPE_CHECKING:
@@ -28,10 +28,11 @@ MAX_SHOWN = 200  # characters of an answer in an error
 class HttpReward:
     """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them.
 
-    It gets POST {"samples": [{"id", "prompt", "messages", "answer", "meta", "opening", "completion", "finish_reason"},
-    ...]} and answers {"scores": [...]}: for each sample a number, an object of parts that add up, {"total", "parts",
-    "note"}, or {"error": "why"}. In OpenRLHF's format (of a remote_rm_url) it gets {"query", "prompts", "labels"},
-    lists of prompt + completion (without a chat template), prompt and answer, and answers {"rewards": [...]}.
+    It gets POST {"samples": [{"id", "prompt", "messages", "answer", "meta", "opening", "completion", "finish_reason",
+    "token_ids"}, ...]} and answers {"scores": [...]}: for each sample a number, an object of parts that add up,
+    {"total", "parts", "note"}, or {"error": "why"}. In OpenRLHF's format (of a remote_rm_url) it gets {"query",
+    "prompts", "labels"}, lists of prompt + completion (without a chat template), prompt and answer, and answers
+    {"rewards": [...]}.
     """
 
     url: str  # no redirect is followed, and no proxy of the environment is used
@@ -102,8 +103,8 @@ def _score(one: Any) -> Any:
 def _samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     prompt = rollouts[0].prompt
     shared = {"prompt": prompt.text, "messages": prompt.messages, "answer": prompt.answer, "meta": prompt.meta}
-    keys = ("id", "opening", "completion", "finish_reason")
-    own = [(one.id, one.sequences[-1].opening, one.text, one.finish_reason) for one in rollouts]
+    keys = ("id", "opening", "completion", "finish_reason", "token_ids")
+    own = [(one.id, one.sequences[-1].opening, one.text, one.finish_reason, sampled_ids(one)) for one in rollouts]
     return {"samples": [dict(zip(keys, values, strict=True)) | shared for values in own]}
 
 
