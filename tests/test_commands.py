@@ -1,6 +1,7 @@
 """What `train --dry-run` says of servers and rewards, with a trainer that loads nothing."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -63,6 +64,24 @@ def test_a_dry_run_pays_an_answer_behind_the_thought_that_the_template_opens(dry
     assert "reward-test --samples FILE CONFIG" in failed
     assert "server http://up has the same model and tokenizer" in said
     assert "no server answers at http://down yet" in said
+
+
+def test_a_trainer_without_room_for_the_longest_rollout_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(tokens: int) -> Any:  # as trainer.micro_batch_tokens=auto may find on a GPU
+        return lambda config: contextlib.nullcontext(SimpleNamespace(micro_batch_tokens=tokens))
+
+    settings = (f"run.dir={tmp_path}", f"model.path={ROOT}/checkpoints/tiny-sort", "rollout.max_tokens=16")
+    config = load(None, [*settings, "data.limit=4"])
+    with commands.Console(1) as console, contextlib.ExitStack() as stack:
+        parts = commands.Parts(config, console)
+        needed = 16 + max(len(prompt.token_ids) for prompt in parts.prompts("train", config.data))
+        monkeypatch.setattr("hocket.trainer.trainer.Trainer", made(needed - 1))
+        assert parts.trainer(stack).micro_batch_tokens == needed - 1  # the last token is only predicted
+        monkeypatch.setattr("hocket.trainer.trainer.Trainer", made(needed - 2))
+        with pytest.raises(ConfigError, match=f"may have {needed} tokens, but {needed - 1} fit: set trainer.gradient_"):
+            parts.trainer(stack)
 
 
 @pytest.mark.parametrize(("updated", "status"), [(0, 3), (1, 0)])

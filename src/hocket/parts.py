@@ -54,13 +54,18 @@ class Parts:
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
         self.longest, self.limit = tokenizers.longest_sequence(config.model, config.trainer)
+        self.needed = 0  # tokens of the longest prompt that is trained on, and of a completion
 
     def trainer(self, stack: ExitStack) -> "Trainer":
-        """Load the model into a trainer, which ends with the stack."""
+        """Load the model into a trainer, which ends with the stack; it has room for a turn on each of the prompts."""
         from hocket.trainer.trainer import Trainer
 
         self.console.doing(f"loading {self.config.model.path} into the trainer")
-        return stack.enter_context(Trainer(self.config))
+        trainer = stack.enter_context(Trainer(self.config))
+        if (size := trainer.micro_batch_tokens + 1) < self.needed:
+            advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
+            raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
+        return trainer
 
     def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Sequence[Prompt]:
         """Return the prompts of a source that are short enough, and say how many were not."""
@@ -79,6 +84,8 @@ class Parts:
         too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
         if num_dropped:
             self.console.say(f"{what}: dropped {num_dropped} prompts of {data.source} {too_long}")
+        if what == "train":
+            self.needed = max((len(prompt.token_ids) for prompt in prompts), default=0) + thought + max_tokens
         for prompt in prompts[:NUM_SHOWN] if what == "train" else ():
             seen = SHORT.repr(self.tokenizer.decode(prompt.token_ids))
             self.console.say(f"prompt {prompt.id}, as the model sees it: {seen}")

@@ -22,7 +22,7 @@ from hocket.observe.owner import owning
 from hocket.observe.run_folder import RunFolder
 from hocket.registry import load_plugins
 from hocket.system import atomic_folder, kind_of, seed_of
-from hocket.trainer.batching import TrainBatch
+from hocket.trainer.batching import TrainBatch, check_fits
 from hocket.trainer.state import SavedTensors
 from hocket.trainer.trainer import Trainer
 from hocket.types import TrainSample
@@ -53,6 +53,7 @@ def _train(config: Config) -> None:
     steps = config.trainer.steps if most is None else math.ceil(most / size)
     with Console(steps) as console, RunFolder(config) as folder, Trainer(config, loss=sft_loss) as trainer:
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
+        check_fits([*samples, *held_out], trainer.micro_batch_tokens)
         trainer.plan(steps)
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
