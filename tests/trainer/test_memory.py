@@ -183,11 +183,11 @@ def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(
 ) -> None:
     monkeypatch.setattr(TrainerConfig, "unmeasured", lambda config: config)  # as on a GPU
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 63)
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, ranks, leaves: 63)
     with make_trainer(ranks, tied_model) as trainer:
         builders.save(trainer, tmp_path / "state")
         assert "trainer.micro_batch_tokens=auto is 63, and so is the longest sequence" in trainer.memory
-    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, config, ranks: 55)  # something else takes more
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, ranks, leaves: 55)  # something else takes more
     for changed, expected in (("steps=7", 63), ("max_grad_norm=2", 55), ("micro_batch_tokens=50", 50)):
         with make_trainer(ranks, tied_model, f"trainer.{changed}") as trainer:
             assert trainer.micro_batch_tokens == min(55, expected)
@@ -215,13 +215,14 @@ def test_auto_on_a_gpu_is_a_size_that_fits_and_a_run_that_goes_on_keeps_it(
     torch.cuda.empty_cache()
     held = [torch.empty(torch.cuda.mem_get_info()[0] - 3 * GIB, dtype=torch.uint8, device="cuda")]
     torch.cuda.reset_peak_memory_stats()
-    with make_trainer(ranks, wide_model) as trainer:
+    apart = ("launch.server_gpus=1", "launch.trainer_gpus=0")  # or there is room for a server
+    with make_trainer(ranks, wide_model, *apart) as trainer:
         size = trainer.micro_batch_tokens
         trainer.step(samples(3 * size))
         assert torch.cuda.max_memory_reserved() - held[0].nbytes > 1.5 * GIB
         builders.save(trainer, tmp_path / "state")
     held.append(torch.empty(GIB, dtype=torch.uint8, device="cuda"))
-    with make_trainer(ranks, wide_model) as trainer:
+    with make_trainer(ranks, wide_model, *apart) as trainer:
         assert 0.2 * size < trainer.micro_batch_tokens < 0.8 * size
         builders.load(trainer, tmp_path / "state")
         assert trainer.micro_batch_tokens == size
@@ -241,12 +242,12 @@ def learner_of(bytes_to_come: int) -> Any:
 
 def test_auto_leaves_room_for_the_moments_of_every_model_that_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     learners = [learner_of(3000), learner_of(1000)]
-    assert fit_micro_batch(learners, TrainerConfig(), gpu_with(11_111 + 4000, monkeypatch)) == 449
+    assert fit_micro_batch(learners, gpu_with(11_111 + 4000 + 500, monkeypatch), leaves=500) == 449
 
 
 def test_auto_with_no_room_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainerError, match=r"not even one sequence.*gradient_checkpointing"):
-        fit_micro_batch([learner_of(0)], TrainerConfig(), gpu_with(0, monkeypatch))
+        fit_micro_batch([learner_of(0)], gpu_with(0, monkeypatch), leaves=0)
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

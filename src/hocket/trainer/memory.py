@@ -27,6 +27,7 @@ from hocket.types import TokenSequence, TrainSample
 GIB = 1 << 30
 LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
 REHEARSED_LENGTH = 32  # positions of each sequence of a rehearsal
+BESIDE = 2 * GIB  # what a server on the same GPU takes once it works: new weights, layer by layer, and large batches
 MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
 _TOLERANCE = 0.15  # of the estimate
 _HEAD_BYTES = 12  # per logit of a chunk: log-softmax, its gradient and that of the logits, in float32
@@ -161,14 +162,14 @@ def available_bytes(device: torch.device) -> int:
     return system.free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def fit_micro_batch(learners: Sequence[Learner], config: TrainerConfig, ranks: Ranks) -> int:
-    """Return the micro-batch size that fits into the memory of every rank's GPU."""
+def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float) -> int:
+    """Return the micro-batch size that fits into every rank's GPU, and leaves so many bytes to other processes."""
     size, learner = CHUNK_TOKENS, learners[0]
     rehearse(learner, size, ranks)  # the first run allocates what libraries keep, which is no part of a micro-batch
     small, large = (_peak_bytes(learner, tokens, ranks) for tokens in (size, 2 * size))
     per_token = (large - small) / size
     moments = sum(learner.engine.bytes_to_come() for learner in learners)  # the first real step allocates them
-    room = (1 - MARGIN) * (available_bytes(ranks.device) - moments) - (small - per_token * size)
+    room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves - moments) - (small - per_token * size)
     tokens = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) / max(per_token, 1e-9))))
     if tokens < 2:
         raise TrainerError(

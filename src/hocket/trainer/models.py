@@ -89,7 +89,8 @@ class Models:
                     include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
                 )
                 self.fitted_for = seed_of(used, ranks.size, torch.cuda.get_device_name(ranks.device))
-                self.micro_batch_tokens = memory.fit_micro_batch(self.learners, settings, ranks)
+                leaves = 0 if config.gpus_apart or config.launch.share_gpu else memory.BESIDE
+                self.micro_batch_tokens = memory.fit_micro_batch(self.learners, ranks, leaves=leaves)
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens
         self.saved = {name: engine for name, engine in self.engines.items() if isinstance(engine, DeepSpeedEngine)}
