@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 PROOF_PROMPTS = 16
 NUM_SHOWN = 2  # prompts, at the start
-NO_ROWS = "data.source is a file, and eval.data.source names no held-out rows"
+NO_ROWS = "eval.data names no held-out rows: set its source or, of a hub dataset, its split"
 
 
 class Parts:
