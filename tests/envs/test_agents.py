@@ -154,6 +154,15 @@ async def test_what_a_program_leaves_running_does_not_outlive_it_nor_is_waited_f
     gone(str(await asyncio.wait_for(program(tmp_path, CHILDREN + "print(*children)").run(TASK), 60)))
 
 
+async def test_a_program_that_kills_what_watches_it_leaves_none_of_its_process_group(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    code = CHILDREN.replace("(False, True)", "(False,)")
+    code += f'open({str(file)!r}, "w").write(str(children[0]))\nos.kill(os.getppid(), 9)\ntime.sleep(600)'
+    with pytest.raises(RuntimeError, match="ended with status -9"):
+        await asyncio.wait_for(program(tmp_path, code).run(TASK), 60)
+    gone(file.read_text())
+
+
 def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     command = [sys.executable, "-c", CHILDREN + STAYS.format(file)]

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
@@ -102,7 +103,9 @@ async def _run(command: Sequence[str], task: Task) -> float | str | None:
         finally:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 process.terminate()
-            await process.wait()  # kills what the program has left running
+            await process.wait()  # it has killed what the program left running, unless the program has killed it:
+            with contextlib.suppress(ProcessLookupError):  # then the process group may be left
+                os.killpg(process.pid, signal.SIGKILL)
         if status != 0:
             raise RuntimeError(f"{shlex.join(command)} ended with status {status}: {_last_line(stderr)}")
         line = _last_line(stdout)
