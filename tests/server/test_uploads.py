@@ -98,16 +98,44 @@ async def test_a_full_disk_is_said_and_what_was_written_is_removed(tmp_path: Pat
     assert not folder.exists()
 
 
-async def test_the_two_newest_versions_are_kept_whole_or_not_and_nothing_of_anybody_else_is_removed(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("files", "kept"),
+    [
+        (["a.safetensors", "COMPLETE", "COMPLETE", "COMPLETE"], {2, 3}),
+        (["COMPLETE", "COMPLETE", "a.safetensors", "a.safetensors", "a.safetensors"], {1, 3, 4}),
+    ],
+)
+async def test_the_newest_version_and_the_newest_complete_one_stay_with_what_is_somebody_else_s(
+    tmp_path: Path, files: list[str], kept: set[int]
 ) -> None:
     uploads, root = Uploads(tmp_path), tmp_path / FOLDER
-    names = [f"0123abcd-weights-v{number:06d}" for number in range(4)]
-    for number, file in enumerate(["a.safetensors", "COMPLETE", "a.safetensors", "COMPLETE"]):
+    names = [f"0123abcd-weights-v{number:06d}" for number in range(len(files))]
+    for number, file in enumerate(files):
         await send(uploads, names[number], file, b"x")
         os.utime(next(root.glob(f"*{names[number]}*")), (number, number))
         (root / "run-of-somebody").mkdir(exist_ok=True)
-    assert {path.name for path in root.iterdir()} == {f".{names[2]}.partial", names[3], "run-of-somebody"}
+    left = {names[number] if files[number] == "COMPLETE" else f".{names[number]}.partial" for number in kept}
+    assert {path.name for path in root.iterdir()} == left | {"run-of-somebody"}
+
+
+async def test_a_slow_sender_keeps_no_other_version_waiting_and_loses_nothing_to_it(tmp_path: Path) -> None:
+    uploads, going_on = Uploads(tmp_path), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"x"
+        await going_on.wait()
+        yield b"y"
+
+    receiving = asyncio.create_task(uploads.receive(NAME, "a.safetensors", slow(), 100))
+    path = tmp_path / FOLDER / f".{NAME}.partial" / "a.safetensors"
+    while not path.exists():
+        await asyncio.sleep(0.01)
+    os.utime(path.parent, (0, 0))
+    for number in range(3):
+        await asyncio.wait_for(send(uploads, f"ffffffff-weights-v00000{number}", "a.safetensors", b"z"), 20)
+    going_on.set()
+    await receiving
+    assert path.read_bytes() == b"xy"
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import re
 import shutil
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,11 +21,13 @@ _FILE = re.compile(r"\w[\w.-]{0,99}\.safetensors", re.ASCII)
 
 
 class Uploads:
-    """Hold the two newest versions; one is hidden until COMPLETE comes, broken off after SILENCE_S without data."""
+    """Hold uploaded versions: hidden until COMPLETE comes, broken off after SILENCE_S without data."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER
-        self._writing = asyncio.Lock()  # one file at a time: each of several could fill the room left by the others
+        # By version; one that nobody receives or waits for has none.
+        self._writing: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._making_room = asyncio.Lock()
 
     async def receive(self, name: str, file: str, chunks: AsyncIterator[bytes], max_bytes: int) -> DiskSource:
         """Write one file of the version called `name`, all files together up to `max_bytes`; COMPLETE is the last."""
@@ -35,10 +38,12 @@ class Uploads:
             raise invalid(f"{name!r}, {file!r}: a version has no such name or file", hint, code="bad_name")
         folder = self._folder / name
         partial = partial_of(folder)
-        async with self._writing:
+        # One file at a time: each of several could otherwise fill the room left by the others.
+        async with self._writing.setdefault(name, asyncio.Lock()):
             try:
                 if not partial.exists():
-                    await asyncio.to_thread(self._make_room)
+                    async with self._making_room:
+                        await asyncio.to_thread(self._make_room)
                     partial.mkdir(parents=True)
                 others = sum(path.stat().st_size for path in partial.iterdir() if path.name != file)
                 await self._write(partial / file, chunks, max_bytes - others)
@@ -71,8 +76,10 @@ class Uploads:
                 await asyncio.to_thread(file.write, chunk)
 
     def _make_room(self) -> None:
-        """Remove all versions but the newest, which the server may hold."""
+        """Remove all but what comes now, the newest version and the newest complete one, which the server may hold."""
         names = {path: path.name.removeprefix(".").removesuffix(".partial") for path in self._folder.glob("*")}
-        versions = [path for path, name in names.items() if _NAME.fullmatch(name)]
-        for old in sorted(versions, key=lambda path: path.stat().st_mtime)[:-1]:
+        versions = [path for path, name in names.items() if _NAME.fullmatch(name) and name not in self._writing]
+        versions.sort(key=lambda path: path.stat().st_mtime)
+        complete = [path for path in versions if not path.name.startswith(".")]
+        for old in {*versions} - {*versions[-1:], *complete[-1:]}:
             shutil.rmtree(old, ignore_errors=True)
