@@ -1,6 +1,9 @@
 """The collective transport against the real receiving half of a worker, over gloo, without an engine or HTTP."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ from hocket import manifest, weight_group
 from hocket.errors import ServerError, TrainerError
 from hocket.protocol import (
     CollectiveSource,
+    GroupAddress,
     Health,
     ReloadRequest,
     ReloadResponse,
@@ -164,6 +168,22 @@ async def test_every_worker_of_every_server_gets_every_tensor_bit_by_bit() -> No
         assert [source.turn for source in server.reloads] == [1, 2, 3]
         names = [[item.name for item in bucket] for bucket in server.reloads[0].buckets]
         assert names == [["a"], ["b", "c"], ["d", "e"]]
+
+
+def test_a_worker_that_is_still_joining_does_not_keep_its_process_from_ending() -> None:
+    store = weight_group.make_store("127.0.0.1", 60)  # nobody else joins
+    address = GroupAddress(host="127.0.0.1", port=store.port, name="g", backend="gloo", device=None, timeout_s=600)
+    code = f"""
+import torch
+from hocket.server.worker import WorkerExtension
+
+worker = WorkerExtension()
+worker.rank, worker.device = 0, torch.device("cpu")
+print(worker.hocket_join_group({address.model_dump_json()!r}, 2), flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": "src"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "{'value': False}\n", done.stderr
 
 
 async def test_a_server_that_was_started_again_is_joined_again() -> None:

@@ -5,6 +5,7 @@ module in a process that was started for it ties that to its parent.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -74,8 +75,10 @@ class WorkerExtension:
                 "trainer and server are on the same GPU, which NCCL can't connect: give each its own "
                 "(launch.server_gpus, launch.trainer_gpus), or set sync.backend=disk"
             )
-        joining = ThreadPoolExecutor(1, "join").submit(_join, address, 1 + self.rank, size, device)
-        self.hocket_group = (address.name, joining)
+        self.hocket_group = (address.name, Future())
+        arguments = (self.hocket_group[1], address, 1 + self.rank, size, device)
+        # A daemon: the process would wait for an executor's thread before it ends.
+        threading.Thread(target=_join, args=arguments, name="join", daemon=True).start()
         return False
 
     @_answer
@@ -109,16 +112,22 @@ class WorkerExtension:
         return {"checksum": manifest.total_checksum(specs), "num_tensors": len(specs), "different": different}
 
 
-def _join(address: GroupAddress, rank: int, size: int, device: torch.device) -> WeightGroup:
-    return WeightGroup(
-        store=weight_group.find_store(address.host, address.port, address.timeout_s),
-        name=address.name,
-        rank=rank,
-        size=size,
-        device=device,
-        address=weight_group.address_towards(address.host, address.port),
-        timeout_s=address.timeout_s,
-    )
+def _join(joined: "Future[WeightGroup]", address: GroupAddress, rank: int, size: int, device: torch.device) -> None:
+    """Join a weight group; `joined` gets it, or the error."""
+    try:
+        group = WeightGroup(
+            store=weight_group.find_store(address.host, address.port, address.timeout_s),
+            name=address.name,
+            rank=rank,
+            size=size,
+            device=device,
+            address=weight_group.address_towards(address.host, address.port),
+            timeout_s=address.timeout_s,
+        )
+    except BaseException as error:  # noqa: BLE001 - raised where the result is read
+        joined.set_exception(error)
+    else:
+        joined.set_result(group)
 
 
 def _leave(joined: "Future[WeightGroup]") -> None:
