@@ -1,6 +1,7 @@
 """Updates and sleeps that break off, and what the engine then answers: a fake AsyncLLM under the real Engine."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,21 @@ async def test_a_model_that_differs_from_its_version_fails_the_engine_until_the_
     llm.failing = {}
     await engine.reload(request())
     assert engine.health().status == "ready"
+
+
+async def test_files_on_a_disk_that_hangs_are_given_up_with_the_old_weights_in_place(
+    engine: Engine, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr("hocket.server.versions.read", lambda *_: answered.wait())
+    engine._timeout_s = 0.05
+    try:
+        with pytest.raises(ApiError, match=r"not read within sync\.timeout_s=0\.05: does their disk hang\?") as refused:
+            await engine.reload(request())
+    finally:
+        answered.set()
+    assert (refused.value.status, refused.value.body.code) == (503, "slow_disk")
+    assert (llm.calls, engine.health().status) == ([], "ready")
 
 
 async def test_only_what_is_held_is_compared(engine: Engine, llm: FakeLLM) -> None:

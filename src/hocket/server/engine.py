@@ -291,7 +291,7 @@ class Engine:
         try:
             return await self._in_time(asyncio.to_thread(function, *arguments))
         except TimeoutError as error:
-            message = f"the files were not read: {error}; is the disk they are on alive?"
+            message = f"the files were not read within sync.timeout_s={self._timeout_s:g}: does their disk hang?"
             raise ApiError(503, "slow_disk", message, "the old weights keep serving; publish it again") from error
 
     async def _in_time(self, work: Awaitable[T]) -> T:
