@@ -199,6 +199,10 @@ BAD = {
     "wrong shape": (changed(lambda t: t.update({NAME: torch.zeros(3, 3)})), r"has shape \[3, 3\], .* is \[64, 128\]"),
     "integers": (changed(lambda t: t.update({NAME: t[NAME].int()})), "is int32; weights are float32"),
     "no manifest": (lambda f: (f / manifest.MANIFEST_FILE).unlink(), "can't read manifest.json"),
+    "manifest of endless depth": (
+        lambda f: (f / manifest.MANIFEST_FILE).write_text("[" * 100_000),
+        "can't read manifest.json: ",
+    ),
     "manifest of wrong tensors": (
         lambda f: edit_manifest(f, tensors={f"x{number}": number for number in range(20_000)}),
         "can't read manifest.json: body: 20000 fields are wrong",
