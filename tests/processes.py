@@ -51,7 +51,10 @@ def is_gone(pid: int | str) -> bool:
 class Forked:
     """A hocket command in a process like any other, but for its imports, which a fork server has done (preload.py).
 
-    It has what this file uses of a subprocess.Popen.
+    It has what this file uses of a subprocess.Popen. It hides what libraries read from the command's own environment
+    while they are imported, its sys.path, which is that of the tests, and the end of the interpreter: only atexit's
+    functions run. The tests in e2e/, the README's commands, what server/test_stopping.py starts, and one drill's first
+    server and run start for real.
     """
 
     def __init__(self, command: Sequence[str], log: Path, variables: dict[str, str]) -> None:
