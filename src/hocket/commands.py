@@ -253,11 +253,12 @@ def score_samples(config: Config, file: Path) -> int:
     for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):
         try:
             columns = columns_of(row)
-            rollout = rollout_of(columns, place, None if "group_id" in columns else config.data)
+            own = {"group_id", "prompt_id", "parts"} <= columns.keys()
+            rollout = rollout_of(columns, place, None if own else config.data)
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{place} is no sample: {error}") from error
         prompt = rollout.prompt
-        group = columns.get("group_id", repr((prompt.text, prompt.messages, prompt.answer)))
+        group = columns["group_id"] if own else repr((prompt.text, prompt.messages, prompt.answer))
         groups.setdefault(group, []).append(rollout)
 
     async def score() -> list[Score]:
