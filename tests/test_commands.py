@@ -19,7 +19,8 @@ from hocket import commands, parts
 from hocket.client import ServerClient
 from hocket.config import Config, DataConfig, dump, load
 from hocket.data.demonstrations import load_demonstrations
-from hocket.errors import ConfigError, ServerError
+from hocket.errors import ConfigError, RewardError, ServerError
+from hocket.rewards import RewardCalls, RewardScorer, reward
 from hocket.rewards.base import REWARDS, bind
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +98,37 @@ def test_a_run_without_an_update_ends_with_status_3(
     monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
     assert commands.train(load(None, [f"run.dir={tmp_path}/a"])) == status
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "75"  # torch reads it before the first weight group
+
+
+def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    @reward("broken")
+    class Broken:
+        async def __aenter__(self) -> None:
+            raise OSError("no weights")
+
+        async def __aexit__(self, *exc_info: object) -> None: ...
+
+        async def __call__(self, completion: str) -> None: ...
+
+    class Servers(contextlib.AsyncExitStack):
+        async def release(self) -> None:
+            released.append(True)
+
+    released: list[bool] = []
+    monkeypatch.setattr(commands.Parts, "servers_as_they_are", lambda *_: pytest.fail("a server was asked for"))
+    request.addfinalizer(lambda: REWARDS.forget("broken"))
+    settings = (f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4")
+    config = load(None, [*settings, "rewards.functions={broken: 1}"])
+    for command in (commands.roll_out, commands.evaluate_checkpoint):
+        with pytest.raises(RewardError, match="reward 'broken' can't be set up: OSError: no weights"):
+            command(config, [])
+    with RewardCalls(config.rewards, ["broken"]) as calls:
+        run: Any = SimpleNamespace(servers=Servers(), scorer=RewardScorer(calls, ["broken"]))
+        with pytest.raises(RewardError, match="can't be set up"):
+            asyncio.run(commands._train(run))
+    assert released == [True]
 
 
 def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_leaves(

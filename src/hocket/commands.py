@@ -120,6 +120,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
 async def _train(run: "Run") -> dict[str, Any]:
     async with run.servers:
         try:
+            await run.scorer.set_up()
             summary = await run.train()
             if (step := run.folder.last_step) > run.checkpoints.last:  # on_step has ended it
                 async with run.publisher.training(publishes=False):
@@ -203,6 +204,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             raise ConfigError("nothing to evaluate: set eval.num_prompts, and eval.data.source to held-out rows")
 
         async def run() -> dict[str, float]:
+            await calls.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
                 console.say(f"evaluating on {len(held_out)} prompts")
                 metrics, groups = await parts.evaluation(held_out, parts.play(servers), calls).run("eval")
@@ -228,6 +230,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         stream = parts.stream(parts.prompts("train", config.data))
 
         async def run() -> None:
+            await calls.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
                 play, scorer = parts.play(servers), RewardScorer(calls, config.rewards.functions)
                 async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer)) as batches:
