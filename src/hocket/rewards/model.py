@@ -33,7 +33,6 @@ class ModelReward:
     probability: bool = False  # in its place: the sigmoid; of several labels, the softmax
 
     def __post_init__(self) -> None:
-        import torch
         from transformers import AutoConfig
 
         from hocket import tokenizer as tokenizers  # with the config's classes: a worker's start would take longer
@@ -51,10 +50,6 @@ class ModelReward:
                 raise ValueError(f"{name} must be at least 1 and whole, got {value!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype} is none of {', '.join(DTYPES)}")
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device={self.device} can't be used: {error}") from error
         text = config.get_text_config()
         readable = self._tokenizer.model_max_length, getattr(text, "max_position_embeddings", None)
         self._longest = min(filter(None, (self.max_length, *readable)))
