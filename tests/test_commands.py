@@ -1,7 +1,6 @@
 """What `train --dry-run` says of servers and rewards, with a trainer that loads nothing."""
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -35,7 +34,8 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             raise ServerError("refused", code="unreachable")
         return SimpleNamespace()
 
-    trainer = SimpleNamespace(num_parameters=7, memory="little", check_same_model=lambda health: None)
+    sizes = {"num_parameters": 7, "micro_batch_tokens": 8192}
+    trainer = SimpleNamespace(memory="little", check_same_model=lambda health: None, **sizes)
     monkeypatch.setattr(ServerClient, "health", health)
     monkeypatch.setattr(commands.Parts, "trainer", lambda self, stack: trainer)
 
@@ -67,22 +67,17 @@ def test_a_dry_run_pays_an_answer_behind_the_thought_that_the_template_opens(dry
     assert "no server answers at http://down yet" in said
 
 
-def test_a_trainer_without_room_for_the_longest_rollout_ends_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def made(tokens: int) -> Any:  # as trainer.micro_batch_tokens=auto may find on a GPU
-        return lambda config: contextlib.nullcontext(SimpleNamespace(micro_batch_tokens=tokens))
-
+def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the_start(tmp_path: Path) -> None:
     settings = (f"run.dir={tmp_path}", f"model.path={ROOT}/checkpoints/tiny-sort", "rollout.max_tokens=16")
     config = load(None, [*settings, "data.limit=4"])
-    with commands.Console(1) as console, contextlib.ExitStack() as stack:
+    with commands.Console(1) as console:
         parts = commands.Parts(config, console)
         needed = 16 + max(len(prompt.token_ids) for prompt in parts.prompts("train", config.data))
-        monkeypatch.setattr("hocket.trainer.trainer.Trainer", made(needed - 1))
-        assert parts.trainer(stack).micro_batch_tokens == needed - 1  # the last token is only predicted
-        monkeypatch.setattr("hocket.trainer.trainer.Trainer", made(needed - 2))
+        assert parts.longest > needed
+        parts.limit(SimpleNamespace(micro_batch_tokens=needed - 1))  # as trainer.micro_batch_tokens=auto may find
+        assert parts.longest == needed  # the last token is only predicted
         with pytest.raises(ConfigError, match=f"may have {needed} tokens, but {needed - 1} fit: set trainer.gradient_"):
-            parts.trainer(stack)
+            parts.limit(SimpleNamespace(micro_batch_tokens=needed - 2))
 
 
 @pytest.mark.parametrize(("updated", "status"), [(0, 3), (1, 0)])

@@ -51,6 +51,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     """
     load_plugins(config.plugins)
     system.bound_nccl(config.sync.bucket_timeout_s)
+    config = chosen(config)  # the same on all ranks; and config.yaml says what is
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
@@ -58,7 +59,6 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
             system.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
-    config = chosen(config)  # so that config.yaml says what is
     with Console(config.trainer.steps) as console, ExitStack() as stack:
         if dry_run:
             _check(Parts(config, console), stack)
@@ -106,6 +106,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     if config.launch.share_gpu and any(found.values()):
         raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which loads the model")
     trainer = parts.trainer(stack)
+    parts.limit(trainer)
     say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
     for url, health in found.items():
         if health is None:
@@ -154,6 +155,7 @@ def _run(
 
     if saved is not None:
         trainer.restore(SavedTensors(saved.folder), saved.trainer)
+    parts.limit(trainer)
     console.say(trainer.memory)
 
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
