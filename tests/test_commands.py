@@ -1,6 +1,7 @@
 """What `train --dry-run` says of servers and rewards, with a trainer that loads nothing."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
