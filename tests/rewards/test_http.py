@@ -18,21 +18,25 @@ async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample
     scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got: list[Any] = []
+    noted = {"total": 2, "parts": {}, "note": None}
 
     async def answer(headers: Headers, body: Any) -> Answer:
         got.append((headers["authorization"], body))
-        return 200, {}, {"scores": [1.5, {"good": 0.5, "short": 0.25}, {"error": "no such word"}, "2"]}
+        return 200, {}, {"scores": [1.5, {"good": 0.5, "short": 0.25}, {"error": "no such word"}, "2", noted]}
 
     monkeypatch.setenv("MY_KEY", "hush")
     async with Service(answer).open() as service:
         rewards = scorer_of({"http": {"url": f"{service.url}/score", "key_env": "MY_KEY"}})
-        scores = await rewards.score_group([make_rollout(text, id=text) for text in ("a", "b", "c", "half \ud83d")])
+        scores = await rewards.score_group(
+            [make_rollout(text, id=text) for text in ("a", "b", "c", "half \ud83d", "e")]
+        )
     assert [score.total for score in scores[:2]] == [1.5, 0.75]
     assert dict(scores[1].parts) == {"http": 0.75, "http/good": 0.5, "http/short": 0.25}
-    assert [score.error for score in scores[2:]] == ["http: no such word", "http: returned str instead of a number"]
+    assert (scores[4].total, scores[4].note) == (2, "")
+    assert [score.error for score in scores[2:4]] == ["http: no such word", "http: returned str instead of a number"]
     ((key, body),) = got
     assert key == "Bearer hush"
-    assert [one["completion"] for one in body["samples"]] == ["a", "b", "c", "half \ud83d"]
+    assert [one["completion"] for one in body["samples"]] == ["a", "b", "c", "half \ud83d", "e"]
     assert body["samples"][0] == {
         "id": "a",
         "prompt": "Sort: dbca",

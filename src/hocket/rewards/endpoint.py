@@ -73,7 +73,8 @@ class Endpoint(Service):
             self.base_url.rstrip("/"),
             "OPENAI_API_KEY" if self.key_env == "" else self.key_env,
         )
-        self._name("base_url", f"{self.base_url}/chat/completions")
+        self._name("base_url", self.base_url)
+        self._url += "/chat/completions"
         self._wanted = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by text, as long as somebody wants it
         self._under_way = 0
         self._broken: sqlite3.Error | None = None  # after which no statement is tried: nothing would be counted
@@ -136,8 +137,7 @@ class Endpoint(Service):
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         if (stored := await self._stored(key)) is not None:
             return read(stored)
-        spent = await self._stored("dollars") or 0.0
-        if self.budget is not None and spent >= self.budget:
+        if self.budget is not None and (spent := await self._stored("dollars") or 0.0) >= self.budget:
             raise RewardError(
                 f"the judge has cost {spent:.2f} dollars (counted in the cache {self.cache}), its budget is "
                 f"{self.budget:g}: raise the judge's budget to go on"

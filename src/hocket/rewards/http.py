@@ -127,8 +127,8 @@ class HttpReward(Service):
 def _score(one: Any) -> Any:
     """Return the score that an object with an error, or with total and parts, stands for; others as they are."""
     if isinstance(one, dict) and ("error" in one or {"total", "parts"} <= one.keys()):
-        said = {"total": math.nan, **{key: one[key] for key in one.keys() & SCORE}}
-        return Score(**said | {"note": one.get("note") or ""})
+        said = {key: one[key] for key in one.keys() & SCORE}
+        return Score(**{"total": math.nan} | said | {"note": one.get("note") or ""})
     return one
 
 
