@@ -77,7 +77,7 @@ def test_every_shipped_config_loads_and_names_what_exists() -> None:
 
 def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherwise(tmp_path: Path) -> None:
     text = "data: {source: 'hf:a/b:main', prompt_column: q, answer_pattern: '(x)', limit: 9, split: half}\n"
-    held_out = load(tmp_path, text).held_out_data
+    held_out = load(tmp_path, text, "eval.data.split=test").held_out_data
     assert held_out is not None
     found = (held_out.source, held_out.split, held_out.prompt_column, held_out.limit, held_out.section)
     assert found == ("hf:a/b:main", "test", "q", None, "eval.data")
@@ -88,13 +88,27 @@ def test_the_held_out_rows_are_read_like_the_others_unless_eval_data_says_otherw
     assert held_out.answer_pattern == re.compile("(x)")
     again = load(tmp_path, config.dump(other), "data.prompt_column=z")  # the run's own file says it all
     assert again.held_out_data == held_out
+    with pytest.raises(ConfigError, match=r"eval\.data: system_prompt needs chat_template: true"):
+        config.load(None, ["data.system_prompt=Think.", "eval.data.chat_template=false"])
 
 
-def test_a_file_of_training_rows_is_not_taken_for_held_out_ones(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "data: {source: train.jsonl}\n")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("data.source=train.jsonl",),
+        ("data.source=train.jsonl", "eval.data.split=test"),  # a file has no splits
+        ("data.source=hf:a/b",),  # it may have no split test
+        ("data.source=hf:SAVED", "eval.data.split=test"),
+        ("data.split=test",),  # of task:sort
+        ("eval.num_prompts=0",),
+    ],
+)
+def test_training_rows_are_not_taken_for_held_out_ones(settings: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "state.json").touch()  # of a dataset that was saved, without splits
+    loaded = config.load(None, [setting.replace("SAVED", str(tmp_path)) for setting in settings])
     assert loaded.held_out_data is None
     assert load(tmp_path, config.dump(loaded)).held_out_data is None
-    assert config.load(None, ["eval.num_prompts=0"]).held_out_data is None
+    assert config.load(None).held_out_data is not None
 
 
 def test_values_come_from_defaults_then_file_then_overrides(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One process at a time owns a run folder: two live ones, a killed one, and one that another machine can't see."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,17 +11,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from filelock import SoftFileLease
 
+from hocket.errors import ConfigError
+from hocket.observe import owner
+from hocket.observe.owner import owning
 from processes import ROOT
 
 PROGRAM = """
-import socket, sys
+import sys, time
 from pathlib import Path
 from hocket.observe import owner
 run, wait, machine, silence = sys.argv[1:]
 owner.BEAT_S, owner.LOOK_S, owner.SILENCE_S = 0.05, 0.02, float(silence)
-socket.gethostname = lambda: machine
+owner._machine = lambda: machine
 try:
     with owner.owning(Path(run), lambda text: print(text, flush=True), wait=wait == "wait"):
         print("owns", flush=True)
@@ -57,15 +60,19 @@ def start() -> Iterator[Callable[..., Owner]]:
         yield start
 
 
-def test_a_resumed_run_is_told_who_has_the_folder_and_gets_it_at_the_end(
+def test_a_second_run_is_told_who_has_the_folder_and_a_third_gets_it_at_the_end(
     tmp_path: Path, start: Callable[..., Owner]
 ) -> None:
     run = tmp_path / "a"
     first = start(run, wait=False)
     assert first.line() == "owns"
+    second = start(run, wait=False)
+    said = second.communicate()[0]
+    assert second.returncode == 1
+    assert f"{run} belongs to process {first.pid} on " in said
+    assert said.rstrip().endswith("which is running: choose another run.dir, or end that process first")
     resumed = start(run, wait=True)
-    who = f"{run} belongs to process {first.pid} on a"
-    assert resumed.line() == f"{who}; waiting for its end, or for 999 s of silence (Ctrl-C to give up)"
+    assert resumed.line().endswith("waiting for its end, or for 999 s of silence (Ctrl-C to give up)")
     first.communicate("")
     assert resumed.line() == "owns"
     resumed.communicate("")
@@ -76,53 +83,83 @@ def test_a_resumed_run_is_told_who_has_the_folder_and_gets_it_at_the_end(
 def test_when_the_owner_is_killed_one_of_those_that_wait_gets_the_folder(
     machine: str, silence_s: float, tmp_path: Path, start: Callable[..., Owner]
 ) -> None:
-    first = start(tmp_path / "a", wait=True, silence_s=silence_s)
+    first = start(tmp_path / "a", wait=True)
     assert first.line() == "owns"
     waiting = [start(tmp_path / "a", wait=True, machine=machine, silence_s=silence_s) for _ in range(2)]
     for process in waiting:
-        assert f"belongs to process {first.pid} on a" in process.line()
-    first.kill()
-    first.wait()
+        assert f"belongs to process {first.pid} on" in process.line()
+    first.kill()  # and not waited for: it stays a zombie
     killed = time.monotonic()
-    while not (found := [process for process in waiting if owner_of(tmp_path / "a") == process.pid]):
+    while not (found := [p for p in waiting if _owner(tmp_path / "a").get("pid") == p.pid]):
         time.sleep(0.01)
     assert machine == "a" or time.monotonic() - killed > 2.0  # silence is all that tells it there
     assert found[0].line() == "owns"
     found[0].communicate("")
 
 
-def owner_of(run: Path) -> int | None:
-    return SoftFileLease(run / "owner.lock").pid
-
-
-@pytest.mark.parametrize("machine", ["a", "b"])
-def test_an_owner_is_known_by_its_signs_of_life(machine: str, tmp_path: Path, start: Callable[..., Owner]) -> None:
+def test_an_owner_that_is_stopped_keeps_its_folder_on_its_own_machine(
+    tmp_path: Path, start: Callable[..., Owner]
+) -> None:
     first = start(tmp_path / "a", wait=False)
     assert first.line() == "owns"
-    second = start(tmp_path / "a", wait=False, machine=machine)
+    first.send_signal(signal.SIGSTOP)
+    resumed = start(tmp_path / "a", wait=True, silence_s=0.3)
+    assert "which is running: choose another run.dir" in resumed.communicate()[0]
+
+
+@pytest.mark.parametrize("left", [b"", b'{"pid": 12, "ho', b"\0\xff", b"12"])
+def test_an_owner_file_that_was_cut_off_is_told_and_removed_after_its_silence(
+    left: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "SILENCE_S", 0.2)
+    monkeypatch.setattr(owner, "LOOK_S", 0.02)
+    (tmp_path / "owner.json").write_bytes(left)
+    said: list[str] = []
+    with owning(tmp_path, said.append, wait=False):
+        assert _owner(tmp_path)["pid"] == os.getpid()
+    (text,) = said
+    assert text.startswith(f"{tmp_path}/owner.json does not say whose {tmp_path} is; waiting for its end, or for 0.2 s")
+
+
+def _owner(run: Path) -> dict[str, object]:
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((run / "owner.json").read_text()))
+    return {}
+
+
+def test_an_owner_on_another_machine_is_known_by_its_signs_of_life(tmp_path: Path, start: Callable[..., Owner]) -> None:
+    first = start(tmp_path / "a", wait=False)
+    assert first.line() == "owns"
+    second = start(tmp_path / "a", wait=False, machine="b")
     assert "waiting for its end" in second.line()
-    assert "which is running: choose another run.dir, or end that process first" in second.communicate()[0]
-    assert (first.poll(), second.returncode) == (None, 1)
+    assert "which is running" in second.communicate()[0]
+    assert first.poll() is None
     first.communicate("")
 
 
 def test_an_owner_that_slept_until_another_one_came_ends(tmp_path: Path, start: Callable[..., Owner]) -> None:
-    first = start(tmp_path / "a", wait=False, silence_s=3)
+    first = start(tmp_path / "a", wait=False)
     assert first.line() == "owns"
     first.send_signal(signal.SIGSTOP)
     second = start(tmp_path / "a", wait=True, machine="b", silence_s=3)
     assert "waiting for" in second.line()
     assert second.line() == "owns"
     first.send_signal(signal.SIGCONT)
-    assert f"error: {tmp_path}/a was taken over (" in first.line()
+    assert f"error: {tmp_path}/a was taken over: " in first.line()
     assert first.line() == "interrupted"
     assert first.wait(60) == 0
-    assert owner_of(tmp_path / "a") == second.pid
+    assert _owner(tmp_path / "a")["pid"] == second.pid
 
 
-def test_a_resumed_run_does_not_wait_for_ever(tmp_path: Path, start: Callable[..., Owner]) -> None:
-    first = start(tmp_path / "a", wait=False, silence_s=1)
-    assert first.line() == "owns"
-    resumed = start(tmp_path / "a", wait=True, silence_s=1)
-    assert f"belongs to process {first.pid} on" in resumed.line()
-    assert "which is running" in resumed.communicate()[0]
+def test_a_lock_that_changed_hands_is_put_back_and_a_resumed_run_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "SILENCE_S", 0.2)
+    with owning(tmp_path, print, wait=False):
+        owner._remove(tmp_path / "owner.json", "the one before")
+        assert _owner(tmp_path)["pid"] == os.getpid()
+        said: list[str] = []
+        with pytest.raises(ConfigError, match="which is running"), owning(tmp_path, said.append, wait=True):
+            pass
+        assert f"belongs to process {os.getpid()} on" in said[0]
+    assert not tmp_path.exists()

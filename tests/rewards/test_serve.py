@@ -1,5 +1,6 @@
 """The rewards of a config, served to the reward `http` of another process over a real socket."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,13 +8,17 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 from hocket import config
 from hocket.cli import main
@@ -43,27 +48,30 @@ async def rank(completions, meta):
 """
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Runs the documented command with rewards that need no model; Ctrl-C ends it and leaves nothing."""
-    folder, port = tmp_path_factory.mktemp("serve"), free_port()
-    (folder / "rank.py").write_text(PLUGIN)
-    (folder / "rm.yaml").write_text(
-        "plugins: [rank.py]\n"
-        "rewards: {functions: {rank: 0.5, exact_match: {gate: true}, length: {weight: 0, up_to: 6}}}\n"
-    )
+@contextlib.contextmanager
+def serving(folder: Path, config: str, plugin: str, end: signal.Signals) -> Iterator[str]:
+    """Runs the documented command with rewards that need no model; the signal ends it and leaves nothing."""
+    port = free_port()
+    (folder / "own.py").write_text(plugin)
+    (folder / "rm.yaml").write_text(f"plugins: [own.py]\nrewards: {{functions: {config}}}\n")
     changed = [f"server.port={port}", "server.host=127.0.0.1"]
     command = [sys.executable, str(ROOT / "run.py"), *SERVES[3:5], *changed]
     environment = os.environ | {"HOCKET_TOKEN": TOKEN}
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as served:
         assert served.stdout is not None
-        assert (
-            served.stdout.readline() == f"hocket: rewards rank, exact_match, length at http://127.0.0.1:{port}/score\n"
-        )
+        names = ", ".join(yaml.safe_load(config))
+        assert served.stdout.readline() == f"hocket: rewards {names} at http://127.0.0.1:{port}/score\n"
         yield f"http://127.0.0.1:{port}/score"
-        served.send_signal(signal.SIGINT)
+        served.send_signal(end)
         assert served.communicate(timeout=60)[0] == "hocket: stopped\n"
         assert served.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    functions = "{rank: 0.5, exact_match: {gate: true}, length: {weight: 0, up_to: 6}}"
+    with serving(tmp_path_factory.mktemp("serve"), functions, PLUGIN, signal.SIGINT) as url:
+        yield url
 
 
 async def test_http_gets_totals_parts_notes_and_errors_of_another_process_as_from_its_own(
@@ -85,7 +93,8 @@ async def test_http_gets_totals_parts_notes_and_errors_of_another_process_as_fro
 
 def ask(url: str, body: Any, token: str | None = TOKEN) -> tuple[int, Any]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
+    text = body if isinstance(body, str) else json.dumps(body)
+    request = urllib.request.Request(url, data=text.encode(), headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
@@ -98,7 +107,9 @@ def ask(url: str, body: Any, token: str | None = TOKEN) -> tuple[int, Any]:
     [
         ({"samples": [{"prompt": "a", "completion": 5}]}, 422, "'completion' must be a text, got 5; the body must be"),
         ({"samples": [{"prompt": p, "completion": "a"} for p in "ab"]}, 422, "the samples differ in prompt, messages"),
-        ({"samples": 5}, 422, "TypeError: 'int' object is not iterable; the body must be"),
+        ({"samples": 5}, 422, "TypeError: object of type 'int' has no len(); the body must be"),
+        ({"samples": [{}] * 4097}, 422, "4097 samples, more than the 4096 of one request"),
+        ('{"samples": ' + "[" * 100_000, 422, "RecursionError: "),
         ({"completions": []}, 422, "KeyError: 'samples'; the body must be"),
         ([5], 422, "the body must be"),
     ],
@@ -109,6 +120,36 @@ def test_a_body_that_holds_no_samples_is_refused_with_what_it_must_be(
     found, answer = ask(url, body)
     assert (found, told in answer["detail"]) == (status, True), answer
     assert ask(url, body, token=None)[0] == ask(url, body, token="wrong")[0] == 401
+
+
+SLOW = """
+import asyncio
+from pathlib import Path
+from hocket.rewards import reward
+
+@reward("slow")
+class Slow:
+    async def __aenter__(self): return self
+    async def __aexit__(self, *exc_info): Path("torn_down").touch()
+    async def __call__(self, completion):
+        Path("begun").touch()
+        try:
+            await asyncio.sleep(999)
+        finally:
+            Path("given_up").touch()
+"""
+
+
+def test_what_a_client_that_left_has_asked_for_is_given_up_and_sigterm_tears_rewards_down(tmp_path: Path) -> None:
+    with serving(tmp_path, "{slow: {max_concurrent: 1}}", SLOW, signal.SIGTERM) as url:
+        body = json.dumps({"samples": [{"prompt": "a", "completion": "b"}]}).encode()
+        with contextlib.closing(HTTPConnection(urlsplit(url).netloc)) as client:
+            client.request("POST", "/score", body, {"Authorization": f"Bearer {TOKEN}"})
+            while not (tmp_path / "begun").exists():
+                time.sleep(0.01)
+        while not (tmp_path / "given_up").exists():
+            time.sleep(0.01)
+    assert (tmp_path / "torn_down").exists()
 
 
 def test_other_machines_need_a_token_and_a_model_that_can_not_be_loaded_ends_it(

@@ -279,12 +279,13 @@ class ServerConfig(Section):
 
 class HeldOutConfig(DataConfig):
     section: ClassVar[str] = "eval.data"
-    split: str = Field("test", description="As in section data, whose other keys but `limit` it takes if unset.")
+    split: str = Field("test", description="As in section data.")
 
 
 class EvalConfig(Section):
     data: HeldOutConfig = Field(
-        HeldOutConfig(), description="Held-out prompts: keys of section data, where they differ. A file needs `source`."
+        HeldOutConfig(),
+        description="Held-out prompts: `source` or, of a hub dataset, `split`; else as `data`.",
     )
     num_prompts: int = Field(256, ge=0, description="Prompts per evaluation. 0 disables evaluation.")
     samples: int = Field(1, ge=1, description="Rollouts per prompt; pass@k is measured for k = 1, 2, 4, ... up to it.")

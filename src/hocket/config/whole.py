@@ -80,6 +80,8 @@ class Config(Section):
             (launch.server_gpus != launch.trainer_gpus, "needs equal launch.server_gpus and launch.trainer_gpus"),
         ):
             yield launch.share_gpu and wrong, f"launch.share_gpu {message}"
+        held_out = self.held_out_data
+        yield from ((wrong, f"eval.data: {why}") for wrong, why in (held_out._contradictions() if held_out else ()))
         _ = self.token  # a weak one is refused now
 
     @property
@@ -96,11 +98,13 @@ class Config(Section):
     def held_out_data(self) -> sections.HeldOutConfig | None:
         """Section eval.data with what it takes from section data; None with no evaluation, or no held-out rows.
 
-        A hub dataset and a built-in task have a split of held-out rows, a file has none.
+        Those are of a source of its own, of a hub dataset's split that it names, or of a built-in task's test split.
         """
         own, data = self.eval.data, self.data
-        has_rows = "source" in own.model_fields_set or data.source.startswith(("hf:", "task:"))
-        if not (self.eval.num_prompts and has_rows):
+        kind, _, name = data.source.partition(":")
+        has_splits = kind == "hf" and not (Path(name).expanduser() / "state.json").is_file()  # a dataset that was saved
+        other = own.split != data.split and (kind == "task" or (has_splits and "split" in own.model_fields_set))
+        if not (self.eval.num_prompts and (other or "source" in own.model_fields_set)):
             return None
         shared = type(data).model_fields.keys() - own.model_fields_set - {"split", "limit"}
         return own.model_copy(update={name: getattr(data, name) for name in shared})

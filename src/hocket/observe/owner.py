@@ -1,20 +1,22 @@
-"""Give a run folder to one process at a time: a lease of filelock on owner.lock, kept by signs of life."""
+"""Give a run folder to one process at a time: owner.json names it; its modification time is the owner's heartbeat."""
 
 import contextlib
+import json
 import os
+import secrets
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import LeaseCompromise, SoftFileLease, Timeout
-
 from hocket.errors import ConfigError
 
-BEAT_S = 2.0  # between the owner's signs of life
+BEAT_S = 5.0  # between the owner's signs of life
 SILENCE_S = 60.0
-"""Seconds without a sign of life after which an owner is gone, and that a resumed run waits for one to end."""
+"""Seconds without a sign of life after which an owner on another machine is gone, and that a resumed run waits."""
 LOOK_S = 0.5
 
 
@@ -22,43 +24,98 @@ LOOK_S = 0.5
 def owning(run_dir: Path, say: Callable[[str], None], *, wait: bool) -> Iterator[None]:
     """Own a run folder while the body runs. Raise ConfigError if another process does, with `wait` after SILENCE_S.
 
-    An owner on this machine is also gone when its process is; one that runs on another machine of a shared disk, or in
-    a container, is seen by its signs of life alone, and no two clocks are compared.
+    An owner on this machine is gone when its process is. One that this machine can't see, as it runs on another machine
+    of a shared disk or in a container, is gone after SILENCE_S: its own clock does not matter.
     """
-    path = run_dir / "owner.lock"
-    lease = SoftFileLease(path, lease_duration=SILENCE_S, heartbeat_interval=BEAT_S, on_compromise=_lost)
-    _take(lease, path, say, patience_s=SILENCE_S if wait else 0.0)
+    path, pid, ended = run_dir / "owner.json", os.getpid(), threading.Event()
+    now = time.strftime("%F %T")
+    text = json.dumps({"pid": pid, "host": socket.gethostname(), "since": now, "process": [_machine(), _start_of(pid)]})
+    _take(path, text, say, patience_s=SILENCE_S if wait else 0.0)
+    beating = threading.Thread(target=_beat, args=(path, text, ended), daemon=True)
+    beating.start()
     try:
         yield
     finally:
-        lease.release()
+        ended.set()
+        beating.join(BEAT_S)  # it may hang on a disk that is gone
+        if _look(path)[0] == text:
+            path.unlink()
         with contextlib.suppress(OSError):  # something has been written
             run_dir.rmdir()
 
 
-def _take(lease: SoftFileLease, path: Path, say: Callable[[str], None], patience_s: float) -> None:
-    """Acquire the lease. Raise ConfigError where its owner gives a sign of life after `patience_s`."""
-    start, beat, told = time.monotonic(), 0, False
+def _take(path: Path, text: str, say: Callable[[str], None], patience_s: float) -> None:
+    """Create owner.json. Raise ConfigError where another owner is known to live after `patience_s`."""
+    start = heard = time.monotonic()
+    told, seen = False, _look(path)
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)  # its last owner may have removed it
-        with contextlib.suppress(Timeout, FileNotFoundError):
-            lease.acquire(blocking=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError, FileNotFoundError), path.open("x", encoding="utf-8") as file:
+            file.write(text)
             return
-        owner, before = lease.owner, beat
-        with contextlib.suppress(FileNotFoundError):
-            beat = path.stat().st_mtime_ns
-        if owner is not None:
-            host = owner.hostname.partition("?")[0]  # behind it a container's namespace
-            who = f"{path.parent} belongs to process {owner.pid} on {host}"
-            if before not in (0, beat) and time.monotonic() - start >= patience_s:
-                raise ConfigError(f"{who}, which is running: choose another run.dir, or end that process first")
-            if not told:
-                say(f"{who}; waiting for its end, or for {SILENCE_S:g} s of silence (Ctrl-C to give up)")
-                told = True
+        now, before = time.monotonic(), seen
+        if (seen := _look(path)) != before:
+            heard = now
+        try:
+            owner = json.loads(seen[0])
+            machine, started = owner["process"]
+        except (ValueError, TypeError, LookupError):  # it is being written, was just removed, or the disk was full
+            owner, machine, started = {}, "", ""
+        is_alive = machine == _machine() and _start_of(owner["pid"]) == started
+        if not is_alive and (machine == _machine() or now - heard >= SILENCE_S):
+            _remove(path, seen[0])
+            continue
+        who = f"{path} does not say whose {path.parent} is"
+        if owner:
+            who = f"{path.parent} belongs to process {owner['pid']} on {owner['host']} since {owner['since']}"
+        was_heard = heard > start and now - heard < 3 * BEAT_S
+        if owner and (is_alive or was_heard) and now - start >= patience_s:
+            raise ConfigError(f"{who}, which is running: choose another run.dir, or end that process first")
+        if not told and (owner or seen == before):
+            say(f"{who}; waiting for its end, or for {SILENCE_S:g} s of silence (Ctrl-C to give up)")
+            told = True
         time.sleep(LOOK_S)
 
 
-def _lost(lost: LeaseCompromise) -> None:
-    """End the process, which was silent for too long: the folder may have another owner."""
-    print(f"error: {Path(lost.lock_file).parent} was taken over ({lost.reason}); this run ends", file=sys.stderr)
-    os.kill(os.getpid(), signal.SIGINT)
+def _look(path: Path) -> tuple[str, int]:
+    """Return the owner's text and the time of its last sign of life; opened, as NFS then asks the server."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return "", 0
+
+
+def _remove(path: Path, text: str) -> None:
+    """Remove what an owner that is gone has left, but not what another process that waited has put in its place."""
+    taken = path.with_name(f".{secrets.token_hex(8)}")
+    with contextlib.suppress(FileNotFoundError):  # another one was faster
+        path.rename(taken)
+        if _look(taken)[0] == text:
+            taken.unlink()
+        else:
+            taken.rename(path)
+
+
+def _beat(path: Path, text: str, ended: threading.Event) -> None:
+    """Give signs of life; end the process if it was silent too long, so that the folder has another owner."""
+    while not ended.wait(BEAT_S):
+        with contextlib.suppress(OSError):
+            if (found := _look(path)[0]) not in ("", text):
+                print(f"error: {path.parent} was taken over: {found}; this run ends", file=sys.stderr)
+                return os.kill(os.getpid(), signal.SIGINT)
+            os.utime(path)
+
+
+def _machine() -> str:
+    """Return what all processes have in common that can see each other: since this boot, in this container."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process was started, in ticks since the boot; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else fields[18]

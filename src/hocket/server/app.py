@@ -1,6 +1,5 @@
 """Define hocket's routes, beside vLLM's OpenAI-compatible ones and behind the same middleware."""
 
-import asyncio
 import contextlib
 import functools
 import logging
@@ -32,15 +31,13 @@ from hocket.server import vllm_api
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, cause_of, parse
 from hocket.server.generate import Job
-from hocket.server.middleware import Guard
+from hocket.server.middleware import Guard, unless_client_leaves
 from hocket.server.openai import RouteSessions
 from hocket.server.sessions import OpenSessions
-from hocket.system import cancel, run_in_thread
+from hocket.system import run_in_thread
 
 logger = logging.getLogger("hocket")
 
-CLIENT_CLOSED_REQUEST = 499
-"""Status of an answer that no client receives: it has disconnected."""
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 409, 413, 422, 500, 503, 507)
 }
@@ -97,7 +94,7 @@ def _router(engine: Engine, sessions: OpenSessions) -> APIRouter:
         message, jobs = await engine.read(await request.body())
         if message.stream:
             return StreamingResponse(_stream(engine, jobs, packed=message.packed), media_type="application/x-ndjson")
-        return await _unless_client_leaves(request, _all(engine, message, jobs))
+        return await unless_client_leaves(request, _all(engine, message, jobs))
 
     how: dict[str, Any] = {"methods": ["POST"], "response_model": GenerateResponse}
     router.add_api_route("/generate", generate, route_class_override=_UnparsedRoute, **how)
@@ -160,22 +157,6 @@ async def _stream(engine: Engine, jobs: Sequence[Job], *, packed: bool) -> Async
     except ApiError as failed:
         error = failed.body
     yield StreamEnd(version=engine.version, model=engine.model, error=error).model_dump_json(ensure_ascii=True) + "\n"
-
-
-async def _unless_client_leaves(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """Return the answer, or cancel the work on it as soon as the client has disconnected."""
-    working = asyncio.create_task(answer)
-    leaving = asyncio.create_task(_left(request))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
-    finally:
-        await cancel((working, leaving))
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

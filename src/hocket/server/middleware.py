@@ -1,16 +1,19 @@
-"""Guard every route, vLLM's own included: token, size of the body, state of the engine."""
+"""Guard every route, vLLM's own included: token, size of the body, state of the engine; notice a client that leaves."""
 
 import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.server.errors import ApiError
+from hocket.system import cancel
 
 ALWAYS_ANSWERED = frozenset(
     {"/health", "/heartbeat", "/reload_weights", "/sleep", "/wake_up"} | {"/metrics", "/docs", "/openapi.json"}
@@ -20,6 +23,8 @@ UPLOAD = "/upload/"
 """Prefix of paths whose bodies are files: the route reads them piece by piece and limits them itself."""
 MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 60.0
+CLIENT_CLOSED_REQUEST = 499
+"""Status of an answer that no client receives: it has disconnected."""
 _SESSION = re.compile(r"/sessions/[^/]+")  # reading and closing a session needs no engine
 
 
@@ -116,3 +121,19 @@ def replay(message: Message, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return replayed
+
+
+async def unless_client_leaves(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Return the answer, or cancel the work on it as soon as the client has disconnected."""
+    working = asyncio.create_task(answer)
+    leaving = asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        await cancel((working, leaving))
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

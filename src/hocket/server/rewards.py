@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import dataclasses
+import signal
 import socket
-from typing import Any
+from collections.abc import Sequence
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 
 from hocket.config import Config
 from hocket.errors import RewardError
@@ -14,13 +16,16 @@ from hocket.observe.run_folder import rollout_of
 from hocket.registry import load_plugins
 from hocket.rewards.scorer import RewardCalls, RewardScorer
 from hocket.server.main import GRACE_S, bind, check
-from hocket.server.middleware import Guard
+from hocket.server.middleware import Guard, unless_client_leaves
+from hocket.types import Rollout
 
+MAX_SAMPLES = 4096
 WANTED = '{"samples": [{"prompt": text, "completion": text, ...}, ...]}, of one prompt'
 
 
 def serve(config: Config) -> None:
-    """Serve until Ctrl-C; the models of the rewards are loaded before the first request is read."""
+    """Serve until Ctrl-C or SIGTERM; async rewards are set up before the first request is read."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn gives it back when it has shut down
     load_plugins(config.plugins)
     check(config.server.host, config.token, random_init=False)
     with (
@@ -38,19 +43,20 @@ async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> Non
     app, scorer = FastAPI(title="hocket: rewards"), RewardScorer(calls, config.rewards.functions)
 
     @app.post("/score")
-    async def score(request: Request) -> dict[str, list[Any]]:
+    async def score(request: Request) -> Response:
         """Score the completions of one prompt, as docs/rewards.md shows them."""
         try:
             samples = (await request.json())["samples"]
+            if len(samples) > MAX_SAMPLES:
+                raise ValueError(f"{len(samples)} samples, more than the {MAX_SAMPLES} of one request")
             rollouts = [rollout_of(sample, str(number)) for number, sample in enumerate(samples)]
             if any(one.prompt != rollouts[0].prompt for one in rollouts):
                 raise ValueError("the samples differ in prompt, messages, answer or meta")
-            scores = await scorer.score_group(rollouts)
+            return await unless_client_leaves(request, _answer(scorer, rollouts))
         except RewardError as error:
             raise HTTPException(500, str(error)) from error
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise HTTPException(422, f"{type(error).__name__}: {error}; the body must be {WANTED}") from error
-        return {"scores": [dataclasses.asdict(one) | ({} if one.error is None else {"total": None}) for one in scores]}
 
     served = Guard(
         app,
@@ -60,6 +66,13 @@ async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> Non
         require_ready=lambda: None,
     )
     await calls.set_up()
+    sock.listen()  # who reads the line may ask at once
     print(f"hocket: rewards {', '.join(calls.specs)} at {config.own_url}/score", flush=True)
     settings = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
     await uvicorn.Server(settings).serve(sockets=[sock])
+
+
+async def _answer(scorer: RewardScorer, rollouts: Sequence[Rollout]) -> Response:
+    scores = await scorer.score_group(rollouts)
+    rows = [dataclasses.asdict(one) | ({} if one.error is None else {"total": None}) for one in scores]
+    return JSONResponse({"scores": rows})

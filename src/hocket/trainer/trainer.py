@@ -176,8 +176,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     @property
     def memory(self) -> str:
         """The memory estimate of a step, the attention and, with micro_batch_tokens=auto, the size found, as a line."""
-        size = f"trainer.micro_batch_tokens=auto is {self.micro_batch_tokens}, and so is the longest sequence"
-        found = f"; {size} (model.max_length limits them)" if self.models.fitted_for is not None else ""
+        tokens = self.micro_batch_tokens
+        size = f"; trainer.micro_batch_tokens=auto is {tokens}: sequences of up to {tokens + 1} tokens have room"
+        found = size if self.models.fitted_for is not None else ""
         return f"a step needs {self.models.estimate}; attention: {self.models.attention}{found}"
 
     def check_same_model(self, health: Health) -> None:
