@@ -223,7 +223,7 @@ def test_an_interrupted_run_says_once_how_to_go_on(
 def test_a_dry_run_says_what_a_run_would_use_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = MagicMock(num_parameters=1234, memory="it fits")
+    trainer = MagicMock(num_parameters=1234, memory="it fits", micro_batch_tokens=1024)
     trainer.__enter__.return_value = trainer
     monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda config: trainer)
     port = free_port()
