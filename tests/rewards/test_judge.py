@@ -347,6 +347,8 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
             await rewards.score(make_rollout("8"))
             with pytest.raises(RewardError, match=r"cache .*cache.db can't be used: database is locked"):
                 await rewards.score(make_rollout("9"))
+            late = await scorer_of(functions(service, **counting(tmp_path))).score(make_rollout("9"))
+    assert "can't be set up: RewardError: the judge's cache" in str(late.error)
 
 
 async def test_dollars_of_a_cache_from_before_its_table_had_this_name_are_counted_on(

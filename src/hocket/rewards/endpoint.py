@@ -29,13 +29,15 @@ LOCKED_S = 60.0  # to wait for a process that has locked the cache
 TOKENS_PER_BYTE = 0.5  # of a prompt, until the endpoint has counted: English has 0.25
 MAX_TOKENS = 10**7  # a call that counts more is not believed
 ADD = "ON CONFLICT DO UPDATE SET value = value + excluded.value"
-OPEN = f"""PRAGMA synchronous=OFF; -- an answer that is lost is asked for again
-    BEGIN IMMEDIATE;
-    CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value);
-    CREATE TABLE IF NOT EXISTS judge (key, value); -- until November 2026, with scores
-    INSERT INTO answers SELECT key, value FROM judge WHERE key = 'dollars' {ADD};
-    DROP TABLE judge;
-    COMMIT"""
+OPEN = (
+    "PRAGMA synchronous=OFF",  # an answer that is lost is asked for again
+    "BEGIN IMMEDIATE",
+    "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value)",
+    "CREATE TABLE IF NOT EXISTS judge (key, value)",  # until November 2026, with scores
+    f"INSERT INTO answers SELECT key, value FROM judge WHERE key = 'dollars' {ADD}",
+    "DROP TABLE judge",
+    "COMMIT",
+)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -86,7 +88,9 @@ class Endpoint(Service):
                 window.limit = min(window.limit, limit or math.inf)
         self._thread = ThreadPoolExecutor(1, "cache")  # waits for other processes, while the event loop goes on
         self._store = sqlite3.connect(self.cache or ":memory:", LOCKED_S, isolation_level=None, check_same_thread=False)
-        await asyncio.wrap_future(self._thread.submit(self._store.executescript, OPEN))
+        for statement in OPEN:
+            self._execute(statement)
+        await self._stored("dollars")  # fails here where the cache can't be used
         return await super().__aenter__()
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -108,11 +108,10 @@ class HttpReward(Service):
         super().__post_init__()
         if (host := self._name("url", self.url, trust_env=False)) not in {*LOCAL, *self.hosts}:
             raise ValueError(f"url is on another host, which gets no samples unless it is named: set hosts: [{host}]")
-        self._openrlhf = self.format == "openrlhf"
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        text = await self._post(_openrlhf(rollouts) if self._openrlhf else _samples(rollouts), AGAIN)
-        key, count = "rewards" if self._openrlhf else "scores", len(rollouts)
+        make, key = (_openrlhf, "rewards") if self.format == "openrlhf" else (_samples, "scores")
+        text, count = await self._post(make(rollouts), AGAIN), len(rollouts)
         try:
             scores = json.loads(text)[key]
         except (ValueError, LookupError, TypeError):
