@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -105,6 +106,30 @@ def test_reward_test_reads_a_runs_own_rollouts_whatever_columns_the_data_has_and
     assert last == "4 samples in 2 groups, 0 without a score"
 
 
+def test_reward_test_gives_a_failed_episode_no_score_and_a_user_his_own_group_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, path = Prompt(id="rows:1", token_ids=(1,), text="1+2?", answer="3"), tmp_path / "rows.jsonl"
+    told = [TokenSequence(token_ids=(1, 5), mask=(False, True), logprobs=(0.0, 0.0), text=text) for text in ("3", "")]
+    errors, scores = (None, "it was late"), (Score(total=1.0), Score(total=math.nan, error="it was late"))
+    rollouts = [Rollout(id=f"a/{i}", prompt=asked, sequences=(told[i],), error=errors[i]) for i in range(2)]
+    failed_reward = Score(total=math.nan, error="exact_match: it was late")  # may be better by now
+    groups = [
+        Group(id="a", rollouts=tuple(rollouts), scores=scores),
+        Group(id="b", rollouts=(rollouts[0],), scores=(failed_reward,)),
+    ]
+    path.write_text(lines_of(groups))
+    command = ["reward-test", f"--samples={path}", "data.prompt_column=question", "data.answer_column=target"]
+    assert main([*command, "rewards.functions={exact_match: 1}"]) == 1
+    first, late, again, *_, last = capsys.readouterr().out.splitlines()
+    assert [first, late] == ["a/0  1  exact_match 1", "a/1  error: it was late  "]
+    assert [again, last] == ["a/0  1  exact_match 1", "3 samples in 2 groups, 1 without a score"]
+    rows = [{"question": "1+2?", "target": 3, "group_id": name, "completion": "3"} for name in "ab"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*command, "rewards.functions={exact_match: 1}"]) == 0
+    assert capsys.readouterr().out.endswith("2 samples in 1 groups, 0 without a score\n")
+
+
 def test_the_ledger_balances_or_names_who_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "checkpoints" / "step_000003"  # a replay has checkpoints, too, but no draws
     folder.mkdir(parents=True)
@@ -198,7 +223,7 @@ def test_an_interrupted_run_says_once_how_to_go_on(
 def test_a_dry_run_says_what_a_run_would_use_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = MagicMock(num_parameters=1234, memory="it fits")
+    trainer = MagicMock(num_parameters=1234, memory="it fits", micro_batch_tokens=1024)
     trainer.__enter__.return_value = trainer
     monkeypatch.setattr("hocket.trainer.trainer.Trainer", lambda config: trainer)
     port = free_port()

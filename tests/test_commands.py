@@ -19,7 +19,8 @@ from hocket import commands, parts
 from hocket.client import ServerClient
 from hocket.config import Config, DataConfig, dump, load
 from hocket.data.demonstrations import load_demonstrations
-from hocket.errors import ConfigError, ServerError
+from hocket.errors import ConfigError, RewardError, ServerError
+from hocket.rewards import RewardCalls, RewardScorer, reward
 from hocket.rewards.base import REWARDS, bind
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +35,8 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             raise ServerError("refused", code="unreachable")
         return SimpleNamespace()
 
-    trainer = SimpleNamespace(num_parameters=7, memory="little", check_same_model=lambda health: None)
+    sizes = {"num_parameters": 7, "micro_batch_tokens": 8192}
+    trainer = SimpleNamespace(memory="little", check_same_model=lambda health: None, **sizes)
     monkeypatch.setattr(ServerClient, "health", health)
     monkeypatch.setattr(commands.Parts, "trainer", lambda self, stack: trainer)
 
@@ -66,22 +68,17 @@ def test_a_dry_run_pays_an_answer_behind_the_thought_that_the_template_opens(dry
     assert "no server answers at http://down yet" in said
 
 
-def test_a_trainer_without_room_for_the_longest_rollout_ends_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def made(tokens: int) -> Any:  # as trainer.micro_batch_tokens=auto may find on a GPU
-        return lambda config: contextlib.nullcontext(SimpleNamespace(micro_batch_tokens=tokens))
-
+def test_no_episode_outgrows_a_micro_batch_and_one_too_small_for_a_turn_ends_the_start(tmp_path: Path) -> None:
     settings = (f"run.dir={tmp_path}", f"model.path={ROOT}/checkpoints/tiny-sort", "rollout.max_tokens=16")
     config = load(None, [*settings, "data.limit=4"])
-    with commands.Console(1) as console, contextlib.ExitStack() as stack:
+    with commands.Console(1) as console:
         parts = commands.Parts(config, console)
         needed = 16 + max(len(prompt.token_ids) for prompt in parts.prompts("train", config.data))
-        monkeypatch.setattr("hocket.trainer.trainer.Trainer", made(needed - 1))
-        assert parts.trainer(stack).micro_batch_tokens == needed - 1  # the last token is only predicted
-        monkeypatch.setattr("hocket.trainer.trainer.Trainer", made(needed - 2))
+        assert parts.longest > needed
+        parts.limit(SimpleNamespace(micro_batch_tokens=needed - 1))  # as trainer.micro_batch_tokens=auto may find
+        assert parts.longest == needed  # the last token is only predicted
         with pytest.raises(ConfigError, match=f"may have {needed} tokens, but {needed - 1} fit: set trainer.gradient_"):
-            parts.trainer(stack)
+            parts.limit(SimpleNamespace(micro_batch_tokens=needed - 2))
 
 
 @pytest.mark.parametrize(("updated", "status"), [(0, 3), (1, 0)])
@@ -97,6 +94,37 @@ def test_a_run_without_an_update_ends_with_status_3(
     monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
     assert commands.train(load(None, [f"run.dir={tmp_path}/a"])) == status
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "75"  # torch reads it before the first weight group
+
+
+def test_an_async_reward_that_can_not_be_set_up_ends_the_start_before_a_server_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    @reward("broken")
+    class Broken:
+        async def __aenter__(self) -> None:
+            raise OSError("no weights")
+
+        async def __aexit__(self, *exc_info: object) -> None: ...
+
+        async def __call__(self, completion: str) -> None: ...
+
+    class Servers(contextlib.AsyncExitStack):
+        async def release(self) -> None:
+            released.append(True)
+
+    released: list[bool] = []
+    monkeypatch.setattr(commands.Parts, "servers_as_they_are", lambda *_: pytest.fail("a server was asked for"))
+    request.addfinalizer(lambda: REWARDS.forget("broken"))
+    settings = (f"run.dir={tmp_path}/a", f"model.path={ROOT}/checkpoints/tiny-sort", "data.limit=4")
+    config = load(None, [*settings, "rewards.functions={broken: 1}"])
+    for command in (commands.roll_out, commands.evaluate_checkpoint):
+        with pytest.raises(RewardError, match="reward 'broken' can't be set up: OSError: no weights"):
+            command(config, [])
+    with RewardCalls(config.rewards, ["broken"]) as calls:
+        run: Any = SimpleNamespace(servers=Servers(), scorer=RewardScorer(calls, ["broken"]))
+        with pytest.raises(RewardError, match="can't be set up"):
+            asyncio.run(commands._train(run))
+    assert released == [True]
 
 
 def test_python_gives_the_command_settings_and_rewards_and_gets_what_the_run_leaves(

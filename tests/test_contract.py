@@ -39,7 +39,6 @@ HOMES = {  # the only places that may import a package
     "deepspeed": {"trainer"},
     "peft": {"trainer"},
     "httpx": {"client", "rewards.http"},
-    "openai": {"rewards.endpoint"},
     "rich": {"observe"},
     "psutil": {"doctor", "server"},
 }

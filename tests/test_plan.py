@@ -138,7 +138,7 @@ def test_a_shipped_config_fits_the_gpus_that_it_is_for(
 
 
 def test_a_plan_that_does_not_fit_names_the_least_costly_ways_out(models: dict[str, str]) -> None:
-    settings = [f"model.path={models['7B']}", "model.max_length=4096"]
+    settings = [f"model.path={models['7B']}", "model.max_length=4096", "trainer.micro_batch_tokens=8192"]
     said = list(plan.report(load(None, settings), settings, 8, "80GB"))
     assert any("a rank needs more than its GPU has" in line for line in said)
     ways = [line.split(":")[0].strip() for line in said[-3:]]

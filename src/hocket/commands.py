@@ -51,6 +51,7 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
     """
     load_plugins(config.plugins)
     system.bound_nccl(config.sync.bucket_timeout_s)
+    config = chosen(config)  # the same on all ranks; and config.yaml says what is
     if int(os.environ.get("RANK", "0")) > 0:
         from hocket.trainer.trainer import Trainer
 
@@ -58,7 +59,6 @@ def train(config: Config, *, dry_run: bool = False, serve: bool = False, on_step
             system.run(clear_gpu(config))
         Trainer(config).follow()
         return 0
-    config = chosen(config)  # so that config.yaml says what is
     with Console(config.trainer.steps) as console, ExitStack() as stack:
         if dry_run:
             _check(Parts(config, console), stack)
@@ -106,6 +106,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
     if config.launch.share_gpu and any(found.values()):
         raise ConfigError("the server holds the GPU of launch.share_gpu: stop it for a dry run, which loads the model")
     trainer = parts.trainer(stack)
+    parts.limit(trainer)
     say(f"{trainer.num_parameters:,} parameters; {trainer.memory}")
     for url, health in found.items():
         if health is None:
@@ -120,6 +121,7 @@ def _check(parts: Parts, stack: ExitStack) -> None:
 async def _train(run: "Run") -> dict[str, Any]:
     async with run.servers:
         try:
+            await run.scorer.set_up()
             summary = await run.train()
             if (step := run.folder.last_step) > run.checkpoints.last:  # on_step has ended it
                 async with run.publisher.training(publishes=False):
@@ -153,6 +155,7 @@ def _run(
 
     if saved is not None:
         trainer.restore(SavedTensors(saved.folder), saved.trainer)
+    parts.limit(trainer)
     console.say(trainer.memory)
 
     replay = Replay(Path(config.pipeline.replay)) if config.pipeline.replay is not None else None
@@ -203,6 +206,7 @@ def evaluate_checkpoint(config: Config, arguments: Sequence[str]) -> dict[str, f
             raise ConfigError("nothing to evaluate: set eval.num_prompts, and eval.data.source to held-out rows")
 
         async def run() -> dict[str, float]:
+            await calls.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
                 console.say(f"evaluating on {len(held_out)} prompts")
                 metrics, groups = await parts.evaluation(held_out, parts.play(servers), calls).run("eval")
@@ -228,6 +232,7 @@ def roll_out(config: Config, arguments: Sequence[str]) -> None:
         stream = parts.stream(parts.prompts("train", config.data))
 
         async def run() -> None:
+            await calls.set_up()  # before a server is started
             async with parts.servers_as_they_are(arguments) as servers:
                 play, scorer = parts.play(servers), RewardScorer(calls, config.rewards.functions)
                 async with parts.pipeline(lambda plan: collect(plan, stream.take, play, scorer)) as batches:
@@ -253,11 +258,12 @@ def score_samples(config: Config, file: Path) -> int:
     for place, row in read_rows(config.data.model_copy(update={"source": str(file), "limit": None})):
         try:
             columns = columns_of(row)
-            rollout = rollout_of(columns, place, None if "group_id" in columns else config.data)
+            own = {"group_id", "prompt_id", "parts"} <= columns.keys()
+            rollout = rollout_of(columns, place, None if own else config.data)
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{place} is no sample: {error}") from error
         prompt = rollout.prompt
-        group = columns.get("group_id", repr((prompt.text, prompt.messages, prompt.answer)))
+        group = columns["group_id"] if own else repr((prompt.text, prompt.messages, prompt.answer))
         groups.setdefault(group, []).append(rollout)
 
     async def score() -> list[Score]:

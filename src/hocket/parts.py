@@ -53,19 +53,23 @@ class Parts:
         self.config, self.console = chosen(config), console
         self.tokenizer = tokenizers.load(config.model.path)
         self.environment = environments.bind(config.env.name, config.env.model_extra or {})
-        self.longest, self.limit = tokenizers.longest_sequence(config.model, config.trainer)
+        self.longest, self.longest_by = tokenizers.longest_sequence(config.model, self.config.trainer)
         self.needed = 0  # tokens of the longest prompt that is trained on, and of a completion
 
     def trainer(self, stack: ExitStack) -> "Trainer":
-        """Load the model into a trainer, which ends with the stack; it has room for a turn on each of the prompts."""
+        """Load the model into a trainer, which ends with the stack."""
         from hocket.trainer.trainer import Trainer
 
         self.console.doing(f"loading {self.config.model.path} into the trainer")
-        trainer = stack.enter_context(Trainer(self.config))
-        if (size := trainer.micro_batch_tokens + 1) < self.needed:
+        return stack.enter_context(Trainer(self.config))
+
+    def limit(self, trainer: "Trainer") -> None:
+        """Let no episode outgrow a micro-batch. Raise ConfigError where a turn on the longest prompt may."""
+        size = trainer.micro_batch_tokens + 1  # the last token is only predicted
+        self.longest = min(self.longest, size)
+        if size < self.needed and self.config.pipeline.replay is None:
             advice = "set trainer.gradient_checkpointing=true, or a lower rollout.max_tokens or data.max_prompt_tokens"
             raise ConfigError(f"a prompt with its completion may have {self.needed} tokens, but {size} fit: {advice}")
-        return trainer
 
     def prompts(self, what: str, data: DataConfig, max_tokens: int | None = None) -> Sequence[Prompt]:
         """Return the prompts of a source that are short enough, and say how many were not."""
@@ -75,11 +79,11 @@ class Parts:
         room = self.longest - thought - (max_tokens := max_tokens or self.config.rollout.max_tokens)
         if room < 1:
             before = f", behind env.thinking_tokens={thought}," if thought else ""
-            raise ConfigError(f"{setting}={max_tokens}{before} leaves no prompt room in {self.limit}: lower it")
+            raise ConfigError(f"{setting}={max_tokens}{before} leaves no prompt room in {self.longest_by}: lower it")
         tools = made.toolbox.tools if made.toolbox else ()
         prompts, num_dropped, longest = load_prompts(data, self.tokenizer, max_prompt_tokens=room, tools=tools)
         limit, fits = min(room, data.max_prompt_tokens or room), self.longest - thought - longest
-        advice = f"{setting}={fits} has room for all" if fits > 0 else f"{self.limit} is too short for it"
+        advice = f"{setting}={fits} has room for all" if fits > 0 else f"{self.longest_by} is too short for it"
         advice = f"{data.section}.max_prompt_tokens={limit} leaves them out" if limit < room else advice
         too_long = f"with more than {limit} tokens; the longest has {longest}: {advice}"
         if num_dropped:

@@ -53,11 +53,11 @@ def _train(config: Config) -> None:
     steps = config.trainer.steps if most is None else math.ceil(most / size)
     with Console(steps) as console, RunFolder(config) as folder, Trainer(config, loss=sft_loss) as trainer:
         parts: dict[str, Part] = {"recorder": folder, "demonstrations": Demonstrations(samples)}
-        check_fits([*samples, *held_out], trainer.micro_batch_tokens)
         trainer.plan(steps)
         if saved is not None:
             trainer.restore(SavedTensors(saved.folder), saved.trainer)
             saved.restore(parts)
+        check_fits([*samples, *held_out], trainer.micro_batch_tokens)
         console.say(f"{len(samples)} demonstrations, {trainer.num_parameters:,} parameters; {trainer.memory}")
         console.say(f"the first one, with what is taught in [[ ]]: {_shown(samples[0], config.model.path)}")
         if epochs is not None and "steps" in config.trainer.model_fields_set:

@@ -107,7 +107,7 @@ def test_an_owner_that_is_stopped_keeps_its_folder_on_its_own_machine(
     assert "which is running: choose another run.dir" in resumed.communicate()[0]
 
 
-@pytest.mark.parametrize("left", [b"", b'{"pid": 12, "ho', b"\0\xff"])
+@pytest.mark.parametrize("left", [b"", b'{"pid": 12, "ho', b"\0\xff", b"12"])
 def test_an_owner_file_that_was_cut_off_is_told_and_removed_after_its_silence(
     left: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,11 +209,11 @@ def test_the_newest_step_and_those_that_lie_evenly_before_it_are_shown(tmp_path:
 
 def test_parts_have_curves_of_their_own_without_what_a_judge_costs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", group(0.5))
-    parts = {"judge": 0.5, "length": -0.1, "judge/tokens": 120, "judge/calls": 1}
+    parts = {"judge": 0.5, "length": -0.1, "judge/tokens": 120, "judge/calls": 1, "http/judge/tokens": 7}
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, **{f"reward/{name}": v for name, v in parts.items()}}))
     page = drawn(folder)
     assert "Reward by part" in page.text
     assert "step 1: judge 0.5, length -0.1" in page.source
     assert "What judges costtokens per rollout" in page.text
-    assert "step 1: judge 120" in page.source
+    assert "step 1: http/judge 7, judge 120" in page.source
     assert "abc 1, b 0" in page.text

@@ -18,21 +18,25 @@ async def test_a_group_is_one_request_with_the_documented_fields_and_each_sample
     scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got: list[Any] = []
+    noted = {"total": 2, "parts": {}, "note": None}
 
     async def answer(headers: Headers, body: Any) -> Answer:
         got.append((headers["authorization"], body))
-        return 200, {}, {"scores": [1.5, {"good": 0.5, "short": 0.25}, {"error": "no such word"}, "2"]}
+        return 200, {}, {"scores": [1.5, {"good": 0.5, "short": 0.25}, {"error": "no such word"}, "2", noted]}
 
     monkeypatch.setenv("MY_KEY", "hush")
     async with Service(answer).open() as service:
         rewards = scorer_of({"http": {"url": f"{service.url}/score", "key_env": "MY_KEY"}})
-        scores = await rewards.score_group([make_rollout(text, id=text) for text in ("a", "b", "c", "half \ud83d")])
+        scores = await rewards.score_group(
+            [make_rollout(text, id=text) for text in ("a", "b", "c", "half \ud83d", "e")]
+        )
     assert [score.total for score in scores[:2]] == [1.5, 0.75]
     assert dict(scores[1].parts) == {"http": 0.75, "http/good": 0.5, "http/short": 0.25}
-    assert [score.error for score in scores[2:]] == ["http: no such word", "http: returned str instead of a number"]
+    assert (scores[4].total, scores[4].note) == (2, "")
+    assert [score.error for score in scores[2:4]] == ["http: no such word", "http: returned str instead of a number"]
     ((key, body),) = got
     assert key == "Bearer hush"
-    assert [one["completion"] for one in body["samples"]] == ["a", "b", "c", "half \ud83d"]
+    assert [one["completion"] for one in body["samples"]] == ["a", "b", "c", "half \ud83d", "e"]
     assert body["samples"][0] == {
         "id": "a",
         "prompt": "Sort: dbca",
@@ -69,10 +73,10 @@ async def test_a_service_for_openrlhf_is_asked_and_answers_in_its_format(
         ([(503, {"retry-after": "0"}, "busy"), (429, {"retry-after": "0"}, "busy"), (200, {}, {"scores": [1]})], 1, 3),
         ([None, (200, {}, {"scores": [1]})], 1, 2),
         ([None] * 2, "RetryError: URL gave no answer within 0.2 s", 2),
-        ([(503, {}, "busy")] * 2, "RetryError: URL answered 503: busy", 2),
-        ([(429, {"retry-after": "301"}, "busy")], "RetryError: URL answered 429: busy", 1),
+        ([(503, {}, "busy")] * 2, "RefusedError: URL answered 503: busy", 2),
+        ([(429, {"retry-after": "301"}, "busy")], "RefusedError: URL answered 429: busy", 1),
         ([(500, {}, "KeyError: " + "x" * 999)], "ValueError: URL answered 500: KeyError: " + "x" * 190 + " (", 1),
-        ([(302, {"location": "http://other"}, "")], "No redirect is followed: set url to http://other", 1),
+        ([(302, {"location": "http://other"}, "")], "No redirect is followed: name http://other in its place", 1),
         ([(200, {}, {"scores": [1, 2]})], 'answered 200: {"scores": [1, 2]} It must answer {"scores": a list of 1}', 1),
         ([(200, {}, "<html>")], "answered 200: <html> It must answer", 1),
     ],
@@ -106,7 +110,7 @@ async def test_a_service_that_nothing_listens_for_is_named(scorer_of: Scorers, m
     async with Service(lambda headers, body: asyncio.sleep(0)).open() as service:
         pass
     (score,) = await scorer_of({"http": {"url": service.url, "retries": 0}}).score_group([make_rollout()])
-    assert f"RetryError: {service.url} can't be reached: ConnectError" in str(score.error)
+    assert f"RefusedError: {service.url} can't be reached: ConnectError" in str(score.error)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,10 @@ async def test_a_service_that_nothing_listens_for_is_named(scorer_of: Scorers, m
         ({"url": "http://127.0.0.1@example.org/"}, r"set hosts: \[example.org\]"),
         ({"url": "file:///etc/passwd"}, "must begin with http"),
         ({"url": "http://localhost:1", "key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
-        ({"url": "http://localhost:1", "format": "trl"}, "hocket or openrlhf"),
+        ({"url": "http://localhost:1", "format": "trl"}, "'hocket' or 'openrlhf'"),
+        ({"url": 5}, "url: Input should be a valid string, got 5"),
+        ({"url": "http://gpu7/", "hosts": "gpu7"}, "hosts: .*str.* got 'gpu7'"),
+        ({"url": "http://localhost:1", "timeout_s": 0}, "timeout_s must be above 0"),
     ],
 )
 def test_options_that_can_not_work_are_refused(scorer_of: Scorers, options: dict[str, Any], message: str) -> None:

@@ -1,8 +1,10 @@
 import asyncio
+import contextlib
 import itertools
 import json
 import random
 import re
+import sqlite3
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -124,9 +126,12 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     asked: list[Any] = []
 
     async def answer(headers: Headers, body: Any) -> Answer:
-        asked.append((headers["authorization"], body))
+        asked.append((headers, body))
         return completion(f'Here it is: {{"reason": "so", "score": {next(said[body["model"]])}}}')
 
+    for variable in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(variable, "of another endpoint")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Secret: 1")
     monkeypatch.setenv("MY_KEY", "hush")
     options = {"model": ["a", "b", "a"], "key_env": "MY_KEY", "request": {"temperature": 0}, "price": [1.0, 10.0]}
     async with Service(answer).open() as service:
@@ -137,13 +142,18 @@ async def test_several_judges_are_averaged_and_a_retry_asks_only_the_one_that_li
     assert score.note == "judge: so\nso\nso"
     paid = {name: score.parts[f"judge/{name}"] for name in ("calls", "tokens", "dollars")}
     assert paid == pytest.approx({"calls": 4, "tokens": 4 * 120, "dollars": 4 * (100 * 1 + 20 * 10) / 1e6})
-    key, body = asked[0]
+    asked_headers, body = asked[0]
     schema = body.pop("response_format")["json_schema"]["schema"]["properties"]["score"]
     content = body.pop("messages")[0]["content"]
-    assert (key, schema) == ("Bearer hush", {"type": "number", "minimum": 0.0, "maximum": 10.0})
+    assert (asked_headers["authorization"], schema) == (
+        "Bearer hush",
+        {"type": "number", "minimum": 0.0, "maximum": 10.0},
+    )
     assert body == {"model": "a", "temperature": 0, "max_completion_tokens": 512}
-    for part in ("Sort: dbca", "<reference>\nnone\n", "<answer>\nso [it] {is}\n", "Is it sorted?", "from 0 to 10"):
+    assert re.search(r"<answer ([0-9a-f]{8})>\nso \[it\] {is}\n</answer \1>", content)  # no answer can know its mark
+    for part in ("Sort: dbca", "<reference>\nnone\n", "Is it sorted?", "from 0 to 10"):
         assert part in content
+    assert not {"openai-organization", "openai-project", "x-secret"} & asked_headers.keys()
 
 
 async def test_the_same_completion_is_asked_for_once_even_while_it_is_asked_for(
@@ -252,6 +262,135 @@ async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
     assert len(service.arrivals) == 3
 
 
+NO_CHOICE = (200, {}, {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 0}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "dollars"),  # a prompt of one byte and one token to write are 1.5 tokens, a dollar for each
+    [
+        (None, 1.5),
+        (NO_CHOICE, 1000),
+        ((200, {}, "<html>"), 1.5),
+        (completion("a clear 8", 7, 1), 8),
+        ((401, {}, ""), 0),
+        ((503, {}, ""), 0),
+    ],
+)
+async def test_a_call_without_a_verdict_is_counted_as_the_endpoint_counts_it_or_as_it_was_estimated(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, answer: Answer | None, dollars: float
+) -> None:
+    async def say(headers: Headers, body: Any) -> Answer | None:
+        return answer
+
+    async with Service(say).open() as service:
+        rewards = scorer_of(
+            functions(service, **counting(tmp_path), retries=0, timeout_s=0.3 if answer is None else 60)
+        )
+        assert (await rewards.score(make_rollout("x"))).error
+    assert await counted(tmp_path) == dollars
+
+
+async def counted(folder: Path) -> float:
+    """Return the dollars in a cache, once what was told its thread is there."""
+    for _ in range(100):
+        with contextlib.closing(sqlite3.connect(folder / "cache.db")) as cache:
+            if rows := cache.execute("SELECT value FROM answers WHERE key = 'dollars'").fetchall():
+                return float(rows[0][0])
+        await asyncio.sleep(0.05)
+    raise AssertionError("nothing was counted")
+
+
+def counting(folder: Path) -> dict[str, Any]:
+    return {"template": "{completion}", "max_tokens": 1, "price": [1e6, 1e6], "cache": str(folder / "cache.db")}
+
+
+def test_a_cancelled_call_is_counted_though_the_event_loop_ends_with_it(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+) -> None:
+    async def ask() -> None:
+        async def stall(headers: Headers, body: Any) -> None:
+            asked.set()
+
+        asked = asyncio.Event()
+        async with Service(stall).open() as service:
+            task = asyncio.create_task(scorer_of(functions(service, **counting(tmp_path))).score(make_rollout("x")))
+            await asked.wait()
+            assert not task.done()
+
+    asyncio.run(ask())
+    assert asyncio.run(counted(tmp_path)) == 1.5
+
+
+async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_else_up(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(headers: Headers, body: Any) -> Answer:
+        return completion('{"score": 7}')
+
+    async with Service(answer).open() as service:
+        rewards = scorer_of(functions(service, **counting(tmp_path)))
+        await rewards.score(make_rollout("1"))
+        with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            assert (await rewards.score(make_rollout("7"))).total == 0.7  # not held up either
+            waits = asyncio.create_task(rewards.score(make_rollout("7")))
+            await asyncio.sleep(0.2)
+            assert not waits.done()
+            other.execute("COMMIT")
+        assert (await waits).parts["judge/calls"] == 0
+        assert (await counted(tmp_path), len(service.arrivals)) == (240, 2)
+        monkeypatch.setattr(endpoint, "LOCKED_S", 0.1)
+        rewards = scorer_of(functions(service, **counting(tmp_path)))
+        await rewards.score(make_rollout("1"))
+        with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            await rewards.score(make_rollout("8"))
+            with pytest.raises(RewardError, match=r"cache .*cache.db can't be used: database is locked"):
+                await rewards.score(make_rollout("9"))
+            late = await scorer_of(functions(service, **counting(tmp_path))).score(make_rollout("9"))
+    assert "can't be set up: RewardError: the judge's cache" in str(late.error)
+
+
+async def test_dollars_of_a_cache_from_before_its_table_had_this_name_are_counted_on(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as old:
+        old.executescript("CREATE TABLE judge (key TEXT PRIMARY KEY, value); INSERT INTO judge VALUES ('dollars', 5.0)")
+    async with Service(FakeJudge(errors=0, stalls=0, lies=0, latency_s=0)).open() as service:
+        for _ in range(2):
+            with pytest.raises(RewardError, match=r"has cost 5\.00 dollars"):
+                await scorer_of(functions(service, **counting(tmp_path), budget=5)).score(make_rollout("7"))
+    assert service.arrivals == []
+
+
+async def test_the_next_rollout_with_a_text_whose_calls_have_failed_does_not_pay_for_them(
+    scorer_of: Scorers, make_rollout: Make
+) -> None:
+    said = iter(["no", '{"score": 7}'])
+
+    async def answer(headers: Headers, body: Any) -> Answer:
+        return completion(next(said))
+
+    async with Service(answer).open() as service:
+        rewards = scorer_of(functions(service, retries=0))
+        assert (await rewards.score(make_rollout("x"))).error
+        assert (await rewards.score(make_rollout("x"))).parts["judge/calls"] == 1
+
+
+async def test_rewards_that_ask_one_model_share_the_smallest_of_their_limits(
+    scorer_of: Scorers, make_rollout: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "MINUTE_S", 0.5)
+    async with Service(FakeJudge(errors=0, stalls=0, lies=0, latency_s=0)).open() as service:
+        both = functions(service, requests_per_minute=9) | functions(
+            service, "judge_ranking", requests_per_minute=3, base_url=f"{service.url}/v1/"
+        )
+        rewards = scorer_of(both)
+        for group in range(3):
+            await rewards.score_group([make_rollout(str(2 * group + i)) for i in range(2)])
+    assert (len(service.arrivals), service.most_within(0.5)) == (9, 3)
+
+
 @pytest.mark.parametrize(
     ("answer", "calls", "error"),
     [
@@ -262,10 +401,10 @@ async def test_a_spent_budget_ends_the_run_and_counts_on_after_it(
         (
             (401, {}, {"error": {"message": "who are you?"}}),
             1,
-            "AuthenticationError: Error code: 401 - who are you?",
+            'answered 401: {"error": {"message": "who are you?"}}',
         ),
         ((307, {"location": "http://127.0.0.2/"}, ""), 1, "307"),
-        (None, 2, "URL/v1 does not answer: after 0.3 s"),
+        (None, 2, "URL/v1/chat/completions gave no answer within 0.3 s"),
     ],
 )
 async def test_what_an_endpoint_answers_instead_of_a_score_is_the_error_of_the_sample(
@@ -313,12 +452,25 @@ def test_words_around_the_object_do_not_matter(text: str, score: float) -> None:
         ({"scale": [1, 1]}, "lowest, highest"),
         ({"budget": 5.0}, "a budget needs the price"),
         ({"budget": 5.0, "price": [1.0, 1.0]}, "a budget needs .*, and a cache"),
-        ({"cache": "no/such/folder/judge.db"}, "no folder for the cache no/such/folder/judge.db"),
+        ({"cache": "no/such/folder/judge.db"}, "cache no/such/folder/judge.db must be a file, in a folder that"),
+        ({"cache": "."}, "cache . must be a file"),
         ({"key_env": ""}, "set key_env: the variable that holds the key of http://127.0.0.1:1/v1"),
         ({"key_env": "", "base_url": "https://api.openai.com.example/v1"}, "set key_env"),
         ({"key_env": "", "base_url": "https://api.openai.com/v1"}, "OPENAI_API_KEY is not set"),
         ({"key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
-        ({"template": "{compleshun}"}, "compleshun"),
+        ({"template": "{compleshun}"}, "template: 'compleshun'; its fields are {completion}, {rubric}"),
+        ({"template": "{rubric}"}, "template: it lacks {completion}"),
+        ({"template": '{completion} {"score": 1}'}, "any other brace is written twice"),
+        ({"scale": 5}, "scale: Input should be a valid tuple, got 5"),
+        ({"model": []}, "model must be a name or a list of names"),
+        ({"base_url": "127.0.0.1:1"}, "base_url must begin with http"),
+        ({"request": 5}, "request: Input should be a valid dictionary, got 5"),
+        ({"requests_per_minute": 0}, "requests_per_minute must be above 0"),
+        ({"tokens_per_minute": 512}, "set it above max_tokens, which is 512"),
+        ({"price": 3}, "price: Input should be a valid tuple, got 3"),
+        ({"price": [1]}, "price.1: Field required"),
+        ({"price": [1, -1]}, "price must be .* at least 0"),
+        ({"budget": "much"}, "budget: Input should be a valid number, .* got 'much'"),
     ],
 )
 def test_options_that_can_not_work_are_refused(

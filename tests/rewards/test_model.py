@@ -71,6 +71,7 @@ def by_hand(path: str, rollout: Rollout) -> torch.Tensor:
         ("Qwen2", {"template": TEMPLATE}, {"batch_size": 1}, lambda logits: logits[0]),
         ("Qwen2", {"template": TEMPLATE, "pad_token_id": None}, {}, lambda logits: logits[0]),
         ("Qwen2", {"template": TEMPLATE, "pad_token_id": -1}, {}, lambda logits: logits[0]),
+        ("Qwen2", {"template": TEMPLATE, "pad_token_id": 95}, {}, lambda logits: logits[0]),  # no token's
         ("Qwen2", {}, {"batch_size": 3, "probability": True}, lambda logits: logits.sigmoid()[0]),
         ("Bert", {}, {}, lambda logits: logits[0]),
         ("Bert", {"num_labels": 3}, {"label": 2}, lambda logits: logits[2]),
@@ -106,12 +107,35 @@ async def test_what_is_too_long_is_an_error_and_the_others_have_their_scores(
     assert [score.error is None for score in scores] == [False, False, True]
 
 
+async def test_a_text_that_can_not_be_encoded_costs_its_own_score_alone(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+) -> None:
+    path = made(tmp_path, "Qwen2", template=TEMPLATE)
+    scorer = scorer_of({"reward_model": {"path": path}})
+    half, whole = await scorer.score_group([make_rollout("a\ud800"), make_rollout("a")])
+    assert "TextEncodeInput" in str(half.error)
+    assert whole.total == pytest.approx(float(by_hand(path, make_rollout("a"))[0]), abs=1e-5)
+
+
+async def test_a_model_whose_positions_begin_behind_the_padding_reads_as_many_fewer(
+    scorer_of: Scorers, make_rollout: Make, tmp_path: Path
+) -> None:
+    path = made(tmp_path, "Roberta", pad_token_id=1, type_vocab_size=2)  # 64 positions, of which the first is 2
+    whole, long = await scorer_of({"reward_model": {"path": path}}).score_group(
+        [make_rollout("a" * 52), make_rollout("a" * 53)]  # behind the 10 of "Sort: dbca"
+    )
+    assert (whole.error, "more than the 62 that" in str(long.error)) == (None, True), (whole, long)
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
         ({"num_labels": 2}, {}, "has 2 labels: set label to the index of one"),
         ({}, {"label": 1}, "has 1 labels: set label"),
         ({}, {"batch_size": 0}, "batch_size must be at least 1"),
+        ({}, {"batch_size": 1.5}, "batch_size must be at least 1 and whole, got 1.5"),
+        ({}, {"max_length": 0}, "max_length must be at least 1"),
+        ({}, {"dtype": "float33"}, "dtype=float33 is none of auto, float32"),
         ({"head": "ForCausalLM"}, {}, "is no sequence classifier: .* Qwen2ForCausalLM"),
         ({}, {"path": "no/such/model"}, "rewards.functions.reward_model.path=no/such/model: there is no such folder"),
     ],

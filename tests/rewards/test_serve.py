@@ -140,16 +140,26 @@ class Slow:
 """
 
 
-def test_what_a_client_that_left_has_asked_for_is_given_up_and_sigterm_tears_rewards_down(tmp_path: Path) -> None:
-    with serving(tmp_path, "{slow: {max_concurrent: 1}}", SLOW, signal.SIGTERM) as url:
-        body = json.dumps({"samples": [{"prompt": "a", "completion": "b"}]}).encode()
-        with contextlib.closing(HTTPConnection(urlsplit(url).netloc)) as client:
-            client.request("POST", "/score", body, {"Authorization": f"Bearer {TOKEN}"})
-            while not (tmp_path / "begun").exists():
-                time.sleep(0.01)
-        while not (tmp_path / "given_up").exists():
+def test_calls_end_with_their_client_or_the_service_which_sigterm_tears_down(tmp_path: Path) -> None:
+    body = json.dumps({"samples": [{"prompt": "a", "completion": "b"}]}).encode()
+    begun, given_up = tmp_path / "begun", tmp_path / "given_up"
+
+    def ask_until_begun(url: str) -> HTTPConnection:
+        client = stack.enter_context(contextlib.closing(HTTPConnection(urlsplit(url).netloc)))
+        client.request("POST", "/score", body, {"Authorization": f"Bearer {TOKEN}"})
+        while not begun.exists():
             time.sleep(0.01)
-    assert (tmp_path / "torn_down").exists()
+        begun.unlink()
+        return client
+
+    with contextlib.ExitStack() as stack:
+        with serving(tmp_path, "{slow: {max_concurrent: 1}}", SLOW, signal.SIGTERM) as url:
+            ask_until_begun(url).close()
+            while not given_up.exists():
+                time.sleep(0.01)
+            waiting = ask_until_begun(url)
+        assert (tmp_path / "torn_down").exists()
+        assert waiting.getresponse().status == 503
 
 
 def test_other_machines_need_a_token_and_a_model_that_can_not_be_loaded_ends_it(

@@ -139,6 +139,7 @@ def test_flash_attention_3_is_switched_on_for_a_hopper_gpu_that_has_its_package(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention.importlib.util, "find_spec", {"flash_attn_interface": there or None}.get)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", switch)
+    monkeypatch.setattr(attention, "_probe", lambda device: None)
     assert attention.choose_kernel(torch.device("cuda")) == says
     assert switch.call_args_list == ([call("FA3")] if capability == (9, 0) and there else [])
     assert attention.choose_kernel(CPU) == "torch's for CPUs"

@@ -1,5 +1,6 @@
 import gc
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_a_rehearsed_step_leaves_no_trace(ranks: Ranks, tied_model: str, stage: 
         builders.save(trainer, tmp_path / "state")
         losses = [trainer.step(samples(512, 62))["train/loss"] for _ in range(2)]
         builders.load(trainer, tmp_path / "state")
-        memory.rehearse(trainer.models.learners[0], 1024, ranks)
+        memory.rehearse(trainer.models.learners[0], 1024, ranks, longest=50)
         assert [trainer.step(samples(512, 62))["train/loss"] for _ in range(2)] == losses
 
 
@@ -183,11 +184,13 @@ def test_a_run_that_goes_on_keeps_its_micro_batches_unless_others_may_fit(
 ) -> None:
     monkeypatch.setattr(TrainerConfig, "unmeasured", lambda config: config)  # as on a GPU
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, ranks, leaves: 63)
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, ranks, leaves, longest: 63)
     with make_trainer(ranks, tied_model) as trainer:
         builders.save(trainer, tmp_path / "state")
-        assert "trainer.micro_batch_tokens=auto is 63, and so is the longest sequence" in trainer.memory
-    monkeypatch.setattr(memory, "fit_micro_batch", lambda learners, ranks, leaves: 55)  # something else takes more
+        assert "trainer.micro_batch_tokens=auto is 63: sequences of up to 64 tokens have room" in trainer.memory
+    monkeypatch.setattr(
+        memory, "fit_micro_batch", lambda learners, ranks, leaves, longest: 55
+    )  # something else takes more
     for changed, expected in (("steps=7", 63), ("max_grad_norm=2", 55), ("micro_batch_tokens=50", 50)):
         with make_trainer(ranks, tied_model, f"trainer.{changed}") as trainer:
             assert trainer.micro_batch_tokens == min(55, expected)
@@ -228,26 +231,63 @@ def test_auto_on_a_gpu_is_a_size_that_fits_and_a_run_that_goes_on_keeps_it(
         assert trainer.micro_batch_tokens == size
 
 
-def gpu_with(free: int, monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Stands for the ranks of a GPU on which micro-batches take 1000 bytes and 20 per token."""
-    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
-    monkeypatch.setattr(memory, "rehearse", lambda learner, num_positions, ranks: None)
-    monkeypatch.setattr(memory, "_peak_bytes", lambda learner, num_positions, ranks: 1000 + 20 * num_positions)
-    return types.SimpleNamespace(device=torch.device("cuda"), smallest=lambda tokens: tokens)  # type: ignore[return-value]
+class Gpu:
+    """Stands for one rank on a GPU with so many free bytes, where a micro-batch takes `peak` of its tokens."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, peak: Callable[[int], int]) -> None:
+        self.peaks: list[int] = []
+        monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+        monkeypatch.setattr(memory, "rehearse", lambda *_: None)
+        monkeypatch.setattr(
+            memory, "_peak_bytes", lambda learner, tokens, *_: self.peaks.append(peak(tokens)) or peak(tokens)
+        )
+
+    def smallest(self, tokens: int) -> int:
+        return tokens
 
 
 def learner_of(bytes_to_come: int) -> Any:
     return types.SimpleNamespace(engine=types.SimpleNamespace(bytes_to_come=lambda: bytes_to_come))
 
 
-def test_auto_leaves_room_for_the_moments_of_every_model_that_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    learners = [learner_of(3000), learner_of(1000)]
-    assert fit_micro_batch(learners, gpu_with(11_111 + 4000 + 500, monkeypatch), leaves=500) == 449
+@pytest.mark.parametrize(
+    ("free", "peak", "expected"),
+    [
+        (11_112, lambda tokens: 1000 + 20 * tokens, 450),  # 1000 + 20 · 450 = .9 · 11,112; 512 would be too many
+        (55_556, lambda tokens: 1000 + 20 * tokens, 2277),  # the next one, 2446, is not worth a try
+        (66_667, lambda tokens: max(40_000, 30 * tokens), 2000),  # what is hidden at first: 512, 768, 1152, 1728, 2000
+        (10**9, lambda tokens: tokens, memory.LARGEST_MICRO_BATCH),
+    ],
+)
+def test_auto_grows_to_a_size_that_has_room_beside_moments_and_a_server_and_tries_none_that_has_not(
+    free: int, peak: Callable[[int], int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(monkeypatch, free + 4000 + 500, peak)
+    found = fit_micro_batch([learner_of(3000), learner_of(1000)], gpu, leaves=500, longest=64)  # type: ignore[arg-type]
+    assert found == expected
+    assert peak(found) <= 0.9 * free
+    assert gpu.peaks[0] > 0.9 * free or max(gpu.peaks) <= 0.9 * free  # where the first size has room, so has each
 
 
 def test_auto_with_no_room_at_all_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu: Any = Gpu(monkeypatch, 0, lambda tokens: 1000 + 20 * tokens)
     with pytest.raises(TrainerError, match=r"not even one sequence.*gradient_checkpointing"):
-        fit_micro_batch([learner_of(0)], gpu_with(0, monkeypatch), leaves=0)
+        fit_micro_batch([learner_of(0)], gpu, leaves=0, longest=64)
+
+
+def test_a_start_without_memory_for_the_first_micro_batch_names_settings(
+    tied_model: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(memory, "check", no_room)
+    with pytest.raises(
+        TrainerError, match=r"out of memory in the start \(could not allocate 2.00 GiB\); set .*checkpoint"
+    ):
+        make_trainer(ranks, tied_model)
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,9 +58,9 @@ def _take(path: Path, text: str, say: Callable[[str], None], patience_s: float) 
             heard = now
         try:
             owner = json.loads(seen[0])
-        except ValueError:  # it is being written, was just removed, or the disk was full
-            owner = {}
-        machine, started = owner.get("process", ("", ""))
+            machine, started = owner["process"]
+        except (ValueError, TypeError, LookupError):  # it is being written, was just removed, or the disk was full
+            owner, machine, started = {}, "", ""
         is_alive = machine == _machine() and _start_of(owner["pid"]) == started
         if not is_alive and (machine == _machine() or now - heard >= SILENCE_S):
             _remove(path, seen[0])

@@ -198,6 +198,7 @@ def _row(group: Group, rollout: Rollout, score: Score) -> dict[str, Any]:
         "num_tokens": rollout.num_sampled,
         **last,
         **({"others": others} if others else {}),
+        **({"failed": rollout.error} if rollout.error is not None else {}),  # the episode; "error" may be a reward's
     }
 
 
@@ -240,7 +241,8 @@ def rollout_of(row: Mapping[str, Any], id: str = "", data: DataConfig | None = N
         meta={key: value for key, value in row.items() if key not in used} if data else row.get("meta", {}),
     )
     reward = row.get("reward") if data else row.get("parts", {}).get("env")  # of the environment alone
-    return Rollout(id=id if data else str(row.get("id", id)), prompt=asked, sequences=sequences, reward=reward)
+    name, failed = (id, None) if data else (str(row.get("id", id)), row.get("failed"))
+    return Rollout(id=name, prompt=asked, sequences=sequences, reward=reward, error=failed)
 
 
 def _sequence(row: Mapping[str, Any]) -> TokenSequence:

@@ -7,15 +7,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Literal, Self, get_type_hints
 from urllib.parse import urlsplit
 
 from hocket.rewards.base import RetryError, reward, sampled_ids
 from hocket.types import Rollout, Score
-
-if TYPE_CHECKING:
-    import httpx
 
 LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
 AGAIN = frozenset({408, 425, 429, 502, 503, 504})  # statuses of a service that is busy or away; 500 is its own fault
@@ -23,9 +20,77 @@ SCORE = {"total", "parts", "error", "note"}  # keys of an answer that is more th
 MAX_SHOWN = 200  # characters of an answer in an error
 
 
+class RefusedError(RetryError):
+    """Says that a request was not served, and so is not billed."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Service:
+    """A service that gets POST requests, of no more of the environment than the key that is named; and its options."""
+
+    timeout_s: float = 60.0  # of one request
+    key_env: str | None = None  # environment variable that holds a key, sent as a bearer token; none stands in a config
+
+    def __post_init__(self) -> None:
+        """Convert each option to its type, as the config's are; raise ValueError for one that can't be."""
+        import pydantic  # would take a third of a worker's start, but this runs in the trainer
+
+        for name, kind in get_type_hints(type(self)).items():
+            given = getattr(self, name)
+            try:
+                value = pydantic.TypeAdapter(kind).validate_python(given)
+            except pydantic.ValidationError as error:
+                wrong = (".".join(map(str, [name, *one["loc"]])) + f": {one['msg']}" for one in error.errors())
+                raise ValueError(f"{', or '.join(wrong)}, got {given!r}") from error
+            if isinstance(value, int | float) and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+            setattr(self, name, value)
+
+    def _name(self, option: str, url: str, **client: Any) -> str:
+        """Return the host of a URL; set what a client needs. Raise ValueError without a host or the key."""
+        host = urlsplit(url).hostname
+        if not url.startswith(("http://", "https://")) or not host:
+            raise ValueError(f"{option} must begin with http:// or https:// and a host, got {url!r}")
+        if self.key_env is not None and not os.environ.get(self.key_env):
+            raise ValueError(f"the environment variable {self.key_env} is not set: export the service's key in it")
+        key = {"Authorization": f"Bearer {os.environ[self.key_env]}"} if self.key_env else {}
+        self._url, self._client = url, {"headers": {"Content-Type": "application/json"} | key, **client}
+        return host
+
+    async def __aenter__(self) -> Self:
+        import httpx
+
+        self._http = httpx.AsyncClient(**self._client, timeout=None, limits=httpx.Limits(max_connections=None))
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._http.aclose()
+
+    async def _post(self, body: Mapping[str, Any], again: Container[int]) -> str:
+        """Return what it answers; raise RetryError where there is no answer, or one with a status in `again`."""
+        import httpx
+
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                response = await self._http.post(self._url, content=json.dumps(body, default=str).encode())
+        except TimeoutError as error:
+            raise RetryError(f"{self._url} gave no answer within {self.timeout_s:g} s") from error
+        except httpx.TransportError as error:
+            kind = RefusedError if isinstance(error, httpx.ConnectError) else RetryError
+            raise kind(f"{self._url} can't be reached: {type(error).__name__}: {error}") from error
+        said = f"{self._url} answered {response.status_code}: {response.text[:MAX_SHOWN]}"
+        if response.status_code in again:
+            raise RefusedError(said, retry_after(response.headers))
+        if response.has_redirect_location:
+            raise ValueError(f"{said} No redirect is followed: name {response.headers['location']} in its place")
+        if response.status_code != 200:
+            raise ValueError(said)
+        return response.text
+
+
 @reward("http", imports=("httpx",), own_deadline=True)
-@dataclasses.dataclass(eq=False)
-class HttpReward:
+@dataclasses.dataclass(kw_only=True, eq=False)
+class HttpReward(Service):
     """Return the scores that a service of yours gives the completions of a prompt; it may be asked twice for them.
 
     It gets POST {"samples": [{"id", "prompt", "messages", "answer", "meta", "opening", "completion", "finish_reason",
@@ -37,66 +102,32 @@ class HttpReward:
 
     url: str  # no redirect is followed, and no proxy of the environment is used
     hosts: Sequence[str] = ()  # besides this machine that may get samples
-    timeout_s: float = 60.0  # of one request
-    key_env: str | None = None  # environment variable that holds a key, sent as a bearer token
     format: Literal["hocket", "openrlhf"] = "hocket"
 
     def __post_init__(self) -> None:
-        host = urlsplit(self.url).hostname
-        if not self.url.startswith(("http://", "https://")) or not host:
-            raise ValueError(f"url must begin with http:// or https:// and a host, got {self.url!r}")
-        if host not in {*LOCAL, *self.hosts}:
+        super().__post_init__()
+        if (host := self._name("url", self.url, trust_env=False)) not in {*LOCAL, *self.hosts}:
             raise ValueError(f"url is on another host, which gets no samples unless it is named: set hosts: [{host}]")
-        if self.format not in ("hocket", "openrlhf"):
-            raise ValueError(f"format must be hocket or openrlhf, got {self.format!r}")
-        self._openrlhf, self._headers = self.format == "openrlhf", {"Content-Type": "application/json"}
-        if key := key_from(self.key_env):
-            self._headers["Authorization"] = f"Bearer {key}"
-
-    async def __aenter__(self) -> "HttpReward":
-        import httpx
-
-        self._http = httpx.AsyncClient(headers=self._headers, timeout=None, trust_env=False)
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._http.aclose()
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        import httpx
-
-        body = json.dumps(_openrlhf(rollouts) if self._openrlhf else _samples(rollouts), default=str)
+        make, key = (_openrlhf, "rewards") if self.format == "openrlhf" else (_samples, "scores")
+        text, count = await self._post(make(rollouts), AGAIN), len(rollouts)
         try:
-            async with asyncio.timeout(self.timeout_s):
-                response = await self._http.post(self.url, content=body.encode())
-        except TimeoutError as error:
-            raise RetryError(f"{self.url} gave no answer within {self.timeout_s:g} s") from error
-        except httpx.TransportError as error:
-            raise RetryError(f"{self.url} can't be reached: {type(error).__name__}: {error}") from error
-        return self._scores(response, len(rollouts))
-
-    def _scores(self, response: "httpx.Response", count: int) -> list[Any]:
-        said = f"{self.url} answered {response.status_code}: {response.text[:MAX_SHOWN]}"
-        if response.status_code in AGAIN:
-            raise RetryError(said, retry_after(response.headers))
-        if response.has_redirect_location:
-            raise ValueError(f"{said} No redirect is followed: set url to {response.headers['location']}")
-        if response.status_code != 200:
-            raise ValueError(said)
-        key = "rewards" if self._openrlhf else "scores"
-        try:
-            scores = json.loads(response.text)[key]
+            scores = json.loads(text)[key]
         except (ValueError, LookupError, TypeError):
             scores = None
         if not isinstance(scores, list) or len(scores) != count:
-            raise ValueError(f'{said} It must answer {{"{key}": a list of {count}}}')
+            raise ValueError(
+                f'{self.url} answered 200: {text[:MAX_SHOWN]} It must answer {{"{key}": a list of {count}}}'
+            )
         return [_score(one) for one in scores]
 
 
 def _score(one: Any) -> Any:
     """Return the score that an object with an error, or with total and parts, stands for; others as they are."""
     if isinstance(one, dict) and ("error" in one or {"total", "parts"} <= one.keys()):
-        return Score(**{"total": math.nan, **{key: one[key] for key in one.keys() & SCORE}})
+        said = {key: one[key] for key in one.keys() & SCORE}
+        return Score(**{"total": math.nan} | said | {"note": one.get("note") or ""})
     return one
 
 
@@ -112,13 +143,6 @@ def _openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     prompt, count = rollouts[0].prompt, len(rollouts)
     queries = [prompt.text + one.text for one in rollouts]
     return {"query": queries, "prompts": [prompt.text] * count, "labels": [prompt.answer] * count}
-
-
-def key_from(variable: str | None) -> str | None:
-    """Return the key in an environment variable, since none may stand in a config; ValueError if it is not set."""
-    if variable is not None and not os.environ.get(variable):
-        raise ValueError(f"the environment variable {variable} is not set: export the service's key in it")
-    return os.environ[variable] if variable else None
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

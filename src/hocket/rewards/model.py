@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from hocket.rewards.base import no_score, reward
+from hocket.rewards.base import failure, no_score, reward
 from hocket.system import run_in_thread
 from hocket.types import Rollout, Score
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 SECTION = "rewards.functions.reward_model"
 
 
@@ -43,15 +44,19 @@ class ModelReward:
             raise ValueError(f"{self.path} is no sequence classifier: config.json names the architecture {kind}")
         if self.label not in range(labels) and (labels, self.label) != (1, None):
             raise ValueError(f"{self.path} has {labels} labels: set label to the index of one, {config.id2label}")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        most = 1 if self.max_length is None else self.max_length
+        for name, value in ("batch_size", self.batch_size), ("max_length", most):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be at least 1 and whole, got {value!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype} is none of {', '.join(DTYPES)}")
         text = config.get_text_config()
         readable = self._tokenizer.model_max_length, getattr(text, "max_position_embeddings", None)
         self._longest = min(filter(None, (self.max_length, *readable)))
-        if (pad := getattr(text, "pad_token_id", None)) is None or pad < 0:
+        pad = getattr(text, "pad_token_id", None)
+        self._tokenizer.pad_token = None if pad is None or pad < 0 else self._tokenizer.convert_ids_to_tokens(pad)
+        if self._tokenizer.pad_token is None:
             self.batch_size = 1  # transformers takes the logit of the last token, a padding one in a batch
-        else:
-            self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(pad)
         self._one_at_a_time = asyncio.Lock()
 
     async def __aenter__(self) -> "ModelReward":
@@ -65,6 +70,9 @@ class ModelReward:
         from transformers import AutoModelForSequenceClassification as Classifier
 
         loaded = Classifier.from_pretrained(self.path, trust_remote_code=False, dtype=self.dtype)
+        for name, part in loaded.named_modules():
+            if name.endswith("position_embeddings") and (first := getattr(part, "padding_idx", None)) is not None:
+                self._longest = min(self._longest, part.num_embeddings - first - 1)  # RoBERTa's kinds begin behind it
         return loaded.to(self.device).eval().requires_grad_(False)
 
     async def __call__(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
@@ -72,6 +80,14 @@ class ModelReward:
             return await run_in_thread(self._scores, rollouts)
 
     def _scores(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
+        try:
+            return self._in_batches(rollouts)
+        except Exception as error:  # noqa: BLE001 - of one text, as a half surrogate pair
+            if len(rollouts) == 1:
+                return [failure(error)]
+            return [score for one in rollouts for score in self._scores([one])]
+
+    def _in_batches(self, rollouts: Sequence[Rollout]) -> list[float | Score]:
         columns = self._columns(rollouts)
         encode = partial(self._tokenizer, add_special_tokens=not self._tokenizer.chat_template, verbose=False)
         lengths = [len(ids) for ids in encode(*columns)["input_ids"]]

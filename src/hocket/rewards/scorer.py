@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 300.0  # before the first retry of a call, at 
 MAX_PROCESSES, MAX_MIB = 256, 8192  # of one worker and all that it starts
 MAX_ANSWER = 1 << 16  # bytes
 MAX_LINES, MAX_LINE = 1000, 1 << 12  # lines that all rewards may print, bytes of one
+SPENT: ContextVar[collections.Counter[str]] = ContextVar("spent")  # by the attempts of one call of an async reward
 _MAIN = "from hocket.rewards.scorer import work; work()"
 
 
@@ -53,6 +55,7 @@ class RewardScorer:
     """
 
     def __init__(self, calls: "RewardCalls", names: Iterable[str]) -> None:
+        self.set_up = calls.set_up
         self._calls, self._specs = calls, {name: calls.specs[name] for name in names}
         self._of_group = [name for name in self._specs if calls.rewards[name].of_group]
         self._each = [name for name in self._specs if name not in self._of_group]
@@ -191,6 +194,7 @@ class AsyncReward:
 
     async def call(self, arguments: Mapping[str, Any], size: int | None, timeout_s: float) -> list[Score]:
         """Return the scores; a call that raises RetryError keeps its slot while it waits to be made again."""
+        SPENT.set(collections.Counter())
         async with self._slots:
             attempt = 0
             while isinstance(result := await self._in_time(arguments, size, timeout_s), RetryError):

@@ -53,6 +53,8 @@ async def _serve(config: Config, calls: RewardCalls, sock: socket.socket) -> Non
             if any(one.prompt != rollouts[0].prompt for one in rollouts):
                 raise ValueError("the samples differ in prompt, messages, answer or meta")
             return await unless_client_leaves(request, _answer(scorer, rollouts))
+        except asyncio.CancelledError as error:  # by uvicorn, which ends; the client may ask again
+            raise HTTPException(503, "the service was stopped") from error
         except RewardError as error:
             raise HTTPException(500, str(error)) from error
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:

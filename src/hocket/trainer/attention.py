@@ -7,7 +7,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
@@ -96,9 +96,18 @@ def choose_kernel(device: torch.device) -> str:
         return "FlashAttention 2 (3 needs the package flash-attn-3)"
     try:
         activate_flash_attention_impl("FA3")
-    except (ImportError, OSError, RuntimeError) as error:  # it was built for another torch, say
+        _probe(device)
+    except (ImportError, OSError, RuntimeError, TypeError) as error:  # it was built for another torch, say
+        restore_flash_attention_impl(_raise_warn=False)
         return f"FlashAttention 2 (3 can't be used: {error})"
     return "FlashAttention 3"
+
+
+def _probe(device: torch.device) -> None:
+    query_rhd = torch.zeros(8, 1, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    offsets = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    result = cast(Tensor, varlen_attn(query_rhd, query_rhd, query_rhd, offsets, offsets, 8, 8, window_size=(-1, 0)))
+    torch.autograd.grad(result.sum(), query_rhd)
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:

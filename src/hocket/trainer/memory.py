@@ -26,7 +26,7 @@ from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
 LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
-REHEARSED_LENGTH = 32  # positions of each sequence of a rehearsal
+MAX_TRIES, WORTH_A_TRY = 40, 1.1  # of sizes; a size that is so many times larger
 BESIDE = 2 * GIB  # what a server on the same GPU takes once it works: new weights, layer by layer, and large batches
 MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
 _TOLERANCE = 0.15  # of the estimate
@@ -162,42 +162,49 @@ def available_bytes(device: torch.device) -> int:
     return system.free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float) -> int:
-    """Return the micro-batch size that fits into every rank's GPU, and leaves so many bytes to other processes."""
-    size, learner = CHUNK_TOKENS, learners[0]
-    rehearse(learner, size, ranks)  # the first run allocates what libraries keep, which is no part of a micro-batch
-    small, large = (_peak_bytes(learner, tokens, ranks) for tokens in (size, 2 * size))
-    per_token = (large - small) / size
+def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:
+    """Return the micro-batch size that fits into every rank's GPU, and leaves so many bytes to other processes.
+
+    k times as many tokens take at most k times the memory at the peak, so it only grows to sizes that have room.
+    `longest`: positions of the longest sequence, on which some kinds of attention depend.
+    """
+    size = CHUNK_TOKENS
+    for learner in learners:  # the first run allocates what libraries keep, which is no part of a micro-batch
+        rehearse(learner, size, ranks, longest)
     moments = sum(learner.engine.bytes_to_come() for learner in learners)  # the first real step allocates them
-    room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves - moments) - (small - per_token * size)
-    tokens = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) / max(per_token, 1e-9))))
-    if tokens < 2:
-        raise TrainerError(
-            "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; set "
-            "trainer.gradient_checkpointing=true, or take more ranks"
-        )
-    return tokens
-
-
-def rehearse(learner: Learner, num_positions: int, ranks: Ranks) -> None:
-    """Run forward and backward of made-up sequences with a gradient that is not finite, which changes nothing."""
-    zeros = (0.0,) * (REHEARSED_LENGTH + 1)
-    sample = TrainSample(
-        sequence=TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros),
-        advantages=zeros,
-        ref_logprobs=zeros,
+    room = (1 - MARGIN) * (available_bytes(ranks.device) - leaves - moments)
+    for _ in range(MAX_TRIES):
+        peak = max(_peak_bytes(learner, size, ranks, longest) for learner in learners)
+        fits = ranks.smallest(int(min(LARGEST_MICRO_BATCH, max(0.0, room) * size / peak)))
+        if size <= fits < WORTH_A_TRY * size:
+            return size
+        if fits < 2:
+            break
+        size = fits
+    raise TrainerError(
+        "trainer.micro_batch_tokens=auto: not even one sequence fits into the memory that is left; set "
+        "trainer.gradient_checkpointing=true, or take more ranks"
     )
-    [[batch]] = pack([sample] * (num_positions // REHEARSED_LENGTH), micro_batch_tokens=num_positions, num_ranks=1)
+
+
+def rehearse(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> None:
+    """Run forward and backward of made-up sequences with a gradient that is not finite, which changes nothing."""
+    lengths = [*[longest] * (num_positions // longest), *([rest] if (rest := num_positions % longest) else [])]
+    samples = []
+    for zeros in ((0.0,) * (length + 1) for length in lengths):
+        sequence = TokenSequence(token_ids=(0,) * len(zeros), mask=(True,) * len(zeros), logprobs=zeros)
+        samples.append(TrainSample(sequence=sequence, advantages=zeros, ref_logprobs=zeros))
+    [[batch]] = pack(samples, micro_batch_tokens=num_positions, num_ranks=1)
     learner.engine.backward(learner.loss(batch.to(ranks.device)).loss * math.nan, last=True)
     if learner.engine.step(rescale=False) is not None:
         raise TrainerError("a rehearsed step has changed the weights; set trainer.micro_batch_tokens to a number")
 
 
-def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks) -> int:
+def _peak_bytes(learner: Learner, num_positions: int, ranks: Ranks, longest: int) -> int:
     torch.cuda.synchronize(ranks.device)
     torch.cuda.reset_peak_memory_stats(ranks.device)
     before = torch.cuda.memory_allocated(ranks.device)
-    rehearse(learner, num_positions, ranks)
+    rehearse(learner, num_positions, ranks, longest)
     torch.cuda.synchronize(ranks.device)
     return torch.cuda.max_memory_allocated(ranks.device) - before
 

@@ -88,9 +88,11 @@ class Models:
                 used = config.model_dump_json(
                     include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
                 )
-                self.fitted_for = seed_of(used, ranks.size, torch.cuda.get_device_name(ranks.device))
                 leaves = 0 if config.gpus_apart or config.launch.share_gpu else memory.BESIDE
-                self.micro_batch_tokens = memory.fit_micro_batch(self.learners, ranks, leaves=leaves)
+                self.fitted_for = seed_of(used, leaves, ranks.size, torch.cuda.get_device_name(ranks.device))
+                self.micro_batch_tokens = memory.fit_micro_batch(
+                    self.learners, ranks, leaves=leaves, longest=tokenizers.context_length(config.model) - 1
+                )
             else:
                 self.micro_batch_tokens = settings.micro_batch_tokens
         self.saved = {name: engine for name, engine in self.engines.items() if isinstance(engine, DeepSpeedEngine)}

@@ -23,6 +23,7 @@ from hocket.system import cpu_threads, return_freed_memory, seed_of
 from hocket.trainer import flops, guards, offload
 from hocket.trainer.batching import Make, TrainBatch, check_fits, divide, minibatches, num_positions
 from hocket.trainer.critic import critic_metrics
+from hocket.trainer.logprobs import CHUNK_TOKENS
 from hocket.trainer.models import BatchLoss, Models
 from hocket.trainer.ranks import Ranks
 from hocket.trainer.state import BUCKET_BYTES, POLICY, SavedTensors
@@ -83,10 +84,14 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         try:
             self.tokenizer = tokenizers.load(config.model.path)
             self.models = Models(config, self.ranks, loss)
-        except BaseException:
+        except BaseException as error:
             if self._owns_ranks:
                 self.ranks.destroy()
-            raise
+            if not guards.is_out_of_memory(error):
+                raise
+            sizes = {"micro_batch_tokens": CHUNK_TOKENS, "longest": 1}  # of the first rehearsal
+            on_gpu = self.device.type == "cuda"
+            raise guards.out_of_memory(error, self._config, work="start", on_gpu=on_gpu, **sizes) from error
         self.policy, self.engine = self.models.policy, self.models.engine
         self.micro_batch_tokens = self.models.micro_batch_tokens
         self.adapter = self.policy.adapter  # the only weights that are trained; None: all are
@@ -176,8 +181,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     @property
     def memory(self) -> str:
         """The memory estimate of a step, the attention and, with micro_batch_tokens=auto, the size found, as a line."""
-        size = f"trainer.micro_batch_tokens=auto is {self.micro_batch_tokens}, and so is the longest sequence"
-        found = f"; {size} (model.max_length limits them)" if self.models.fitted_for is not None else ""
+        tokens = self.micro_batch_tokens
+        size = f"; trainer.micro_batch_tokens=auto is {tokens}: sequences of up to {tokens + 1} tokens have room"
+        found = size if self.models.fitted_for is not None else ""
         return f"a step needs {self.models.estimate}; attention: {self.models.attention}{found}"
 
     def check_same_model(self, health: Health) -> None:
