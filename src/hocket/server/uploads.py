@@ -25,7 +25,7 @@ class Uploads:
 
     def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER
-        # By version; one that nobody receives or waits for has none.
+        # By version; gone once no request receives it or waits for it.
         self._writing: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._making_room = asyncio.Lock()
 

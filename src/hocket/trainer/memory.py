@@ -26,7 +26,7 @@ from hocket.types import TokenSequence, TrainSample
 
 GIB = 1 << 30
 LARGEST_MICRO_BATCH = 1 << 17  # larger ones are no faster, and kernels that count elements in 32 bits may fail
-MAX_TRIES, WORTH_A_TRY = 40, 1.1  # of sizes; a size that is so many times larger
+MAX_TRIES, WORTH_A_TRY = 40, 1.1  # number of sizes; least growth from one to the next
 BESIDE = 2 * GIB  # what a server on the same GPU takes once it works: new weights, layer by layer, and large batches
 MARGIN = 0.1  # of what is free: fragments, buffers of kernels and of communication
 _TOLERANCE = 0.15  # of the estimate
@@ -163,7 +163,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def fit_micro_batch(learners: Sequence[Learner], ranks: Ranks, *, leaves: float, longest: int) -> int:
-    """Return the micro-batch size that fits into every rank's GPU, and leaves so many bytes to other processes.
+    """Return the micro-batch size that fits into every rank's GPU beside `leaves` bytes for other processes.
 
     k times as many tokens take at most k times the memory at the peak, so it only grows to sizes that have room.
     `longest`: positions of the longest sequence, on which some kinds of attention depend.
