@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import hostile
 from processes import ROOT, START_S, Process, free_port, started
 
 pytestmark = pytest.mark.e2e
@@ -22,20 +23,7 @@ from hocket.rewards import reward
 
 scorer.MAX_PROCESSES, scorer.MAX_MIB = 20, 300  # of a worker
 
-def fork_and_sleep():
-    if os.fork() == 0:
-        time.sleep(600)
-
-def daemonise():
-    if (child := os.fork()) == 0:
-        os.setsid()
-        if os.fork() == 0:
-            for descriptor in range(3):
-                os.close(descriptor)
-            time.sleep(600)
-        os._exit(0)
-    os.waitpid(child, 0)
-
+{hostile}
 @reward("torture")
 def torture(completion, answer, meta):
     right = float(completion == answer)
@@ -65,7 +53,9 @@ def test_a_run_goes_on_without_what_a_hostile_reward_spoils_and_leaves_no_proces
         letters = "".join(drawn.sample(string.ascii_lowercase, 4))
         rows.append({"prompt": f"Sort: {letters}", "answer": "".join(sorted(letters)), "does": does})
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "torture.py").write_text(PLUGIN)
+    (tmp_path / "torture.py").write_text(
+        PLUGIN.replace("{hostile}", Path(hostile.__file__).read_text(encoding="utf-8"))
+    )
     run_dir, log, mark = tmp_path / "runs" / "a", tmp_path / "log", uuid.uuid4().hex
     settings = [f"run.dir={run_dir}", f"server.port={free_port()}", f"plugins=[{tmp_path}/torture.py]"]
     settings += ["rewards.functions={torture: 1.0}", "rewards.timeout_s=10", "rewards.max_error_rate=1"]

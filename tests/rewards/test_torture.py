@@ -4,9 +4,11 @@ import asyncio
 import math
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+import hostile
 from batches import scorer_of_all
 from hocket.config import RewardsConfig
 from hocket.registry import load_plugins
@@ -26,20 +28,7 @@ class Mute(Exception):
     def __str__(self):
         raise ValueError
 
-def fork_and_sleep():
-    if os.fork() == 0:
-        time.sleep(600)
-
-def daemonise():
-    if (child := os.fork()) == 0:
-        os.setsid()
-        if os.fork() == 0:
-            for descriptor in range(3):
-                os.close(descriptor)
-            time.sleep(600)
-        os._exit(0)
-    os.waitpid(child, 0)
-
+{hostile}
 @reward("torture")
 def torture(completion):
     descriptor = int(sys.argv[1])  # of the socket on which the worker answers
@@ -56,7 +45,8 @@ FRAME = '["", {"total": 5.0, "parts": {}, "error": null, "note": ""}]\\n'
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("plugins") / "torture.py"
-    file.write_text(PLUGIN, encoding="utf-8")
+    hostiles = Path(hostile.__file__).read_text(encoding="utf-8")
+    file.write_text(PLUGIN.replace("{hostile}", hostiles), encoding="utf-8")
     load_plugins([str(file)])
 
 

@@ -84,18 +84,19 @@ class Models:
                 policy = Learner(name=POLICY, engine=self.engine, loss=self._policy_loss, learns=critic.is_warm)
                 self.learners = [policy, Learner(name="critic", engine=critic.engine, loss=critic.loss)]
             self.fitted_for: int | None = None  # hash of what decides the size with trainer.micro_batch_tokens=auto
-            if settings.micro_batch_tokens == "auto":
-                used = config.model_dump_json(
-                    include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
-                )
-                leaves = 0 if config.gpus_apart or config.launch.share_gpu else memory.BESIDE
-                self.fitted_for = seed_of(used, leaves, ranks.size, torch.cuda.get_device_name(ranks.device))
-                self.micro_batch_tokens = memory.fit_micro_batch(
-                    self.learners, ranks, leaves=leaves, longest=tokenizers.context_length(config.model) - 1
-                )
-            else:
-                self.micro_batch_tokens = settings.micro_batch_tokens
+            fixed = settings.micro_batch_tokens
+            self.micro_batch_tokens = self._fitted(config) if fixed == "auto" else fixed
         self.saved = {name: engine for name, engine in self.engines.items() if isinstance(engine, DeepSpeedEngine)}
+
+    def _fitted(self, config: Config) -> int:
+        """Measure the size of micro-batches on a GPU, and set `fitted_for`."""
+        leaves = 0 if config.gpus_apart or config.launch.share_gpu else memory.BESIDE
+        used = config.model_dump_json(
+            include={"model", "algorithm", "critic", "trainer"}, exclude={"trainer": {"steps"}}
+        )
+        self.fitted_for = seed_of(used, leaves, self._ranks.size, torch.cuda.get_device_name(self._ranks.device))
+        longest = tokenizers.context_length(config.model) - 1
+        return memory.fit_micro_batch(self.learners, self._ranks, leaves=leaves, longest=longest)
 
     @torch.no_grad()
     def numbers(
