@@ -331,6 +331,8 @@ async def test_a_locked_cache_loses_no_answer_repeats_no_call_and_holds_nothing_
         rewards = scorer_of(functions(service, **counting(tmp_path)))
         await rewards.score(make_rollout("1"))
         with contextlib.closing(sqlite3.connect(tmp_path / "cache.db", isolation_level=None)) as other:
+            while other.execute("SELECT count(*) FROM answers").fetchone() != (2,):  # dollars and answer are written
+                await asyncio.sleep(0.01)
             other.execute("BEGIN IMMEDIATE")
             assert (await rewards.score(make_rollout("7"))).total == 0.7  # not held up either
             waits = asyncio.create_task(rewards.score(make_rollout("7")))
